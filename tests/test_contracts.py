@@ -37,16 +37,8 @@ from ebft.trainer.stopping import StopOnNonFinite, StopsSafely
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
-TRAINERS = (
-    SFTTrainer,
-    RewardModelTrainer,
-    ProcessRewardTrainer,
-    StridedEBFTTrainer,
-    RolloutGRPOTrainer,
-    EBFTTrainer,
-    AsyncEBFTTrainer,
-    *OF_PREFERENCES,
-)
+TRAINERS = (SFTTrainer, RewardModelTrainer, ProcessRewardTrainer, StridedEBFTTrainer, RolloutGRPOTrainer, EBFTTrainer,
+            AsyncEBFTTrainer, *OF_PREFERENCES)  # fmt: skip
 # Private names of the libraries' trainers, and their meaning.
 MEANINGS = {
     "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
@@ -96,31 +88,13 @@ MEANINGS = {
 # Those that each of our classes reads, sets, calls or overrides.
 OF_TRAINERS = {
     PushesModel: {"_finish_current_push", "_push_from_checkpoint"},
-    ShardedTrainer: {
-        "_load_best_model",
-        "_load_from_checkpoint",
-        "_load_optimizer_and_scheduler",
-        "_save",
-        "_save_optimizer_and_scheduler",
-    },
+    ShardedTrainer: {"_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_save",
+                     "_save_optimizer_and_scheduler"},
     FinishesEvaluations: {"_determine_best_metric", "_evaluate", "_get_output_dir", "_load_rng_state"},
-    CompletesCheckpoints: {
-        "_finalize_training",
-        "_get_output_dir",
-        "_init_training_state",
-        "_load_from_checkpoint",
-        "_save",
-        "_save_checkpoint",
-    },
-    KeepsRunningState: {
-        "_globalstep_last_logged",
-        "_init_training_state",
-        "_load_optimizer_and_scheduler",
-        "_run_epoch",
-        "_save_rng_state",
-        "_total_loss_scalar",
-        "_tr_loss",
-    },
+    CompletesCheckpoints: {"_finalize_training", "_get_output_dir", "_init_training_state", "_load_from_checkpoint",
+                           "_save", "_save_checkpoint"},
+    KeepsRunningState: {"_globalstep_last_logged", "_init_training_state", "_load_optimizer_and_scheduler",
+                        "_run_epoch", "_save_rng_state", "_total_loss_scalar", "_tr_loss"},
     StopsSafely: {"_evaluate", "_init_training_state", "_maybe_log_save_evaluate", "_save_checkpoint"},
     ComparesRows: {"_init_training_state"},
     StopOnNonFinite: {"_get_grad_norm"},
@@ -131,40 +105,16 @@ OF_TRAINERS = {
     PreparedRows: {"_get_train_sampler", "_prepare_dataset"},
     PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
-    CountsRowsOnce: {
-        "_calculate_rewards",
-        "_compute_loss",
-        "_generate",
-        "_get_eval_sampler",
-        "_metrics",
-        "_tokenizer",
-    },
-    HasHooks: {
-        "_buffered_inputs",
-        "_calculate_rewards",
-        "_compute_loss",
-        "_generate",
-        "_generate_and_score_completions",
-        "_generate_single_turn",
-        "_get_per_token_logps_and_entropies",
-        "_prepare_inputs",
-        "_step",
-    },
+    CountsRowsOnce: {"_calculate_rewards", "_compute_loss", "_generate", "_get_eval_sampler", "_metrics", "_tokenizer"},
+    HasHooks: {"_buffered_inputs", "_calculate_rewards", "_compute_loss", "_generate",
+               "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies",
+               "_prepare_inputs", "_step"},
     ResumesGeneration: {"_buffered_inputs", "_get_train_sampler", "_metrics", "_step"},
     ResumesComparisons: {"_metrics", "_total_train_tokens"},
-    NamesPrivates: {
-        "_buffered_inputs",
-        "_entropy_bonus_enabled",
-        "_get_num_items_in_batch",
-        "_get_per_token_logps_and_entropies",
-        "_last_loaded_step",
-        "_logs",
-        "_metrics",
-        "_pending_metrics",
-        "_step",
-        "_tokenizer",
-    },
-}
+    NamesPrivates: {"_buffered_inputs", "_entropy_bonus_enabled", "_get_num_items_in_batch",
+                    "_get_per_token_logps_and_entropies", "_last_loaded_step", "_logs", "_metrics", "_pending_metrics",
+                    "_step", "_tokenizer"},
+}  # fmt: skip
 SEAM = ROOT / "over_transformers.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {

@@ -6,29 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.features import FeatureNetwork, feature_depths, pool, token_features
+from ebft.features import FeatureNetwork, pool
 from tests.strided.families import tiny_model
 
 
-def test_depths_are_floors_of_fractions():
-    assert feature_depths([0.0, 0.25, 0.5, 0.75, 1.0], 32) == [0, 8, 16, 24, 32]
-    assert feature_depths([0.25, 0.75], 6) == [1, 4]
-
-
-def test_each_depth_is_normalised_before_concatenation():
-    features = token_features([torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, -2.0]])])
-    torch.testing.assert_close(features, torch.tensor([[0.6, 0.8, 0.0, -1.0]]))
-
-
-def test_pooling_by_hand():
-    block = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 3.0], [4.0, 0.0]])
-    torch.testing.assert_close(pool(block, "last_token"), torch.tensor([1.0, 0.0]))
-    for method in ("mean_pooling", "completion_mean"):
-        torch.testing.assert_close(pool(block, method), torch.tensor([5.0, 4.0]) / 41**0.5)
-    # positions 4 // 4, 4 // 2, 3 * 4 // 4
-    torch.testing.assert_close(pool(block, "concat"), torch.tensor([0.0, 1.0, 0.0, 3.0, 4.0, 0.0]) / 26**0.5)
+def test_an_unknown_pooling_is_refused():
     with pytest.raises(ValueError, match="invalid embed_method 'first'"):
-        pool(block, "first")
+        pool(torch.zeros(4, 2), "first")
 
 
 def test_hidden_states_are_those_of_the_plain_model():
@@ -43,13 +27,20 @@ def test_hidden_states_are_those_of_the_plain_model():
     assert len(model.model.layers) == len(network.causal_lm.model.layers) == 4  # taken out only while it ran
 
 
-def test_the_copy_is_frozen_and_stays_as_it_was():
-    model = tiny_model("llama").train()
-    network = FeatureNetwork(model, [0.5], "last_token")
+def test_the_copy_is_frozen_stays_as_it_was_and_follows_the_policy_to_its_device(monkeypatch):
+    policy = tiny_model("llama").train()
+    network, fixed = FeatureNetwork(policy, [0.5], "last_token"), FeatureNetwork(policy, [1.0], "last_token", "cpu")
     assert not any(p.requires_grad for p in network.causal_lm.parameters()) and not network.causal_lm.training
     with torch.no_grad():
-        model.lm_head.weight.zero_()
-    assert network.causal_lm.lm_head.weight.norm() > 0
+        policy.lm_head.weight.zero_()
+    assert network.causal_lm.lm_head.weight.norm() > 0 and network._followed() is policy
+    gpu = torch.device("cuda", 0)
+    moved = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=gpu)]))
+    monkeypatch.setattr(network, "_followed", lambda: moved)
+    for one, expected in ((network, [gpu]), (fixed, [])):
+        calls = []
+        monkeypatch.setattr(one.causal_lm, "to", calls.append)
+        assert one.device == torch.device("cpu") and calls == expected
 
 
 @pytest.mark.slow
@@ -71,16 +62,3 @@ def loaded_by_rank_0(rank: int, store: str) -> None:
         assert torch.equal(ours, theirs) and not ours.requires_grad
     assert rank == 0 or all(not parameter.any() for parameter in model.parameters())
     torch.distributed.destroy_process_group()
-
-
-def test_a_copy_follows_the_policy_to_its_device(monkeypatch):
-    policy = tiny_model("llama")
-    network, fixed = FeatureNetwork(policy, [1.0], "last_token"), FeatureNetwork(policy, [1.0], "last_token", "cpu")
-    moved = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda", 0))]))
-    for one in (network, fixed):
-        calls = []
-        monkeypatch.setattr(one.causal_lm, "to", calls.append)
-        if one is network:
-            assert one._followed() is policy
-            monkeypatch.setattr(one, "_followed", lambda: moved)
-        assert one.device == torch.device("cpu") and calls == ([torch.device("cuda", 0)] if one is network else [])

@@ -47,16 +47,9 @@ def oracle(model, rows):
 def make_trainer(folder, model, train, evaluation=None, batch_flattening=False, **changes):
     settings = {"max_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "logging_steps": 1}
     settings |= {"learning_rate": 0.0, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    settings |= {"remove_unused_columns": False, "prediction_loss_only": True, "max_grad_norm": 0.0}
-    args = TrainingArguments(str(folder), **{**settings, **changes})
-    return SFTTrainer(
-        model,
-        args,
-        JoiningCollator(0),
-        train_dataset=train,
-        eval_dataset=evaluation,
-        batch_flattening=batch_flattening,
-    )
+    settings |= {"remove_unused_columns": False, "prediction_loss_only": True, "max_grad_norm": 0.0, **changes}
+    data = {"train_dataset": train, "eval_dataset": evaluation, "batch_flattening": batch_flattening}
+    return SFTTrainer(model, TrainingArguments(str(folder), **settings), JoiningCollator(0), **data)
 
 
 def gradients(model):
@@ -77,7 +70,6 @@ def step(trainer, batches):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("flattened", [False, True])
 def test_packed_rows_have_the_loss_and_the_gradients_of_their_documents(family, attention, flattened, tmp_path):
-    """With packed rows of 16 tokens, two batches of two rows; with flattening, batches of three and five documents."""
     model = tiny_model(family, **NO_DROPOUT[family])
     model.set_attn_implementation(attention)
     rows = documents()
@@ -128,7 +120,6 @@ def test_the_routers_loss_counts_no_padding(tmp_path):
 
 @pytest.mark.parametrize("flattened", [False, True])
 def test_held_out_metrics_are_those_of_separate_documents(flattened, tmp_path):
-    """The last batch is smaller than the others; ce_loss has the tokens with labels, ce_loss_all all of them."""
     model, rows = tiny_model("llama").eval(), documents()
     with torch.no_grad():
         expected = oracle(model, rows)[0].item()
@@ -144,49 +135,40 @@ def test_held_out_metrics_are_those_of_separate_documents(flattened, tmp_path):
 def test_flash_attention_gets_the_rows_of_a_batch_as_one(tmp_path, monkeypatch):
     """Its kernels read the boundaries of documents from the positions of a single row."""
     packed = pack_rows(documents(), 16)
-    monkeypatch.setattr("ebft.sft.packed.has_flash_attention", lambda model: True)
-    trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
-    assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
-    assert not trainer.is_padding_free(trainer.data_collator(documents()))
-    inputs = model_inputs(JoiningCollator(0)([packed[0], packed[3]]), padding_free=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("ebft.sft.packed.has_flash_attention", lambda model: True)
+        trainer = make_trainer(tmp_path, tiny_model("llama"), packed)
+        assert trainer.is_padding_free(trainer.data_collator([packed[0]]))
+        assert not trainer.is_padding_free(trainer.data_collator(documents()))
+        inputs = model_inputs(JoiningCollator(0)([packed[0], packed[3]]), padding_free=True)
     lengths = [len(row["input_ids"]) for index in (0, 3) for row in packed[index]["documents"]]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()[:-1]]
     assert inputs["position_ids"].eq(0).nonzero()[:, 1].tolist() == starts
-
-
-@pytest.mark.parametrize("flash", [False, True])
-def test_automatic_flattening_depends_on_the_attention(flash, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.sft.trainer.has_flash_attention", lambda model: flash)
-    trainer = make_trainer(tmp_path, tiny_model("llama"), documents(), batch_flattening="auto")
-    assert trainer.is_padding_free(trainer.data_collator(documents())) == flash
+    for flash in (False, True):
+        monkeypatch.setattr("ebft.sft.trainer.has_flash_attention", lambda model, flash=flash: flash)
+        trainer = make_trainer(tmp_path, tiny_model("llama"), documents(), batch_flattening="auto")
+        assert trainer.is_padding_free(trainer.data_collator(documents())) == flash
 
 
 def test_rows_that_come_packed_are_trained_as_such(tmp_path):
-    """With the lengths of their documents, as a stream has them."""
     model, rows = tiny_model("llama"), documents()
     expected, _ = oracle(model, rows)
-    row = {
-        "input_ids": [token for each in rows for token in each["input_ids"]],
-        "labels": [label for each in rows for label in (-100, *each["labels"][1:])],
-        "seq_lengths": LENGTHS,
-    }
+    row = {"input_ids": [token for each in rows for token in each["input_ids"]], "seq_lengths": LENGTHS}
+    row["labels"] = [label for each in rows for label in (-100, *each["labels"][1:])]
     assert step(make_trainer(tmp_path, model, [row]), [[row]])[0] == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(ModelError, match="state passes from one document of a row to the next"):
         step(make_trainer(tmp_path, tiny_model("lfm2"), [row]), [[row]])
 
 
-def test_mixed_precision_passes_the_comparison(tmp_path):
-    trainer = make_trainer(tmp_path, tiny_model("llama"), pack_rows(documents(), 16), bf16=True)
-    assert trainer.train().metrics["train_loss"] > 0
-
-
 def test_documents_that_see_one_another_are_noticed(tmp_path, monkeypatch):
-    """With a mask that ignores the positions, the comparison before the first step fails."""
+    """With a mask that ignores the positions, the comparison before the first step fails; with bf16, it passes."""
+    packed = pack_rows(documents(), 16)
+    trainer = make_trainer(tmp_path, tiny_model("llama"), packed, bf16=True)
+    assert trainer.train().metrics["train_loss"] > 0
     model = tiny_model("llama")
     plain = model.forward
-    leaking = lambda *args, position_ids=None, **kwargs: plain(*args, **kwargs)
-    monkeypatch.setattr(model, "forward", leaking)
-    trainer = make_trainer(tmp_path, model, pack_rows(documents(), 16))
+    monkeypatch.setattr(model, "forward", lambda *args, position_ids=None, **kwargs: plain(*args, **kwargs))
+    trainer = make_trainer(tmp_path, model, packed)
     with pytest.raises(ModelError, match="LlamaForCausalLM does not separate the documents of a packed row.*eager"):
         trainer.train()
 

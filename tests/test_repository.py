@@ -4,7 +4,6 @@ import re
 import tomllib
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -25,21 +24,15 @@ def test_versions_agree():
     assert load(".pre-commit-config.yaml")["repos"][0]["rev"] == f"v{pinned['ruff']}"
 
 
-def test_the_workflow_runs_what_ci_runs():
+def test_the_workflow_the_templates_and_the_container_name_what_there_is():
     jobs = load(".github/workflows/ci.yml")["jobs"]
     assert ".ci/run" in [step.get("run") for step in jobs["test"]["steps"]]
     targets = re.findall(r"make ([\w-]+)", (ROOT / ".github/workflows/ci.yml").read_text())
     assert targets and all(f"\n{target}:" in (ROOT / "Makefile").read_text() for target in targets)
-
-
-@pytest.mark.parametrize("name", ["bug", "question"])
-def test_issue_templates_have_what_github_needs(name):
-    template = load(f".github/ISSUE_TEMPLATE/{name}.yml")
-    assert template["name"] and template["description"]
-    assert all(part["id"] and part["attributes"]["label"] for part in template["body"])
-
-
-def test_the_container_copies_files_that_exist():
+    for name in ("bug", "question"):
+        template = load(f".github/ISSUE_TEMPLATE/{name}.yml")
+        assert template["name"] and template["description"]
+        assert all(part["id"] and part["attributes"]["label"] for part in template["body"])
     copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
     assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from ebft.config.schema import RunConfig
 from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, diversity_rewards
 from ebft.scores import (
@@ -28,22 +29,12 @@ def embeddings(groups=3, samples=4, size=6, seed=0):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_best_of_is_the_mean_over_all_subsets(k):
-    values = torch.tensor([[0.3, -1.0, 2.0, 0.3, 0.7], [1.0, 1.0, 0.0, 0.0, 0.0]])
-    expected = [
-        sum(max(subset) for subset in itertools.combinations(row, k)) / math.comb(5, k) for row in values.tolist()
-    ]
-    assert best_of(values, k).tolist() == pytest.approx(expected)
-
-
-def test_best_of_zeros_and_ones_is_pass_at_k():
-    values = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0])
-    assert best_of(values, 3).item() == pytest.approx(1 - math.comb(4, 3) / math.comb(6, 3))
-
-
-@pytest.mark.parametrize("k", [0, 6])
-def test_best_of_more_than_there_are_is_refused(k):
-    with pytest.raises(ValueError, match=f"pass@{k}"):
-        best_of(torch.zeros(5), k)
+    values = [[0.3, -1.0, 2.0, 0.3, 0.7], [1.0, 1.0, 0.0, 0.0, 0.0]]
+    expected = [sum(max(subset) for subset in itertools.combinations(row, k)) / math.comb(5, k) for row in values]
+    assert best_of(torch.tensor(values), k).tolist() == pytest.approx(expected)
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match=f"pass@{wrong}"):
+            best_of(torch.zeros(5), wrong)
 
 
 def test_feature_scores_by_hand():
@@ -66,18 +57,12 @@ def test_feature_scores_by_hand():
 
 
 def test_names_are_those_that_configs_know():
-    from ebft.config.schema import RunConfig
-
-    config = RunConfig.from_dict(
-        {
-            "base_model": "m",
-            "rl": "ebft",
-            "ebft": {"mode": "strided", "n_samples_per_prompt": 3},
-            "datasets": [{"path": "p", "type": "ebft_pretrain"}],
-        }
-    )
+    ebft = {"mode": "strided", "n_samples_per_prompt": 3}
+    datasets = [{"path": "p", "type": "ebft_pretrain"}]
+    config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "ebft": ebft, "datasets": datasets})
     known = {name for name in config.method.held_out_metrics(config) if not name.startswith(("ce_", "perplexity"))}
     assert known == set(feature_score_names(3, [1, 3]))
+    assert [curve_lengths(n) for n in (1, 8, 11)] == [[1], [1, 2, 4, 8], [1, 2, 4, 8, 11]]
 
 
 def scores_of(values):
@@ -134,8 +119,7 @@ def test_the_factor_for_few_documents_is_that_of_students_t(documents, confidenc
     assert of_unequal > wanted and small_sample_factor(np.ones(100_000), confidence) == pytest.approx(1.0, abs=1e-3)
 
 
-@pytest.mark.parametrize("count", [8, 20])
-@pytest.mark.parametrize("spread", [0.0, 0.7])
+@pytest.mark.parametrize(("count", "spread"), [(8, 0.7), (20, 0.0)])
 def test_intervals_cover_the_mean_as_often_as_they_say(count, spread):
     """Documents of unequal length whose tokens have a mean of 0, with a mean of their own around it."""
     rng, hits, plain, trials = np.random.default_rng(0), 0, 0, 400
@@ -150,12 +134,6 @@ def test_intervals_cover_the_mean_as_often_as_they_say(count, spread):
         plain += abs(mean) <= max(mean - low, high - mean) / factor
     assert hits / trials == pytest.approx(0.955, abs=0.025)
     assert plain / trials < 0.935
-
-
-def test_curve_lengths():
-    assert curve_lengths(1) == [1]
-    assert curve_lengths(8) == [1, 2, 4, 8]
-    assert curve_lengths(11) == [1, 2, 4, 8, 11]
 
 
 def test_numbers_that_are_none():

@@ -33,19 +33,16 @@ def rows(count):
     return found
 
 
+def sft_trainer(folder, model, settings=None, **given):
+    args = plain_trainer(folder, tiny_model(), **(settings or {})).args
+    given = {"train_dataset": rows(12), **given}
+    return SFTTrainer(model, args, DocumentCollator(0, with_prompt_length=False), **given)
+
+
 def logged(folder, chunked, **changes):
     """Everything that a run of three steps of two micro-batches logs, without times; and its trainer."""
-    trainer = plain_trainer(
-        folder, tiny_model(), evaluation=rows(5), gradient_accumulation_steps=2, eval_strategy="steps", **changes
-    )
-    trainer = SFTTrainer(
-        tiny_model(),
-        trainer.args,
-        DocumentCollator(0, with_prompt_length=False),
-        train_dataset=rows(12),
-        eval_dataset=rows(5),
-        chunked_cross_entropy=chunked,
-    )
+    settings = {"evaluation": rows(5), "gradient_accumulation_steps": 2, "eval_strategy": "steps", **changes}
+    trainer = sft_trainer(folder, tiny_model(), settings, eval_dataset=rows(5), chunked_cross_entropy=chunked)
     trainer.train()
     history = [{k: v for k, v in entry.items() if "second" not in k and "runtime" not in k and "time" not in k}
                for entry in trainer.state.log_history]  # fmt: skip
@@ -66,6 +63,10 @@ def test_a_run_logs_the_same_with_the_loss_in_chunks(changes, tmp_path, monkeypa
         assert {key: ours[key] for key in is_same} == pytest.approx(is_same, rel=tolerance)
     for weight, expected in zip(trainer.model.parameters(), plain.model.parameters()):
         torch.testing.assert_close(weight, expected, rtol=tolerance, atol=tolerance / 10)
+    seen = []  # no logits of padding
+    trainer.model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits.numel() // 37))
+    trainer.evaluate()
+    assert sum(seen) == sum(len(row["input_ids"]) - 1 for row in rows(5))
 
 
 @pytest.mark.parametrize("chunked", [None, False])
@@ -81,10 +82,9 @@ def test_chunks_that_differ_from_the_logits_of_the_model_stop_the_run(chunked, t
         return output
 
     with patch.object(type(model), "forward", scaled):
-        args, collator = plain_trainer(tmp_path, model).args, DocumentCollator(0, with_prompt_length=False)
-        trainer = SFTTrainer(model, args, collator, train_dataset=rows(4), chunked_cross_entropy=chunked)
+        trainer = sft_trainer(tmp_path, model, chunked_cross_entropy=chunked)
         if chunked is False:
-            assert trainer.train().global_step == args.max_steps
+            assert trainer.train().global_step == trainer.args.max_steps
         else:
             assert trainer.is_in_chunks
             with pytest.raises(ModelError, match="log-probabilities in chunks differ .*chunked_cross_entropy: false"):
@@ -101,28 +101,11 @@ def test_a_compiled_run_logs_the_same_with_the_models_own_loss(tmp_path):
         assert ours == pytest.approx(expected, rel=1e-5)
 
 
-def test_evaluation_does_not_compute_the_logits_of_padding(tmp_path):
-    trainer = SFTTrainer(
-        tiny_model(),
-        plain_trainer(tmp_path, tiny_model()).args,
-        DocumentCollator(0, with_prompt_length=False),
-        eval_dataset=rows(5),
-    )
-    trainer.evaluate()  # compares the chunks with all logits of a few tokens once
-    seen = []
-    trainer.model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits.numel() // 37))
-    trainer.evaluate()
-    assert sum(seen) == sum(len(row["input_ids"]) - 1 for row in rows(5))
-
-
 def test_a_model_whose_loss_has_a_term_for_its_router_uses_its_own_loss_or_is_refused(tmp_path):
     router = {"moe_intermediate_size": 8, "num_experts": 4, "output_router_logits": True}
-    args = plain_trainer(tmp_path, tiny_model()).args
-    collator = DocumentCollator(0)
-    trainer = SFTTrainer(tiny_model("qwen2_moe", **router), args, collator)
-    assert not trainer.is_in_chunks
+    assert not sft_trainer(tmp_path, tiny_model("qwen2_moe", **router)).is_in_chunks
     with pytest.raises(ModelError, match="chunked_cross_entropy is not supported: the loss of Qwen2MoeForCausalLM has"):
-        SFTTrainer(tiny_model("qwen2_moe", **router), args, collator, chunked_cross_entropy=True)
+        sft_trainer(tmp_path, tiny_model("qwen2_moe", **router), chunked_cross_entropy=True)
 
 
 @pytest.fixture
@@ -149,13 +132,9 @@ def test_offloading_keeps_numbers_and_leaves_the_head_alone(chunked, adapter, of
         torch.manual_seed(0)
         model = tiny_model(tie_word_embeddings=False)
         model = get_peft_model(model, LoraConfig(target_modules="all-linear")) if adapter else model
-        args = plain_trainer(tmp_path, tiny_model()).args
-        collator = DocumentCollator(0, with_prompt_length=False)
-        switches = {"chunked_cross_entropy": chunked, "activation_offloading": offloads}
-        trainer = SFTTrainer(model, args, collator, train_dataset=rows(12), **switches)
+        trainer = sft_trainer(tmp_path, model, chunked_cross_entropy=chunked, activation_offloading=offloads)
         trainer.train()
         assert bool(offloading_on_cpu) == offloads
         found.append([(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history])
     assert found[0] == found[1] and len(found[0]) == 4
-    if chunked is None:
-        assert all(shape[-1:] != (37,) for shape in offloading_on_cpu)
+    assert chunked is False or all(shape[-1:] != (37,) for shape in offloading_on_cpu)

@@ -20,46 +20,18 @@ from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 FOLDER = Path(__file__).parent
 # What is logged of time and memory, which no two runs share.
-OF_THE_MACHINE = (
-    "runtime",
-    "per_second",
-    "_per_s",
-    "memory/",
-    "wait_s",
-    "generation_s",
-    "rollouts/reward_s",
-    "step_time",
-)
+OF_THE_MACHINE = ("runtime", "per_second", "_per_s", "memory/", "wait_s", "generation_s", "rollouts/reward_s",
+                  "step_time")  # fmt: skip
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 WORDS = ["the", "sum", "of", "two", "small", "numbers", "is", "one", "that", "a", "child", "can", "find"]
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-COMMON = {
-    "sequence_len": 160,
-    "micro_batch_size": 4,
-    "gradient_accumulation_steps": 1,
-    "max_steps": 10,
-    "eval_steps": 5,
-    "logging_steps": 1,
-    "learning_rate": 2.0e-3,
-    "warmup_steps": 2,
-    "save_strategy": "no",
-    "torch_dtype": "float32",
-    "seed": 7,
-}
-STRIDED = {
-    "rl": "ebft",
-    "ebft": {
-        "mode": "strided",
-        "stride": 4,
-        "context_length": 4,
-        "generate_max_len": 4,
-        "n_samples_per_prompt": 3,
-        "temperature": 0.6,
-        "use_whitening": True,
-        "ce_coef": 0.03,
-    },
-}
+COMMON = {"sequence_len": 160, "micro_batch_size": 4, "gradient_accumulation_steps": 1, "torch_dtype": "float32",
+          "seed": 7}  # fmt: skip
+COMMON |= {"max_steps": 10, "eval_steps": 5, "logging_steps": 1, "learning_rate": 2.0e-3, "warmup_steps": 2}
+COMMON |= {"save_strategy": "no"}
+STRIDED_EBFT = {"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3}
+STRIDED = {"rl": "ebft", "ebft": {**STRIDED_EBFT, "temperature": 0.6, "use_whitening": True, "ce_coef": 0.03}}
 STRUCTURED = {
     "rl": "ebft",
     "ebft": {"mode": "structured", "use_whitening": True, "gt_length_floor": 1},
@@ -75,11 +47,7 @@ def changed(base: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 # name -> (rows, transform, keys)
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "strided_lora": (
-        "text",
-        "ebft_pretrain.transform",
-        changed(STRIDED, **LORA, ebft={"grad_norms_every": 5}),
-    ),
+    "strided_lora": ("text", "ebft_pretrain.transform", changed(STRIDED, **LORA, ebft={"grad_norms_every": 5})),
     "strided_full": (
         "pairs",
         "ebft_strided_structured.transform",
@@ -145,16 +113,10 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     config = load_config(write_inputs(name, folder))
     with warnings.catch_warnings(action="ignore"):
         trainer = train(config).trainer
-    steps = [
-        {key: value for key, value in entry.items() if not is_of_the_machine(key)}
-        for entry in trainer.state.log_history
-    ]
-    norms = {
-        key: weight.detach().double().norm().item()
-        for key, weight in trainer.model.named_parameters()
-        if weight.requires_grad
-    }
-    return {"steps": steps, "weight_norms": norms}
+    history = trainer.state.log_history
+    steps = [{key: value for key, value in entry.items() if not is_of_the_machine(key)} for entry in history]
+    trained = {key: weight for key, weight in trainer.model.named_parameters() if weight.requires_grad}
+    return {"steps": steps, "weight_norms": {key: w.detach().double().norm().item() for key, w in trained.items()}}
 
 
 def is_of_the_machine(key: str) -> bool:
@@ -168,14 +130,8 @@ def write_inputs(name: str, folder: Path) -> Path:
     chat_model(tokenizer, seed=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]()), encoding="utf-8")
-    config = {
-        **COMMON,
-        **keys,
-        "base_model": str(folder / "model"),
-        "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}],
-        "val_set_size": 4,
-        "output_dir": str(folder / "out"),
-    }
+    config = {**COMMON, **keys, "base_model": str(folder / "model"), "output_dir": str(folder / "out")}
+    config |= {"val_set_size": 4, "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}]}
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
@@ -190,10 +146,8 @@ def texts() -> list[dict[str, str]]:
 
 
 def pairs() -> list[dict[str, str]]:
-    return [
-        {"input": f"Say {sentence(number, 2 + number % 3)}:", "output": " " + sentence(number + 3, 3 + number % 4)}
-        for number in range(40)
-    ]
+    row = lambda n: {"input": f"Say {sentence(n, 2 + n % 3)}:", "output": " " + sentence(n + 3, 3 + n % 4)}
+    return [row(number) for number in range(40)]
 
 
 def chats() -> list[dict[str, Any]]:
@@ -210,30 +164,23 @@ def chats() -> list[dict[str, Any]]:
 
 def comparisons() -> list[dict[str, str]]:
     """A longer and a shorter reply each."""
-    return [
-        {"input": sentence(number, 2), "chosen": sentence(number + 1, 4 + number % 3), "rejected": sentence(number, 1)}
-        for number in range(40)
-    ]
+    row = lambda n: {"input": sentence(n, 2), "chosen": sentence(n + 1, 4 + n % 3), "rejected": sentence(n, 1)}
+    return [row(number) for number in range(40)]
 
 
 def judged() -> list[dict[str, Any]]:
     """Replies of which two in three are desirable."""
-    return [
-        {"question": sentence(number, 2), "completion": sentence(number + 1, 2 + number % 3), "label": number % 3 > 0}
-        for number in range(40)
-    ]
+    row = lambda n: {"question": sentence(n, 2), "completion": sentence(n + 1, 2 + n % 3), "label": n % 3 > 0}
+    return [row(number) for number in range(40)]
 
 
 def steps() -> list[dict[str, Any]]:
     """Prompts with one to three steps, of which every other one is right."""
-    return [
-        {
-            "prompt": sentence(number, 2),
-            "completions": [sentence(number + step, 2) for step in range(1 + number % 3)],
-            "labels": [(number + step) % 2 == 0 for step in range(1 + number % 3)],
-        }
-        for number in range(40)
-    ]
+    found = []
+    for number in range(40):
+        steps, labels = zip(*((sentence(number + i, 2), (number + i) % 2 == 0) for i in range(1 + number % 3)))
+        found.append({"prompt": sentence(number, 2), "completions": [*steps], "labels": [*labels]})
+    return found
 
 
 ROWS = {"text": texts, "pairs": pairs, "chats": chats, "comparisons": comparisons, "judged": judged, "steps": steps}
@@ -241,11 +188,8 @@ ROWS = {"text": texts, "pairs": pairs, "chats": chats, "comparisons": comparison
 
 def machine() -> dict[str, str]:
     """What decides the last digits: the processor, what PyTorch uses of it, and the libraries."""
-    return {
-        "processor": processor(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        **{name: version(name) for name in LIBRARIES},
-    }
+    of_torch = {"processor": processor(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    return {**of_torch, **{name: version(name) for name in LIBRARIES}}
 
 
 def processor() -> str:

@@ -1,9 +1,8 @@
 """LoRA adapters: which modules get one, in which type, and going on from a saved one."""
 
-from functools import partial
-
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import attach_adapter
@@ -22,95 +21,61 @@ def adapted_layers(model):
     return sorted({name.rpartition(".")[2] for name in model.targeted_module_names})
 
 
-def test_no_adapter_leaves_the_model_alone(make_config):
-    config = make_config(special_tokens={"pad_token": "<|end|>"})
+def test_an_adapter_is_attached_once_and_where_asked_for(make_config):
+    config = make_config(**LORA, lora_target_linear=True)
+    with pytest.raises(ModelError, match="already has an adapter"):
+        attach_adapter(adapted(config), config)
+    config = make_config(special_tokens=LORA["special_tokens"])
     model = load_base_model(config, load_tokenizer(config))
     assert attach_adapter(model, config) is model
 
 
-def test_an_adapter_is_attached_once(make_config):
-    config = make_config(**LORA, lora_target_linear=True)
-    with pytest.raises(ModelError, match="already has an adapter"):
-        attach_adapter(adapted(config), config)
+LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+ALL = {"lora_target_linear": True}
 
 
 @pytest.mark.parametrize(
     ("keys", "layers"),
     [
-        (
-            {"lora_target_linear": True},
-            ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"],
-        ),
+        (ALL, LINEAR),
         ({"lora_target_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
         ({"lora_target_modules": r".*\.layers\.1\.self_attn\.(q|o)_proj"}, ["o_proj", "q_proj"]),
+        ({**ALL, "lora_target_modules": ["q_proj", "layers.1.self_attn.v_proj"]}, LINEAR),
+        ({**ALL, "lora_target_modules": ["q_proj", "lm_head"]}, [*LINEAR, "lm_head"]),
+        ({**ALL, "lora_target_modules": ["embed_tokens"]}, [*LINEAR, "embed_tokens"]),
     ],
 )
 def test_targets(make_config, keys, layers):
-    assert adapted_layers(adapted(make_config(**LORA, **keys))) == layers
+    assert adapted_layers(adapted(make_config(**LORA, **keys))) == sorted(layers)
 
 
-def test_all_linear_layers_and_others(make_config):
-    def parts(names, **keys):
-        return adapted(make_config(**LORA, lora_target_linear=True, lora_target_modules=names, **keys))
-
-    linear = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert adapted_layers(parts(["q_proj", "layers.1.self_attn.v_proj"])) == linear
-    assert adapted_layers(parts(["q_proj", "lm_head"])) == sorted([*linear, "lm_head"])
-    assert adapted_layers(parts(["embed_tokens"])) == sorted([*linear, "embed_tokens"])
-    first = parts(["q_proj"], peft_layers_to_transform=0)
-    assert adapted_layers(first) == linear and not any(
-        "layers.1" in n for n, w in first.named_parameters() if "lora" in n
-    )
-    with pytest.raises(ModelError, match="'q_prj' matches no module"):
-        parts(["q_prj"])
-
-
-def test_rank_scale_and_dropout(make_config):
-    model = adapted(make_config(**LORA, lora_target_linear=True, lora_dropout=0.25))
+def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
+    model = adapted(make_config(**LORA, **ALL, lora_dropout=0.25, torch_dtype="bfloat16"))
     settings = model.peft_config["default"]
     assert (settings.r, settings.lora_alpha, settings.lora_dropout) == (4, 8, 0.25)
-
-
-def test_adapter_weights_are_float32(make_config):
-    model = adapted(make_config(**LORA, lora_target_linear=True, torch_dtype="bfloat16"))
     assert {weight.dtype for weight in model.parameters() if weight.requires_grad} == {torch.float32}
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
-
-
-def test_modules_to_save_are_trained(make_config):
-    model = adapted(make_config(**LORA, lora_target_linear=True, lora_modules_to_save=["embed_tokens"]))
+    model = adapted(make_config(**LORA, **ALL, lora_modules_to_save=["embed_tokens"]))
     assert any("embed_tokens" in name for name, weight in model.named_parameters() if weight.requires_grad)
 
 
-@pytest.mark.parametrize("wanted", [["q_proj", "q_prj"], ".*q_prj"])
-def test_unmatched_target_lists_the_linear_layers(make_config, wanted):
-    with pytest.raises(ModelError, match="q_prj' matches no module. The linear layers are down_proj, gate_proj"):
-        adapted(make_config(**LORA, lora_target_modules=wanted))
-
-
-def test_broken_pattern(make_config):
-    with pytest.raises(ConfigError, match="is not a valid regular expression"):
-        adapted(make_config(**LORA, lora_target_modules="(q_proj"))
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {**LORA, "lora_target_modules": r"((\w|\.)+)+!"},
-        {"adapter": None, "unfrozen_parameters": [r"((\w|\.)+)+!"]},
-    ],
-)
-def test_expressions_that_take_forever(make_config, monkeypatch, keys):
+def test_bad_expressions(make_config, monkeypatch):
     monkeypatch.setattr("ebft.models.adapter_targets._SECONDS", 0.5)
-    with pytest.raises(ConfigError, match=r"names of the model takes more than 0.5 seconds. Repetitions inside"):
-        adapted(make_config(**keys))
+    forever = r"((\w|\.)+)+!"
+    endless = r"names of the model takes more than 0.5 seconds. Repetitions inside"
+    for keys, message in (
+        ({"lora_target_modules": "(q_proj"}, "is not a valid regular expression"),
+        ({"lora_target_modules": forever}, endless),
+        ({"adapter": None, "unfrozen_parameters": [forever]}, endless),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            adapted(make_config(**{**LORA, **keys}))
 
 
 def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
-    config = make_config(**LORA, lora_target_linear=True)
-    model = load_model(config, load_tokenizer(config), gradient_checkpointing=True)
+    config = make_config(**LORA, **ALL)
+    model = load_model(config, load_tokenizer(config), gradient_checkpointing=True).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.train()
     ids = torch.tensor([[1, 2, 3, 4]])
     model(input_ids=ids, labels=ids).loss.backward()
     grads = [weight.grad for weight in model.parameters() if weight.requires_grad]
@@ -118,35 +83,34 @@ def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
 
 
 def test_going_on_from_a_saved_adapter(make_config, tmp_path):
+    keys = {"adapter": "lora", "special_tokens": LORA["special_tokens"], "lora_model_dir": str(tmp_path)}
+    with pytest.raises(ModelError, match="lora_model_dir: .* does not contain an adapter"):
+        adapted(make_config(**keys))
     first = adapted(make_config(**LORA, lora_target_modules=["q_proj"]))
     with torch.no_grad():
         for name, weight in first.named_parameters():
             if "lora_" in name:
                 weight.fill_(0.5)
-    first.save_pretrained(tmp_path / "saved")
-    again = adapted(
-        make_config(adapter="lora", lora_model_dir=str(tmp_path / "saved"), special_tokens={"pad_token": "<|end|>"})
-    )
-    trained = {name: weight for name, weight in again.named_parameters() if weight.requires_grad}
+    first.save_pretrained(tmp_path)
+    trained = {name: weight for name, weight in adapted(make_config(**keys)).named_parameters() if weight.requires_grad}
     assert trained and all("q_proj.lora_" in name and bool((weight == 0.5).all()) for name, weight in trained.items())
-
-
-def test_lora_model_dir_without_adapter(make_config, tmp_path):
-    with pytest.raises(ModelError, match="lora_model_dir: .* does not contain an adapter"):
-        adapted(make_config(adapter="lora", lora_model_dir=str(tmp_path), special_tokens={"pad_token": "<|end|>"}))
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"lora_target_modules": ["norm"]}, "PEFT cannot adapt lora_target_modules: .*'norm'.*down_proj"),
-        (
-            {"lora_target_linear": True, "lora_modules_to_save": ["nope"]},
-            "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head",
-        ),
+        ({**ALL, "lora_modules_to_save": ["nope"]},
+         "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
+        *(({"lora_target_modules": wanted}, "q_prj' matches no module. The linear layers are down_proj, gate_proj")
+          for wanted in (["q_proj", "q_prj"], ".*q_prj")),
+        ({**ALL, "lora_target_modules": ["q_prj"]}, "'q_prj' matches no module"),
+        ({**ALL, "peft_layers_to_transform": [0, 2]},
+         "peft_layers_to_transform: 2 is not a layer of the model, whose 2 layers"),
+        ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
     ],
-)
-def test_modules_that_peft_cannot_take(make_config, keys, message):
+)  # fmt: skip
+def test_targets_that_are_refused(make_config, keys, message):
     with pytest.raises(ModelError, match=message):
         adapted(make_config(**LORA, **keys))
 
@@ -157,18 +121,13 @@ def test_a_saved_adapter_finds_its_local_base_model_from_anywhere(make_config, t
     assert model.peft_config["default"].base_model_name_or_path == str(tiny_llama_dir)
 
 
-@pytest.mark.parametrize("layers", [1, [1]])
-def test_some_layers(make_config, layers):
-    model = adapted(make_config(**LORA, lora_target_linear=True, peft_layers_to_transform=layers))
-    assert len(model.targeted_module_names) == 7 and adapted_layers(model)[0] == "down_proj"
-    assert all(".layers.1." in name for name in model.targeted_module_names)
+def test_some_layers(make_config):
     chosen = {"lora_target_modules": ["q_proj"], "peft_layers_to_transform": 0, "peft_layers_pattern": "layers"}
     assert adapted(make_config(**LORA, **chosen)).targeted_module_names == ["model.layers.0.self_attn.q_proj"]
-
-
-def test_layers_that_the_model_does_not_have(make_config):
-    with pytest.raises(ModelError, match="peft_layers_to_transform: 2 is not a layer of the model, whose 2 layers"):
-        adapted(make_config(**LORA, lora_target_linear=True, peft_layers_to_transform=[0, 2]))
+    for keys in ({}, {"lora_target_modules": ["q_proj"]}):
+        for layers, index in ((0, 0), (1, 1), ([1], 1)):
+            names = adapted(make_config(**LORA, **ALL, **keys, peft_layers_to_transform=layers)).targeted_module_names
+            assert len(names) == 7 and all(f".layers.{index}." in name for name in names)
 
 
 def test_rank_stabilised_scaling_and_dora(make_config):
@@ -209,7 +168,6 @@ MIXTURES = {
 @pytest.fixture
 def mixture(make_config, tiny_llama_dir, tmp_path):
     """`mixture(kind, **keys)`: a config over a tiny mixture of experts."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     def make(kind, **keys):
         settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
@@ -221,48 +179,45 @@ def mixture(make_config, tiny_llama_dir, tmp_path):
     return make
 
 
-@pytest.fixture
-def mixtral(mixture):
-    return partial(mixture, "mixtral")
-
-
-def test_fused_experts(mixtral):
+def test_fused_experts(mixture):
     wanted = ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"]
-    model = adapted(mixtral(lora_target_parameters=wanted))
-    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    model = adapted(mixture("mixtral", lora_target_parameters=wanted, torch_dtype="bfloat16"))
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     # A and B of 4 experts of rank 4 in two layers, and of the other parameter in one
     assert len(trained) == 6 and all("mlp.experts" in name for name in trained)
-    assert {model.get_parameter(name).shape for name in trained if "lora_A" in name} == {(16, 32), (16, 24)}
-    half = adapted(mixtral(lora_target_parameters=wanted, torch_dtype="bfloat16"))
-    assert {weight.dtype for weight in half.parameters() if weight.requires_grad} == {torch.float32}
-    both = adapted(mixtral(lora_target_parameters=wanted[:1], lora_target_modules=["q_proj"]))
+    assert {weight.shape for name, weight in trained.items() if "lora_A" in name} == {(16, 32), (16, 24)}
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    both = adapted(mixture("mixtral", lora_target_parameters=wanted[:1], lora_target_modules=["q_proj"]))
     assert sum(weight.requires_grad for weight in both.parameters()) == 8
 
 
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (
-            "experts.w1",
-            "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_",
-        ),
+        ("experts.w1",
+         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
         ("q_proj.weight", "matches no parameter outside of linear layers"),
         ("norm.weight", "matches a vector"),
     ],
-)
-def test_parameters_that_cannot_be_adapted(mixtral, wanted, message):
+)  # fmt: skip
+def test_parameters_that_cannot_be_adapted(mixture, wanted, message):
     with pytest.raises(ModelError, match=message):
-        adapted(mixtral(lora_target_parameters=[wanted]))
+        adapted(mixture("mixtral", lora_target_parameters=[wanted]))
 
 
-def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixtral):
+def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixture):
     def trained(**keys):
-        found = adapted(mixtral(lora_target_linear=True, **keys)).named_parameters()
+        found = adapted(mixture("mixtral", **ALL, **keys)).named_parameters()
         return {name.removeprefix("base_model.model.model.") for name, weight in found if weight.requires_grad}
 
     linear = trained()
     assert trained(lora_target_modules=["q_proj"]) == linear and any("experts" in name for name in linear)
     assert {name.split(".")[0] for name in trained(lora_target_modules=["embed_tokens"]) - linear} == {"embed_tokens"}
+    for keys in ({"peft_use_dora": True}, {"lora_dropout": 0.1}):
+        with pytest.raises(
+            ModelError, match="lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
+        ):
+            trained(**keys)
 
 
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
@@ -273,11 +228,11 @@ SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.u
 @pytest.mark.parametrize(
     ("kind", "keys", "expected"),
     [
-        ("qwen3_moe", {"lora_target_linear": True}, [*FUSED, *ATTENTION]),
-        ("mixtral", {"lora_target_linear": True}, [*FUSED, *ATTENTION]),
-        ("phimoe", {"lora_target_linear": True}, ATTENTION),  # its router is a linear layer; PEFT knows no experts
-        ("phimoe", {"lora_target_linear": True, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
-        ("qwen2_moe", {"lora_target_linear": True}, [*SHARED, *ATTENTION, "shared_expert_gate"]),
+        ("qwen3_moe", ALL, [*FUSED, *ATTENTION]),
+        ("mixtral", ALL, [*FUSED, *ATTENTION]),
+        ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
+        ("phimoe", {**ALL, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
+        ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
         ("qwen3_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, FUSED),
         ("qwen3_moe", {"lora_target_modules": ["q_proj", "mlp.experts.down_proj"]}, [FUSED[0], "q_proj"]),
         ("qwen3_moe", {"lora_target_modules": r".*(q_proj|experts\.(gate|up)_proj)"}, [FUSED[1], "q_proj"]),
@@ -324,42 +279,21 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
     [
         ("qwen3_moe", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_proj"),
         ("qwen3_moe", ["layers.1.mlp.experts.down_proj"], "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
-        (
-            "qwen3_moe",
-            r".*layers\.1\.mlp\.experts\.down_proj",
-            "all layers.*Name the experts in lora_target_parameters",
-        ),
+        ("qwen3_moe", r".*layers\.1\.mlp\.experts\.down_proj",
+         "all layers.*Name the experts in lora_target_parameters"),
         ("glm4_moe", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
         ("glm4_moe", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
-        (
-            "phimoe",
-            ["gate_proj"],
-            "matches no module.*with lora_target_parameters: \\[experts.down_proj, experts.gate_up",
-        ),
+        ("phimoe", ["gate_proj"],
+         "matches no module.*with lora_target_parameters: \\[experts.down_proj, experts.gate_up"),
     ],
-)
+)  # fmt: skip
 def test_names_that_do_not_select_experts(mixture, kind, wanted, message):
     with pytest.raises(ModelError, match=message):
         adapted(mixture(kind, lora_target_modules=wanted))
 
 
 def test_linear_layers_that_have_the_names_of_experts(mixture):
-    with pytest.warns(
-        UserWarning, match="fused experts as .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
-    ):
-        model = adapted(mixture("glm4_moe", lora_target_linear=True))
+    message = "fused experts as .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
+    with pytest.warns(UserWarning, match=message):
+        model = adapted(mixture("glm4_moe", **ALL))
     assert not any("shared" in name or "layers.0.mlp" in name for name in model.targeted_module_names)
-
-
-@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
-def test_all_linear_layers_include_fused_experts(mixtral, keys):
-    assert any("experts" in name for name in dict(adapted(mixtral(lora_target_linear=True)).named_parameters()))
-    with pytest.raises(
-        ModelError, match="lora_target_linear: true also selects the fused experts.*k_proj, lm_head, o_proj"
-    ):
-        adapted(mixtral(lora_target_linear=True, **keys))
-
-
-def test_experts_of_a_dense_model(make_config):
-    with pytest.raises(ModelError, match="The model has no fused experts"):
-        adapted(make_config(**LORA, lora_target_parameters=["experts.down_proj"]))

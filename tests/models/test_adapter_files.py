@@ -31,12 +31,6 @@ def test_the_task_of_an_adapter(task, ending, message, tmp_path):
     assert ("ebft merge-lora" in (found or "")) == (task == "CAUSAL_LM" and message is not None)
 
 
-def test_settings_that_cannot_be_read_are_left_to_the_loader(tmp_path):
-    assert task_problem(str(tmp_path), "ForCausalLM") is None
-    (tmp_path / "adapter_config.json").write_text("{")
-    assert task_problem(str(tmp_path), "ForCausalLM") is None and adapted_head(str(tmp_path)) is None
-
-
 def test_targets_are_expressions_or_names():
     assert list(adapted_heads(".*(proj|head)")) == ["lm_head"]
     assert list(adapted_heads(r"^(?!lm_head).*proj")) == list(adapted_heads("(")) == list(adapted_heads(None)) == []
@@ -44,7 +38,13 @@ def test_targets_are_expressions_or_names():
 
 
 def test_the_output_layer_of_an_adapter(tmp_path):
-    assert adapted_head(adapter(tmp_path, target_modules=["q_proj"])) is None
-    assert adapted_head(adapter(tmp_path, target_modules=["q_proj", "lm_head"])) == "lm_head"
-    assert adapted_head(adapter(tmp_path, target_modules=["q_proj"], modules_to_save=["lm_head"])) is None
-    assert adapted_head(adapter(tmp_path, target_modules=".*", exclude_modules=["lm_head", "embed_out"])) is None
+    assert task_problem(str(tmp_path), "ForCausalLM") is None
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert task_problem(str(tmp_path), "ForCausalLM") is None and adapted_head(str(tmp_path)) is None
+    for settings, found in (
+        ({"target_modules": ["q_proj"]}, None),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, None),
+        ({"target_modules": ".*", "exclude_modules": ["lm_head", "embed_out"]}, None),
+    ):
+        assert adapted_head(adapter(tmp_path, **settings)) == found

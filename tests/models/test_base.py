@@ -1,9 +1,11 @@
 """Loading the base model: type, placement, vocabulary and limits."""
 
+import importlib.util
 import warnings
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, MixtralConfig
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import check_sequence_len, load_base_model, load_model, load_model_config, weights_dtype
@@ -25,22 +27,12 @@ def tokenizer(make_config):
         ({"bf16": False, "torch_dtype": "bfloat16"}, torch.bfloat16),
     ],
 )
-def test_weights_dtype(make_config, monkeypatch, keys, dtype):
+def test_weights_dtype(make_config, tokenizer, monkeypatch, keys, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert weights_dtype(make_config(**keys)) == dtype
-
-
-def test_model_loads_in_the_chosen_type(make_config, tokenizer):
-    model = load_model(make_config(torch_dtype="bfloat16"), tokenizer)
-    assert model.dtype == torch.bfloat16
+    config = make_config(**keys)
+    model = load_model(config, tokenizer)
+    assert weights_dtype(config) == model.dtype == dtype
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
-
-
-def test_added_tokens_grow_the_embeddings(make_config):
-    config = make_config(special_tokens={"pad_token": "<|pad|>"})
-    model = load_model(config, load_tokenizer(config))
-    assert model.get_input_embeddings().num_embeddings == 513
-    assert model.get_output_embeddings().out_features == 513
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -53,85 +45,60 @@ def test_attention_implementation(make_config, tokenizer, implementation):
     ("keys", "message"),
     [
         ({"flash_attention": True}, "attn_implementation: flash_attention_2 cannot be used"),
-        (
-            {"flex_attention": True},
-            "flex_attention supports training on CUDA only: sdpa is used, with the same results",
-        ),
-        (
-            {"attn_implementation": "kernels-community/flash-attn2"},
-            "flash-attn2 cannot be used .no CUDA device is available",
-        ),
+        ({"flex_attention": True},
+         "flex_attention supports training on CUDA only: sdpa is used, with the same results"),
+        ({"attn_implementation": "kernels-community/flash-attn2"},
+         "flash-attn2 cannot be used .no CUDA device is available"),
     ],
-)
+)  # fmt: skip
 def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(keys, message, make_config, tokenizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.warns(UserWarning, match=message) as caught:
         model = load_model(make_config(**keys), tokenizer)
-    assert len(caught) == 1
-    assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize("device_map", [{"": 7}, "cuda:9"])
-def test_missing_device_is_ignored_with_a_warning(make_config, tokenizer, device_map):
-    with pytest.warns(UserWarning, match="device_map: .* is ignored"):
-        load_model(make_config(device_map=device_map), tokenizer)
+    assert len(caught) == 1 and model.config._attn_implementation == "sdpa"
 
 
 def test_sequence_len_beyond_positions(make_config):
     found = load_model_config(make_config())
     for sequence_len, longest in ((128, None), (128, 128), (4096, 128)):
         check_sequence_len(sequence_len, found, "the model", longest)
-    with pytest.raises(
-        ConfigError, match=r"exceeds the 128 positions of the model \(max_.*longest text has 129 tokens"
+    for sequence_len, longest, message in (
+        (4096, 129, r"exceeds the 128 positions of the model \(max_.*longest text has 129 tokens"),
+        (129, None, r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"),
     ):
-        check_sequence_len(4096, found, "the model", 129)
-    with pytest.raises(ConfigError, match=r"sequence_len: 129 exceeds the 128 .*as many tokens may be in one document"):
-        check_sequence_len(129, found, "the model", None)
+        with pytest.raises(ConfigError, match=message):
+            check_sequence_len(sequence_len, found, "the model", longest)
 
 
-def test_folder_without_model(make_config, tokenizer, tmp_path):
-    with pytest.raises(ModelError, match="base_model: cannot read a model configuration"):
-        load_model(make_config(base_model=str(tmp_path)), tokenizer)
+def test_folders_without_a_model(make_config, tokenizer, tiny_llama_dir, tmp_path):
+    def refused(message, **keys):
+        with pytest.raises(ModelError, match=message):
+            load_model(make_config(**keys), tokenizer)
 
-
-def test_missing_base_model_config(make_config, tokenizer):
-    with pytest.raises(ModelError, match="base_model_config: the local path './gone' does not exist"):
-        load_model(make_config(base_model_config="./gone"), tokenizer)
-
-
-def test_folder_without_weights(make_config, tokenizer, tiny_llama_dir, tmp_path):
+    refused("base_model: cannot read a model configuration", base_model=str(tmp_path))
+    refused("base_model_config: the local path './gone' does not exist", base_model_config="./gone")
     (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
-    with pytest.raises(ModelError, match="base_model: .* cannot be loaded"):
-        load_model(make_config(base_model=str(tmp_path)), tokenizer)
+    refused("base_model: .* cannot be loaded", base_model=str(tmp_path))
+    GPT2Config(n_layer=2, n_head=2, n_embd=32).save_pretrained(tmp_path)
+    refused("configures a gpt2 model, but base_model is a llama model", base_model_config=str(tmp_path))
 
 
 def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch):
-    import importlib.util
-
     config = make_config(adapter="qlora", load_in_4bit=True, lora_r=4, lora_alpha=8, lora_target_linear=True)
     find = importlib.util.find_spec
-    present = lambda there: lambda name, *rest: there if name == "bitsandbytes" else find(name, *rest)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.util, "find_spec", present(None))
-    with pytest.raises(
-        ModelError, match=r"load_in_4bit requires the package bitsandbytes: pip install 'ebft\[qlora\]'"
+    for spec, message in (
+        (None, r"load_in_4bit requires the package bitsandbytes: pip install 'ebft\[qlora\]'"),
+        (find("json"), "load_in_4bit requires a CUDA device"),
     ):
-        load_model(config, tokenizer)
-    monkeypatch.setattr(importlib.util, "find_spec", present(find("json")))
-    with pytest.raises(ModelError, match="load_in_4bit requires a CUDA device"):
-        load_model(config, tokenizer)
+        found = lambda name, *rest, spec=spec: spec if name == "bitsandbytes" else find(name, *rest)
+        monkeypatch.setattr(importlib.util, "find_spec", found)
+        with pytest.raises(ModelError, match=message):
+            load_model(config, tokenizer)
 
 
-def test_a_configuration_of_another_architecture(make_config, tokenizer, tmp_path):
-    from transformers import GPT2Config
-
-    GPT2Config(n_layer=2, n_head=2, n_embd=32).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="configures a gpt2 model, but base_model is a llama model"):
-        load_model(make_config(base_model_config=str(tmp_path)), tokenizer)
-
-
-@pytest.mark.parametrize("device_map", ["cuda:x", {"": -1}])
-def test_odd_devices_are_ignored_with_a_warning(make_config, tokenizer, device_map):
+@pytest.mark.parametrize("device_map", [{"": 7}, "cuda:9", "cuda:x", {"": -1}])
+def test_missing_and_odd_devices_are_ignored_with_a_warning(make_config, tokenizer, device_map):
     with pytest.warns(UserWarning, match="device_map: .* is ignored"):
         load_model(make_config(device_map=device_map), tokenizer)
 
@@ -148,10 +115,12 @@ def test_new_tokens_and_the_size_of_embeddings(make_config):
     tokens, weight = embeddings(make_config, tokens=["<new>", "<newer>"])
     assert weight.shape[0] == tokens == 514
     assert embeddings(make_config, tokens=["<new>"], resize_token_embeddings_to_32x=True)[1].shape[0] == 544
-    special = {"pad_token": "<|end|>", "additional_special_tokens": ["<tool>"]}
-    config = make_config(special_tokens=special)
+    config = make_config(special_tokens={"pad_token": "<|end|>", "additional_special_tokens": ["<tool>"]})
     tokenizer = load_tokenizer(config)
     assert len(tokenizer) == 513 and tokenizer.tokenize("a<tool>b")[1] == "<tool>"
+    config = make_config(special_tokens={"pad_token": "<|pad|>"})
+    model = load_model(config, load_tokenizer(config))
+    assert model.get_input_embeddings().num_embeddings == model.get_output_embeddings().out_features == 513
 
 
 @pytest.mark.parametrize(
@@ -180,37 +149,28 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
 
 
 def test_embeddings_are_shrunk_when_asked_for(make_config, tiny_llama_dir, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     model.resize_token_embeddings(600)
-    model.save_pretrained(tmp_path / "large")
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "large")
-    large = str(tmp_path / "large")
-    assert embeddings(make_config, base_model=large)[1].shape[0] == 600
-    assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
+    assert embeddings(make_config, base_model=str(tmp_path))[1].shape[0] == 600
+    assert embeddings(make_config, base_model=str(tmp_path), shrink_embeddings=True)[1].shape[0] == 512
 
 
 def test_new_embeddings_are_near_the_mean_of_the_others(make_config):
-    tokens = [f"<{index}>" for index in range(50)]
-    spread = {
-        mean: embeddings(make_config, tokens=tokens, mean_resizing_embeddings=mean)[1][512:].std(0).mean().item()
-        for mean in (True, False)
-    }
-    assert spread[True] < 1e-3 < spread[False]
+    keys = {"tokens": [f"<{index}>" for index in range(50)]}
+    new = [embeddings(make_config, **keys, mean_resizing_embeddings=mean)[1][512:] for mean in (True, False)]
+    assert new[0].std(0).mean() < 1e-3 < new[1].std(0).mean()
 
 
 def test_the_computation_of_experts(make_config, tiny_llama_dir, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
-
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     settings = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "moe")
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "moe")
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
     for wanted in ("eager", "batched_mm"):
-        config = make_config(base_model=str(tmp_path / "moe"), experts_implementation=wanted)
-        model = load_base_model(config, load_tokenizer(config))
-        assert model.get_experts_implementation()[""] == wanted
+        config = make_config(base_model=str(tmp_path), experts_implementation=wanted)
+        assert load_base_model(config, load_tokenizer(config)).get_experts_implementation()[""] == wanted
     with pytest.raises(ModelError, match="experts_implementation: a llama model has no experts"):
         embeddings(make_config, experts_implementation="eager")
     with pytest.raises(ModelError, match=r"overrides_of_model_config.router_aux_loss_coef: a llama model has no such"):

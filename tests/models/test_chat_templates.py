@@ -5,7 +5,6 @@ import warnings
 import pytest
 from datasets import Dataset
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from ebft.config.schema import RunConfig
 from ebft.data.apply import tokenise
@@ -19,36 +18,12 @@ TURNS = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you"},
 ]
-CHATML = """<|im_start|>system
-Be brief<|im_end|>
-<|im_start|>user
-Hi<|im_end|>
-<|im_start|>assistant
-Hello<|im_end|>
-<|im_start|>user
-Bye<|im_end|>
-<|im_start|>assistant
-"""
-GEMMA = """BOS<start_of_turn>user
-Be brief
-
-Hi<end_of_turn>
-<start_of_turn>model
-Hello<end_of_turn>
-<start_of_turn>user
-Bye<end_of_turn>
-<start_of_turn>model
-"""
-PHI = """<|system|>
-Be brief<|end|>
-<|user|>
-Hi<|end|>
-<|assistant|>
-Hello<|end|>
-<|user|>
-Bye<|end|>
-<|assistant|>
-"""
+CHATML = """<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant
+Hello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"""
+GEMMA = """BOS<start_of_turn>user\nBe brief\n\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>
+<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"""
+PHI = """<|system|>\nBe brief<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>
+Hello<|end|>\n<|user|>\nBye<|end|>\n<|assistant|>\n"""
 # The system prompt and three turns with the start of a reply, and what is trained on in all turns.
 FORMATS = {
     "alpaca": (
@@ -62,10 +37,7 @@ FORMATS = {
         "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>Bye<|END_OF_TURN_TOKEN|><|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
         "Hello<|END_OF_TURN_TOKEN|>See you<|END_OF_TURN_TOKEN|>",
     ),
-    "deepseek_v2": (
-        "BOSBe brief\n\nUser: Hi\n\nAssistant: HelloEOSUser: Bye\n\nAssistant:",
-        " HelloEOS See youEOS",
-    ),
+    "deepseek_v2": ("BOSBe brief\n\nUser: Hi\n\nAssistant: HelloEOSUser: Bye\n\nAssistant:", " HelloEOS See youEOS"),
     "deepseek_v3": ("BOSBe brief<｜User｜>Hi<｜Assistant｜>HelloEOS<｜User｜>Bye<｜Assistant｜>", "HelloEOSSee youEOS"),
     "gemma": (GEMMA.replace("Be brief\n\n", ""), "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
     "gemma3": (GEMMA, "Hello<end_of_turn>\nSee you<end_of_turn>\n"),
@@ -118,46 +90,32 @@ def chat(name):
     return TURNS if name == "gemma" else [SYSTEM, *TURNS]
 
 
-def test_every_template_has_a_format():
-    assert set(FORMATS) == set(NAMES)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(tokenizer, name):
-    assert rendered(tokenizer, name, chat(name)[:-1], add_generation_prompt=True) == FORMATS[name][0]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_replies_and_their_ends_are_trained_on(tokenizer, name):
+    assert set(FORMATS) == set(NAMES)
+    messages = chat(name)
+    assert rendered(tokenizer, name, messages[:-1], add_generation_prompt=True) == FORMATS[name][0]
+    with pytest.raises(TemplateError, match="has no format for tools|is for chats without tools"):
+        rendered(tokenizer, name, TURNS, tools=[{"type": "function", "function": {"name": "f"}}])
     tokenizer.chat_template = named_template(name)
     config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": "x", "type": "chat_template"}]})
-    rows = Dataset.from_list([{"messages": chat(name)}])
-    row = tokenise(rows, config.datasets[0], config, tokenizer)[0]
-    assert tokenizer.decode(row["input_ids"]) == rendered(tokenizer, name, chat(name))
+    row = tokenise(Dataset.from_list([{"messages": messages}]), config.datasets[0], config, tokenizer)[0]
+    assert tokenizer.decode(row["input_ids"]) == rendered(tokenizer, name, messages)
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == FORMATS[name][1]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_tools_are_refused(tokenizer, name):
-    with pytest.raises(TemplateError, match="has no format for tools|is for chats without tools"):
-        rendered(tokenizer, name, TURNS, tools=[{"type": "function", "function": {"name": "f"}}])
+TOOL = {"role": "tool", "content": "x"}
+REFUSED = [("gemma", [SYSTEM, *TURNS], "gemma has no system turn; use gemma3")]
+REFUSED += [(name, [*TURNS, TOOL], f"{name} has no role tool")
+            for name in ("deepseek_v2", "deepseek_v3", "cohere", "mistral_v7_tekken", "alpaca")]  # fmt: skip
+REFUSED += [(name, [TURNS[0], TURNS[2]], f"{name} needs turns of user and assistant that alternate")
+            for name in ("gemma", "gemma3", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken")]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["gemma", "gemma3", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken"])
-def test_turns_must_alternate(tokenizer, name):
-    with pytest.raises(TemplateError, match=f"{name} needs turns of user and assistant that alternate"):
-        rendered(tokenizer, name, [TURNS[0], TURNS[2]])
-
-
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "cohere", "mistral_v7_tekken", "alpaca"])
-def test_other_roles_are_refused(tokenizer, name):
-    with pytest.raises(TemplateError, match=f"{name} has no role tool"):
-        rendered(tokenizer, name, [*TURNS, {"role": "tool", "content": "x"}])
-
-
-def test_gemma_has_no_system_prompt(tokenizer):
-    with pytest.raises(TemplateError, match="gemma has no system turn; use gemma3"):
-        rendered(tokenizer, "gemma", [SYSTEM, *TURNS])
+@pytest.mark.parametrize(("name", "messages", "error"), REFUSED)
+def test_chats_that_are_refused(tokenizer, name, messages, error):
+    with pytest.raises(TemplateError, match=error):
+        rendered(tokenizer, name, messages)
 
 
 def test_qwen_25_has_a_system_prompt_of_its_own(tokenizer):
@@ -179,22 +137,20 @@ def test_thinking_of_qwen3(tokenizer):
 
 
 def test_the_template_of_the_tokenizer_is_replaced_unless_it_has_the_same_format(tokenizer):
-    own = named_template("chatml").replace("assistant\\n' -", "assistant\\n' + ('' if tools else '') -") + " "
+    chatml = named_template("chatml")
+    own = chatml.replace("assistant\\n' -", "assistant\\n' + ('' if tools else '') -") + " "
     tokenizer.chat_template = own
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         apply_chat_template_choice(tokenizer, "chatml")
     assert tokenizer.chat_template == own
-    with pytest.warns(UserWarning, match="chat_template: phi_4 replaces the template of the tokenizer, which has"):
-        apply_chat_template_choice(tokenizer, "phi_4")
-    assert tokenizer.chat_template == named_template("phi_4")
-
-
-def test_a_template_that_ends_finished_chats_differently_has_another_format(tokenizer):
-    tokenizer.chat_template = named_template("chatml") + "{% if not add_generation_prompt %}EOS{% endif %}"
-    with pytest.warns(UserWarning, match="chat_template: chatml replaces the template of the tokenizer, which has"):
-        apply_chat_template_choice(tokenizer, "chatml")
-    assert tokenizer.chat_template == named_template("chatml")
+    # The second ends finished chats differently.
+    for there, name in ((own, "phi_4"), (chatml + "{% if not add_generation_prompt %}EOS{% endif %}", "chatml")):
+        tokenizer.chat_template = there
+        with pytest.warns(
+            UserWarning, match=f"chat_template: {name} replaces the template of the tokenizer, which has"
+        ):
+            apply_chat_template_choice(tokenizer, name)
+        assert tokenizer.chat_template == named_template(name)
 
 
 @pytest.mark.parametrize(
@@ -217,26 +173,13 @@ def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, m
 @pytest.mark.parametrize("choice", ["chatml", "alpaca", "mistral_v1", "deepseek_v2"])
 def test_templates_of_tokens_or_of_words_give_no_warning(tokenizer, choice):
     tokenizer.chat_template = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         apply_chat_template_choice(tokenizer, choice)
 
 
 def test_added_markers_give_no_warning(make_config):
-    markers = ["<|im_start|>", "<|im_end|>"]
     keys = {"chat_template": "chatml", "special_tokens": {"pad_token": "<|end|>"}}
     with pytest.warns(UserWarning, match="chat_template: chatml writes"):
         load_tokenizer(make_config(**keys))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        load_tokenizer(make_config(**keys, tokens=markers))
-
-
-def test_a_template_for_tokenizers_without_one(make_config, tiny_tokenizer_dir, tmp_path):
-    keys = {"special_tokens": {"pad_token": "<|end|>"}, "chat_template": "tokenizer_default_fallback_phi_4"}
-    assert load_tokenizer(make_config(**keys)).chat_template == named_template("phi_4")
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
-    tokenizer.chat_template = "{{ messages | length }} messages"
-    tokenizer.save_pretrained(tmp_path)
-    found = load_tokenizer(make_config(**keys, tokenizer_config=str(tmp_path)))
-    assert found.chat_template == tokenizer.chat_template
+    with warnings.catch_warnings(action="error"):
+        load_tokenizer(make_config(**keys, tokens=["<|im_start|>", "<|im_end|>"]))

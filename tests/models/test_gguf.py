@@ -17,13 +17,8 @@ from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from tests.gguf_files import write_gguf
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-TEXTS = [
-    "def add(a, b):\n    if a:\n\treturn  a + b\n\n\n    # the end\n",
-    "émigré 東京 🙂 \u00a0 naïve",
-    "  leading, trailing  \n",
-    "x = [\n    1, 22,\n    333]  # 4  5",
-    "",
-]
+TEXTS = ["def add(a, b):\n    if a:\n\treturn  a + b\n\n\n    # the end\n", "émigré 東京 🙂 \u00a0 naïve",
+         "  leading, trailing  \n", "x = [\n    1, 22,\n    333]  # 4  5", ""]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +34,8 @@ def make_gguf_config(make_config, tiny_gguf):
 def test_weights_are_those_that_the_blocks_stand_for(base, tmp_path):
     held = write_gguf(tmp_path / "model.gguf", *base)
     model = load_gguf_model(str(tmp_path / "model.gguf"))
-    assert model.dtype == torch.float32
     found = model.state_dict()
-    assert found.keys() == held.keys()
+    assert model.dtype == torch.float32 and found.keys() == held.keys()
     for name, weight in held.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=0)
     twin = base[0]
@@ -50,12 +44,9 @@ def test_weights_are_those_that_the_blocks_stand_for(base, tmp_path):
     torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_config_of_the_run_decides_the_type(make_gguf_config):
-    config = make_gguf_config(torch_dtype="bfloat16")
-    assert load_base_model(config, load_tokenizer(config)).dtype == torch.bfloat16
-
-
-def test_saved_model_is_an_ordinary_one(make_gguf_config, tiny_gguf, tmp_path):
+def test_saved_model_is_an_ordinary_one(make_gguf_config, tiny_gguf, tmp_path, monkeypatch):
+    (tmp_path / tiny_gguf.name).write_bytes(b"another file")  # of the same name, in the current folder
+    monkeypatch.chdir(tmp_path)
     config = make_gguf_config()
     assert config.model_name == str(tiny_gguf)
     tokenizer = load_tokenizer(config)
@@ -68,13 +59,8 @@ def test_saved_model_is_an_ordinary_one(make_gguf_config, tiny_gguf, tmp_path):
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], weight, rtol=0, atol=0)
     assert again.generation_config.eos_token_id == tokenizer.eos_token_id
-
-
-def test_file_of_the_same_name_in_the_current_folder_is_not_taken(make_gguf_config, tiny_gguf, tmp_path, monkeypatch):
-    (tmp_path / tiny_gguf.name).write_bytes(b"another file")
-    monkeypatch.chdir(tmp_path)
-    config = make_gguf_config()
-    load_base_model(config, load_tokenizer(config))
+    half = make_gguf_config(torch_dtype="bfloat16")
+    assert load_base_model(half, tokenizer).dtype == torch.bfloat16
 
 
 def test_files_of_another_model_beside_it_are_not_taken(make_gguf_config, tiny_gguf, tmp_path):
@@ -111,18 +97,14 @@ def test_tokenizer_gives_the_models_own_tokens_and_saves_as_it_is(base, make_ggu
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_first_token_is_added_where_the_file_says_so(base, tmp_path, add_bos):
-    write_gguf(tmp_path / "model.gguf", *base, add_bos=add_bos)
-    tokenizer = load_gguf_tokenizer(str(tmp_path / "model.gguf"))
+def test_first_token_and_template_are_those_of_the_file(base, tmp_path, add_bos):
+    write_gguf(tmp_path / "m.gguf", *base, add_bos=add_bos, chat_template="{{ messages[0].content }}!", pre="of-mars")
+    with pytest.warns(UserWarning, match="the pre-tokenizer 'of-mars', which is not supported.*tokenizer_config"):
+        tokenizer = load_gguf_tokenizer(str(tmp_path / "m.gguf"))
     tokenizer.save_pretrained(tmp_path)
     for found in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         assert (found("text")["input_ids"][0] == tokenizer.bos_token_id) == add_bos
-
-
-def test_chat_template_is_the_files(base, tmp_path):
-    write_gguf(tmp_path / "model.gguf", *base, chat_template="{{ messages[0].content }}!")
-    tokenizer = load_gguf_tokenizer(str(tmp_path / "model.gguf"))
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+        assert found.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
 
 
 def test_digits_are_split_where_the_file_says_so(base, tmp_path):
@@ -140,12 +122,6 @@ def test_digits_are_split_where_the_file_says_so(base, tmp_path):
     assert tokenizer.tokenize("\n    1") == [*tokenizer.tokenize("\n    "), "1"]
 
 
-def test_unknown_splitting_is_told(base, tmp_path):
-    write_gguf(tmp_path / "model.gguf", *base, pre="of-the-future")
-    with pytest.warns(UserWarning, match="the pre-tokenizer 'of-the-future', which is not supported.*tokenizer_config"):
-        load_gguf_tokenizer(str(tmp_path / "model.gguf"))
-
-
 def test_names_of_gguf_files_are_names_of_models(tiny_gguf, make_gguf_config):
     name = str(tiny_gguf)
     config = make_gguf_config()
@@ -154,59 +130,46 @@ def test_names_of_gguf_files_are_names_of_models(tiny_gguf, make_gguf_config):
         assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters()))
     assert pretrained_config(name).hidden_size == 32
     assert pretrained_tokenizer(name)("a")["input_ids"] == load_tokenizer(config)("a")["input_ids"]
-
-
-def test_packed_weights_are_refused_by_the_trainers(tiny_gguf):
-    model = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name)
+    packed = AutoModelForCausalLM.from_pretrained(tiny_gguf.parent, gguf_file=tiny_gguf.name)
     with pytest.raises(ModelError, match="quantised weights.*dequantize=True"):
-        load(model, None, seed=0)
+        load(packed, None, seed=0)
 
 
-def test_without_the_package_the_error_has_its_command(make_gguf_config, monkeypatch):
-    present = importlib.util.find_spec
-    monkeypatch.setattr("ebft.catalog.find_spec", lambda name: None if name == "gguf" else present(name))
-    with pytest.raises(ModelError, match=r"requires the package gguf: pip install gguf"):
-        load_tokenizer(make_gguf_config())
-
-
-def test_file_that_is_not_there_is_told_beside_those_that_are(make_gguf_config, tiny_gguf):
-    with pytest.raises(ModelError, match=rf"other.gguf is not a GGUF file in .*, which contains {tiny_gguf.name}"):
-        load_tokenizer(make_gguf_config(gguf_file="other.gguf"))
-
-
-@pytest.mark.parametrize("base_model", ["./nowhere", "owner/name", "smollm2-135m"])
-def test_base_model_must_be_a_folder(make_gguf_config, base_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"gguf_file": "other.gguf"}, "other.gguf is not a GGUF file in .*, which contains {file.name}"),
+        ({"gguf_file": None}, "add gguf_file: {file.name}; elsewhere, give the path of the file: {file}"),
+        *(({"base_model": name}, f"'{name}' is not a folder on this machine. Set base_model to the folder")
+          for name in ("./nowhere", "owner/name", "smollm2-135m")),
+    ],
+)  # fmt: skip
+def test_files_that_are_not_there(keys, message, make_gguf_config, tiny_gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
-    with pytest.raises(
-        ModelError, match=f"'{base_model}' is not a folder on this machine. Set base_model to the folder"
-    ):
-        load_tokenizer(make_gguf_config(base_model=base_model))
-
-
-def test_folder_without_gguf_file_is_told_what_to_add(make_gguf_config, tiny_gguf):
-    with pytest.raises(
-        ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, give the path of the file: {tiny_gguf}"
-    ):
-        load_tokenizer(make_gguf_config(gguf_file=None))
+    with pytest.raises(ModelError, match=message.format(file=tiny_gguf)):
+        load_tokenizer(make_gguf_config(**keys))
     with pytest.raises(ModelError, match="it is a GGUF model"):
         find_model(str(tiny_gguf.parent), "model")
 
 
-@pytest.mark.parametrize("content", [b"", b"no model at all, and long enough"])
-def test_file_that_is_no_model_is_refused(content, make_gguf_config, tmp_path):
-    (tmp_path / "bad.gguf").write_bytes(content)
-    config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(ModelError, match="cannot load a tokenizer from .*bad.gguf"):
-        load_tokenizer(config)
-
-
-@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.999])
-def test_file_that_is_cut_off_is_refused(share, make_gguf_config, tiny_gguf, tmp_path):
+@pytest.mark.parametrize("share", [None, 0, 0.05, 0.5, 0.999])
+def test_files_that_are_no_model_or_cut_off(share, make_gguf_config, tiny_gguf, tmp_path):
     content = tiny_gguf.read_bytes()
-    (tmp_path / "bad.gguf").write_bytes(content[: int(share * len(content))])
+    whole = b"no model at all, and long enough" if share is None else content[: int(share * len(content))]
+    (tmp_path / "bad.gguf").write_bytes(whole)
     config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(ModelError, match=r"bad.gguf is truncated or corrupted \(.*Download or convert it again"):
+    cut = r"bad.gguf is truncated or corrupted \(.*Download or convert it again"
+    with pytest.raises(ModelError, match=cut if share else "cannot load a tokenizer from .*bad.gguf"):
         load_base_model(config, load_tokenizer(config))
+
+
+def test_what_is_missing_or_not_supported(make_gguf_config, monkeypatch):
+    with pytest.raises(ConfigError, match="not supported with GGUF files, which are loaded dense"):
+        make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})
+    present = importlib.util.find_spec
+    monkeypatch.setattr("ebft.catalog.find_spec", lambda name: None if name == "gguf" else present(name))
+    with pytest.raises(ModelError, match=r"requires the package gguf: pip install gguf"):
+        load_tokenizer(make_gguf_config())
 
 
 def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(make_gguf_config, monkeypatch):
@@ -216,8 +179,3 @@ def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(mak
     monkeypatch.setattr("ebft.models.load.pretrained_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ModelError, match="would not be saved with an adapter.*ebft fetch .* --output DIR"):
         load_model(config, load_tokenizer(config))
-
-
-def test_4_bits_are_refused(make_gguf_config):
-    with pytest.raises(ConfigError, match="not supported with GGUF files, which are loaded dense"):
-        make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})

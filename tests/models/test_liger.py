@@ -25,33 +25,17 @@ def config_with(**keys):
 
 
 def test_only_the_kernels_that_are_asked_for_reach_transformers():
-    kwargs = training_kwargs(config_with(**ASKED), GPU, rows=4, has_eval=False)
-    assert kwargs["use_liger_kernel"] is True
-    assert kwargs["liger_kernel_config"] == {
-        "rope": False,
-        "rms_norm": True,
-        "layer_norm": False,
-        "swiglu": True,
-        "geglu": True,
-        "cross_entropy": False,
-        "fused_linear_cross_entropy": False,
-    }
-    assert "use_liger_kernel" not in training_kwargs(config_with(), GPU, rows=4, has_eval=False)
-
-
-def test_on_cpu_they_have_no_effect_and_are_named():
     config = config_with(**ASKED)
+    kwargs = training_kwargs(config, GPU, rows=4, has_eval=False)
+    assert kwargs["use_liger_kernel"] is True
+    names = ("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
+    assert kwargs["liger_kernel_config"] == {name: name in ("rms_norm", "swiglu", "geglu") for name in names}
+    assert "use_liger_kernel" not in training_kwargs(config_with(), GPU, rows=4, has_eval=False)
+    assert "use_liger_kernel" not in training_kwargs(config, CPU, rows=4, has_eval=False)
     with pytest.warns(UserWarning, match="liger_rms_norm, liger_glu_activation: no effect on CPU"):
         check_machine(config, CPU)
-    assert "use_liger_kernel" not in training_kwargs(config, CPU, rows=4, has_eval=False)
-
-
-def test_a_missing_package_is_named():
     with pytest.raises(ConfigError, match="liger_rope requires the package liger-kernel: pip install liger-kernel"):
         check_machine(config_with(liger_rope=True), GPU)
-
-
-def test_other_methods_do_not_read_them():
     with pytest.warns(UserWarning, match="liger_rope has no effect: .* does not read it"):
         config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=True)
     with warnings.catch_warnings(action="error"):

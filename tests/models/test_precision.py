@@ -29,18 +29,10 @@ def test_the_share_is_that_of_the_weights_that_a_step_changes():
 
 
 def test_steps_that_bfloat16_loses_are_warned_of():
+    bfloat16, float32 = layer(torch.bfloat16), layer(torch.float32)
     with pytest.warns(UserWarning, match="learning_rate: 1e-06 .* changes 0.0% of them.*torch_dtype: float32"):
-        warn_of_lost_steps(layer(torch.bfloat16), 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("model", "rate"),
-    [
-        (layer(torch.bfloat16), 1e-3),
-        (layer(torch.float32), 1e-6),
-        (nn.Sequential(layer(torch.bfloat16, trained=False), layer(torch.float32)), 1e-6),  # as with an adapter
-    ],
-)
-def test_other_runs_are_not(model, rate):
+        warn_of_lost_steps(bfloat16, 1e-6)
+    adapted = nn.Sequential(layer(torch.bfloat16, trained=False), float32)
     with warnings.catch_warnings(action="error"):
-        warn_of_lost_steps(model, rate)
+        for model, rate in ((bfloat16, 1e-3), (float32, 1e-6), (adapted, 1e-6)):
+            warn_of_lost_steps(model, rate)

@@ -45,14 +45,11 @@ def test_linear_layers(bias, gradients):
             torch.testing.assert_close(ours, expected)
 
 
-def test_products_of_transposed_matrices():
+def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     left, right = torch.randn(9, 21), torch.randn(9, 13)
     found, taken = by_onednn(lambda: cpu.product(left.mT, right))
     assert taken
     torch.testing.assert_close(found, left.mT @ right)
-
-
-def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     x, weight = torch.randn(5, 8), torch.randn(3, 8)
     with cpu.fast_products():
         for dtype in (torch.bfloat16, torch.float64):

@@ -73,31 +73,25 @@ def test_a_product_is_given_once():
     assert counter.get_total_flops() > 0
 
 
-def test_layers_used_twice_in_a_pass_are_computed():
+def test_layers_used_twice_and_incomplete_products_are_computed():
     """Which of two products belongs to which use is not known, so none is given."""
 
     class Twice(Net):
         def forward(self, x):
             return super().forward(super().forward(x))
 
-    net, x = Twice(), tokens()
-    recording = record(net, x)
-    with recording.replayed():
-        torch.testing.assert_close(net(x), net(x))
-
-
-def test_incomplete_products_are_computed():
     net, x = Net(), tokens()
-    recording = Recording(DOCUMENTS, most=9)
-    with torch.no_grad(), recording.of_documents():
+    incomplete = Recording(DOCUMENTS, most=9)
+    with torch.no_grad(), incomplete.of_documents():
         net(x[:, :DOCUMENTS])
-    recording.of_step(sum(STEPS))
-    with recording.replayed():
-        torch.testing.assert_close(net(x), net(x))
+    incomplete.of_step(sum(STEPS))
+    twice = Twice()
+    for recording, layers in ((record(twice, x), twice), (incomplete, net)):
+        with recording.replayed():
+            torch.testing.assert_close(layers(x), layers(x))
 
 
 def test_products_of_few_features_are_computed():
-    """An adapter's second matrix: the first is replayed."""
     net, x = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)), tokens()
     recording = record(net, x)
     with FlopCounterMode(display=False) as counter, recording.replayed():
@@ -140,10 +134,8 @@ def test_layers_that_pass_arguments_by_keyword_are_computed():
             result += rows.sum(-1, keepdim=True)
             return result
 
-    for second in (ByKeyword(), InPlace()):
-        net.second = second
-        recording = record(net, x)
-        with recording.replayed():
+    for net.second in (ByKeyword(), InPlace()):
+        with record(net, x).replayed():
             found = net(x)
         expected = net(x)
         torch.testing.assert_close(found, expected)

@@ -24,27 +24,16 @@ PADS_RIGHT_ONLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("recu
 
 def trainer_of(family, method, folder):
     """A trainer without an adapter, and its rows, of unequal lengths."""
-    rows = [
-        {
-            "question": sentence(number, 2 + number % 3),
-            "chosen": sentence(number + 3, 2 + number % 4),
-            "rejected": sentence(number + 7, 1 + number % 3),
-        }
-        for number in range(4)
-    ]
-    write_inputs(folder, rows)
-    size = len(make_chat_tokenizer())
-    model = tiny_model(family, vocab_size=size, max_position_embeddings=256, eos_token_id=1)
+    texts = [(number, (2 + number % 3, 0), (2 + number % 4, 3), (1 + number % 3, 7)) for number in range(4)]
+    names = ("question", "chosen", "rejected")
+    write_inputs(folder, [
+        {name: sentence(number + offset, words) for name, (words, offset) in zip(names, fields)}
+        for number, *fields in texts
+    ])  # fmt: skip
+    model = tiny_model(family, vocab_size=len(make_chat_tokenizer()), max_position_embeddings=256, eos_token_id=1)
     model.save_pretrained(folder / "model")
-    datasets = {
-        "dpo": [{"path": str(folder / "rows.jsonl"), "type": "chatml.intel"}],
-        None: [
-            {
-                "path": str(folder / "rows.jsonl"),
-                "type": {"field_instruction": "question", "field_output": "chosen", "format": "{instruction} "},
-            }
-        ],
-    }[method]
+    fields = {"field_instruction": "question", "field_output": "chosen", "format": "{instruction} "}
+    datasets = [{"path": str(folder / "rows.jsonl"), "type": "chatml.intel" if method == "dpo" else fields}]
     config = config_of(method, folder, adapter=False, datasets=datasets, micro_batch_size=4)
     with warnings.catch_warnings(action="ignore"):
         tokenizer = load_tokenizer(config)

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ebft.errors import ModelError
-from ebft.models.tokenizer import load_tokenizer
+from ebft.models.tokenizer import load_tokenizer, named_template
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -14,13 +14,8 @@ CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel
 def test_eos_pads_with_one_warning(make_config):
     with pytest.warns(UserWarning, match="special_tokens.pad_token") as caught:
         tokenizer = load_tokenizer(make_config())
-    assert len(caught) == 1
-    assert tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
-
-
-def test_special_tokens_are_applied_without_a_warning(make_config):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    assert len(caught) == 1 and tokenizer.pad_token == tokenizer.eos_token == "<|end|>"
+    with warnings.catch_warnings(action="error"):
         tokenizer = load_tokenizer(make_config(special_tokens={"pad_token": "<|pad|>"}))
     assert tokenizer.pad_token == "<|pad|>" and tokenizer.pad_token_id == 512
 
@@ -65,12 +60,9 @@ def test_tokens_that_cannot_get_another_text(make_config, reserving, texts, mess
         load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))
 
 
-def test_missing_folder_says_what_was_assumed(make_config):
+def test_missing_folder_says_what_was_assumed(make_config, tmp_path):
     with pytest.raises(ModelError, match="base_model: the local path './nowhere' does not exist"):
         load_tokenizer(make_config(base_model="./nowhere"))
-
-
-def test_folder_without_tokenizer(make_config, tmp_path):
     with pytest.raises(ModelError, match="tokenizer_config: cannot load a tokenizer from"):
         load_tokenizer(make_config(tokenizer_config=str(tmp_path)))
 
@@ -80,15 +72,16 @@ def template_of(make_config, choice):
 
 
 def test_names_of_models_keep_the_template_of_the_tokenizer(make_config, tiny_tokenizer_dir, tmp_path):
-    with pytest.raises(ModelError, match="chat_template: smollm3 is the template of a chat model's tokenizer, but"):
-        template_of(make_config, "smollm3")
     tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
     tokenizer.chat_template = "{{ messages | length }} messages"
     tokenizer.save_pretrained(tmp_path)
     keys = {"tokenizer_config": str(tmp_path), "special_tokens": {"pad_token": "<|end|>"}}
     with pytest.warns(UserWarning, match="chat_template: pixtral: the template of the tokenizer is used"):
         found = load_tokenizer(make_config(**keys, chat_template="pixtral"))
-    assert found.chat_template == tokenizer.chat_template
+    again = load_tokenizer(make_config(**keys, chat_template="tokenizer_default_fallback_phi_4"))
+    assert found.chat_template == again.chat_template == tokenizer.chat_template
+    fallback = template_of(make_config, "tokenizer_default_fallback_phi_4")
+    assert fallback.chat_template == named_template("phi_4")
 
 
 def test_template_from_text_and_file(make_config, tmp_path):
@@ -101,14 +94,13 @@ def test_template_from_text_and_file(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (
-            "chatlm",
-            "'chatlm'; expected a known name .alpaca, chatml, .*qwen_25, tokenizer_default, or .*path of a file",
-        ),
+        ("chatlm",
+         "'chatlm'; expected a known name .alpaca, chatml, .*qwen_25, tokenizer_default, or .*path of a file"),
         ("tokenizer_default_fallback_x", "tokenizer_default_fallback_NAME needs one of the names alpaca, .*got 'x'"),
         ("tokenizer_default", "but the tokenizer has no chat template"),
+        ("smollm3", "chat_template: smollm3 is the template of a chat model's tokenizer, but"),
     ],
-)
+)  # fmt: skip
 def test_unusable_templates(make_config, choice, message):
     with pytest.raises(ModelError, match=message):
         template_of(make_config, choice)

@@ -31,15 +31,15 @@ def changed(model):
 
 def test_resuming_a_mixture_of_experts(experts, tmp_path):
     """transformers would resume with the experts of the base model, and a warning."""
-    trained, resumed = changed(experts()), experts()
+    trained = changed(experts())
     trained.save_pretrained(tmp_path / "checkpoint")
     assert has_other_names(trained, tmp_path / "checkpoint")
     args = TrainingArguments(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True)
     for trainer, is_right in ((Trainer, False), (OverTrainer, True)):
         resumed = experts()
         trainer(resumed, args)._load_from_checkpoint(str(tmp_path / "checkpoint"))
-        found, expected = resumed.state_dict(), trained.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items()) == is_right
+        found = resumed.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items()) == is_right
 
 
 def test_parts_of_a_mixture_of_experts(experts, tmp_path):
@@ -65,10 +65,8 @@ def test_several_adapters(tiny_llama_dir, tmp_path):
     saved, loaded = model(), model()
     saved.save_pretrained(tmp_path)
     load_weights(loaded, tmp_path)
-    names = [name for name, _ in saved.named_parameters() if "lora" in name]
-    assert len(names) == 8
-    for name in names:
-        assert torch.equal(loaded.get_parameter(name), saved.get_parameter(name)), name
+    weights = {name: weight for name, weight in saved.named_parameters() if "lora" in name}
+    assert len(weights) == 8 and all(torch.equal(loaded.get_parameter(name), w) for name, w in weights.items())
 
 
 @pytest.mark.parametrize(
@@ -76,12 +74,10 @@ def test_several_adapters(tiny_llama_dir, tmp_path):
     [
         (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
         (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
-        (
-            lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
-            r"has the shape \(3,\) in .* and \(32,\)",
-        ),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+         r"has the shape \(3,\) in .* and \(32,\)"),
     ],
-)
+)  # fmt: skip
 def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
     weights = load_file(tiny_llama_dir / "model.safetensors")
     change(weights)
@@ -91,29 +87,26 @@ def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
 
 
 def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(tiny_llama_dir, tmp_path):
-    def model(**settings):
-        return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), LoraConfig(**settings))
+    def model(r, *names):
+        settings = LoraConfig(r=r, target_modules=list(names))
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), settings)
 
-    model(r=2, target_modules=["q_proj"]).save_pretrained(tmp_path)
-    check_fits(model(r=2, target_modules=["q_proj"]), tmp_path)
+    model(2, "q_proj").save_pretrained(tmp_path)
+    check_fits(model(2, "q_proj"), tmp_path)
     for settings, message in (
-        (
-            {"r": 3, "target_modules": ["q_proj"]},
-            r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in",
-        ),
-        ({"r": 2, "target_modules": ["q_proj", "v_proj"]}, "the model has .*v_proj.lora_A.weight, which is not in the"),
-        ({"r": 2, "target_modules": ["v_proj"]}, "4 such weights.; the checkpoint has .*q_proj.*Resume with the base"),
+        ((3, "q_proj"), r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in"),
+        ((2, "q_proj", "v_proj"), "the model has .*v_proj.lora_A.weight, which is not in the"),
+        ((2, "v_proj"), "4 such weights.; the checkpoint has .*q_proj.*Resume with the base"),
     ):
         with pytest.raises(ModelError, match=f"does not fit the model: .*{message}"):
-            check_fits(model(**settings), tmp_path)
+            check_fits(model(*settings), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     model.lm_head.weight = model.model.embed_tokens.weight
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
-    del weights[name]
+    weights = {key: value.clone() for key, value in model.state_dict().items() if key != name}
     save_file(weights, tmp_path / "model.safetensors")
     check_fits(model, tmp_path)
     del weights["model.norm.weight"]

@@ -68,8 +68,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_models_forward(name, adapte
     whole = model(**inputs, labels=labels, num_items_in_batch=7).loss
     expected = gradients(model, whole)
     take_programs(model)
-    learned = labels[:, 1:] != IGNORE
-    ours = summed_cross_entropy(model, inputs, labels[:, 1:], learned) / 7
+    ours = summed_cross_entropy(model, inputs, labels[:, 1:], labels[:, 1:] != IGNORE) / 7
     torch.testing.assert_close(ours, whole, rtol=1e-6, atol=1e-6)
     for name, gradient in gradients(model, ours).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=2e-6, msg=name)
@@ -79,45 +78,18 @@ def test_the_head_sees_positions_with_labels_only_in_chunks_and_once():
     model = model_of("own head")
     take_programs(model)
     inputs, labels = batch()
-    seen = []
+    learned, seen = labels[:, 1:] != IGNORE, []
     model.lm_head.register_forward_hook(lambda head, args, logits: seen.append(logits.numel() // VOCAB))
-    summed_cross_entropy(model, inputs, labels[:, 1:], labels[:, 1:] != IGNORE).backward()
-    assert sum(seen) == (labels[:, 1:] != IGNORE).sum() == 41 and max(seen) == 16
-
-
-def test_the_factor_of_backward_scales_all_gradients():
-    model = model_of("own head")
-    take_programs(model)
-    inputs, labels = batch()
-    learned = labels[:, 1:] != IGNORE
-    once = gradients(model, summed_cross_entropy(model, inputs, labels[:, 1:], learned))
-    once = {name: gradient.clone() for name, gradient in once.items()}
-    scaled = gradients(model, summed_cross_entropy(model, inputs, labels[:, 1:], learned) * 3)
-    for name, gradient in scaled.items():
-        torch.testing.assert_close(gradient, 3 * once[name])
-
-
-def test_a_second_backward_is_an_error():
-    model = model_of("own head")
-    take_programs(model)
-    inputs, labels = batch()
-    loss = summed_cross_entropy(model, inputs, labels[:, 1:], labels[:, 1:] != IGNORE)
+    loss = summed_cross_entropy(model, inputs, labels[:, 1:], learned)
     loss.backward(retain_graph=True)
+    assert sum(seen) == learned.sum() == 41 and max(seen) == 16
     with pytest.raises(RuntimeError, match="one backward pass"):
         loss.backward()
-
-
-def test_a_batch_without_labels_has_a_loss_of_zero_and_a_gradient():
-    model = model_of("own head")
-    take_programs(model)
-    inputs, labels = batch()
-    loss = summed_cross_entropy(model, inputs, labels[:, 1:], torch.zeros(2, 29, dtype=torch.bool))
-    found = gradients(model, loss)
-    assert loss == 0 and all(not gradient.any() for gradient in found.values())
+    nothing = summed_cross_entropy(model, inputs, labels[:, 1:], torch.zeros(2, 29, dtype=torch.bool))
+    assert nothing == 0 and all(not gradient.any() for gradient in gradients(model, nothing).values())
 
 
 def test_weights_in_bfloat16_have_the_gradients_of_a_single_product():
-    """Summing the chunks in bfloat16 would have several times this error."""
     model = model_of("own head", hidden_size=64)
     torch.manual_seed(2)
     ids = torch.randint(2, VOCAB, (8, 60))

@@ -37,11 +37,19 @@ def test_heads_are_linear_unless_the_forward_changes_logits(family):
 
 
 def test_a_head_with_an_adapter_or_hooks_is_not_linear():
-    assert linear_head(tiny_model("llama")) is not None
-    assert linear_head(get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["lm_head"], r=2))) is None
+    adapted = lambda model, *names: get_peft_model(model, LoraConfig(target_modules=list(names), r=2))
     model = tiny_model("llama")
-    model.get_output_embeddings().register_forward_hook(lambda module, args, output: output + 1)
-    assert linear_head(model) is None
+    first = linear_head(model)
+    assert first is not None and linear_head(adapted(tiny_model("llama"), "lm_head")) is None
+    with FlopMeter().watching([model]):
+        assert linear_head(model) is not None  # these only observe
+    model.set_output_embeddings(nn.Linear(32, 97))
+    assert linear_head(model).weight is not first.weight and linear_head(model).bias is not None
+    frozen = adapted(model, "q_proj")
+    assert linear_head(frozen) is not None
+    assert not unwrap_adapter(frozen).get_output_embeddings().weight.requires_grad
+    later = tiny_model("llama")
+    assert linear_head(later) is not None and linear_head(adapted(later, "lm_head")) is None
 
 
 @pytest.mark.parametrize("family", ["llama", *sorted(CHANGES_LOGITS)])
@@ -61,15 +69,12 @@ def replace_forward(output):
     output.forward = lambda states: 2 * forward(states)
 
 
-LATER = {
-    "hook": lambda output: output.register_forward_hook(lambda module, args, logits: 2 * logits),
-    "hook before": lambda output: output.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
-    "backward hook": lambda output: output.register_full_backward_hook(lambda module, grads, others: None),
-    "forward": replace_forward,
-    "pruning": lambda output: prune.l1_unstructured(output, "weight", 0.5),
-    "weight norm": lambda output: nn.utils.weight_norm(output),
-    "parametrization": lambda output: nn.utils.parametrizations.weight_norm(output),
-}
+LATER = {"hook": lambda output: output.register_forward_hook(lambda module, args, logits: 2 * logits),
+         "hook before": lambda output: output.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+         "backward hook": lambda output: output.register_full_backward_hook(lambda module, grads, others: None),
+         "forward": replace_forward, "pruning": lambda output: prune.l1_unstructured(output, "weight", 0.5),
+         "weight norm": lambda output: nn.utils.weight_norm(output),
+         "parametrization": lambda output: nn.utils.parametrizations.weight_norm(output)}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
@@ -87,28 +92,3 @@ def test_a_head_that_is_changed_later_has_the_gradients_of_its_forward(change):
     expected = (output(states) / 0.7).log_softmax(-1).gather(-1, tokens)
     grads = zip(torch.autograd.grad(found.sum(), trained), torch.autograd.grad(expected.sum(), trained))
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in grads)
-
-
-def test_hooks_that_only_observe_are_allowed():
-    model = tiny_model("llama")
-    with FlopMeter().watching([model]):
-        assert linear_head(model) is not None
-
-
-def test_an_adapter_of_the_head_that_is_added_later():
-    model = tiny_model("llama")
-    assert linear_head(model) is not None
-    assert linear_head(get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=2))) is None
-
-
-def test_a_frozen_head_is_linear_too():
-    adapted = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
-    assert linear_head(adapted) is not None
-    assert not unwrap_adapter(adapted).get_output_embeddings().weight.requires_grad
-
-
-def test_a_new_output_layer_is_found():
-    model = tiny_model("llama")
-    first = linear_head(model)
-    model.set_output_embeddings(torch.nn.Linear(32, 97))
-    assert linear_head(model).weight is not first.weight and linear_head(model).bias is not None

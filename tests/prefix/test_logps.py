@@ -39,6 +39,12 @@ def head_of(module):
     return Head(module, VOCAB, trained, Linear(module.weight, module.bias) if is_linear else None)
 
 
+def close_gradients(found, whole, wanted):
+    """The gradients of two values that should be equal, for each of `wanted`."""
+    for ours, theirs in zip(torch.autograd.grad(found, wanted), torch.autograd.grad(whole, wanted), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 class General(nn.Linear):
     """A linear layer whose weights the head does not name."""
 
@@ -51,25 +57,29 @@ MODULES = {
 }
 
 
+CASES = [(name, frozen) for name in MODULES for frozen in (True, False)]
+EACH_HEAD = pytest.mark.parametrize(("module", "frozen"), CASES)
+
+
 def inputs(k):
     torch.manual_seed(0)
     targets = torch.randint(4, VOCAB, (ROWS, k))
     return torch.randn(ROWS, HIDDEN, requires_grad=True), targets, torch.randn(ROWS, k)
 
 
-@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@EACH_HEAD
 @pytest.mark.parametrize("k", [1, 2, 7])  # of 7 tokens, so that rows have some several times
-@pytest.mark.parametrize("frozen", [True, False])
 def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, chunks):
-    head = head_of(module.requires_grad_(not frozen))
+    module = MODULES[module].requires_grad_(not frozen)
+    head = head_of(module)
     states, targets, weight = inputs(k)
-    wanted = [states, *(p for p in module.parameters() if p.requires_grad)]
     found = logps.token_logps(states, targets, head, 0.7)
-    grads = torch.autograd.grad((found * weight).sum(), wanted)
     whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
     torch.testing.assert_close(found, whole)
-    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
-        torch.testing.assert_close(ours, expected)
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
+    nothing = logps.token_logps(states[:0], targets[:0], head, 1.0)
+    assert nothing.shape == (0, k) and nothing.requires_grad
+    assert not any(grad.any() for grad in torch.autograd.grad(nothing.sum(), [states, *head.trained]))
 
 
 TRUNCATIONS = [
@@ -97,18 +107,14 @@ def truncated(logits, targets, min_p=0.0, top_k=0, top_p=1.0):
 @pytest.mark.parametrize("frozen", [True, False])
 def test_truncated_distributions(options, k, frozen, chunks):
     module = nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen)
+    head, kept = head_of(module), Truncation(**options)
     states, targets, weight = inputs(k)
-    wanted = [states, *(p for p in module.parameters() if p.requires_grad)]
-    found = logps.token_logps(states, targets, head_of(module), 0.7, Truncation(**options))
-    grads = torch.autograd.grad((found * weight).sum(), wanted)
+    found = logps.token_logps(states, targets, head, 0.7, kept)
     whole = truncated(module(states) / 0.7, targets, **options).gather(-1, targets)
     torch.testing.assert_close(found, whole)
-    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
-        torch.testing.assert_close(ours, expected)
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
     with torch.no_grad():
-        torch.testing.assert_close(
-            logps.token_logps(states, targets, head_of(module), 0.7, Truncation(**options)), whole.detach()
-        )
+        torch.testing.assert_close(logps.token_logps(states, targets, head, 0.7, kept), whole.detach())
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
@@ -117,19 +123,14 @@ def test_truncated_distributions(options, k, frozen, chunks):
 def test_entropies_of_truncated_distributions(options, with_gradient, frozen, chunks):
     module = nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen)
     states, targets, weight = inputs(1)
-    targets, weight = targets[:, 0], weight[:, 0]
-    wanted = [states, *(p for p in module.parameters() if p.requires_grad)]
-    found, entropies = logps.token_logps_and_entropy(
-        states, targets, head_of(module), 0.7, with_gradient, Truncation(**options)
-    )
+    targets, weight, head = targets[:, 0], weight[:, 0], head_of(module)
+    found, entropies = logps.token_logps_and_entropy(states, targets, head, 0.7, with_gradient, Truncation(**options))
     whole = truncated(module(states) / 0.7, targets[:, None], **options)
     expected = -(whole.exp() * whole.clamp_min(-1e9)).sum(-1)
     torch.testing.assert_close(entropies, expected)
     expected = expected if with_gradient else expected.detach()
-    grads = torch.autograd.grad(((found + 0.5 * entropies) * weight).sum(), wanted)
     total = ((whole.gather(-1, targets[:, None])[:, 0] + 0.5 * expected) * weight).sum()
-    for ours, theirs in zip(grads, torch.autograd.grad(total, wanted), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    close_gradients(((found + 0.5 * entropies) * weight).sum(), total, [states, *head.trained])
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.6}], ids=str)
@@ -138,11 +139,8 @@ def test_entropies_under_autocast_are_in_float32(options):
     with torch.autocast("cpu", torch.bfloat16):
         found = Softmax(logits, 0.7, Truncation(**options)).entropy()
     whole = truncated(logits.double() / 0.7, logits.argmax(-1, keepdim=True), **options)
-    expected = -(whole.exp() * whole.clamp_min(-1e9)).sum(-1, keepdim=True)
-    torch.testing.assert_close(found, expected.float())
-
-
-def test_a_truncation_that_keeps_every_token_is_none():
+    torch.testing.assert_close(found, -(whole.exp() * whole.clamp_min(-1e9)).sum(-1, keepdim=True).float())
+    # A truncation that keeps every token is none.
     assert Truncation.of(0, 1.0, None) is Truncation.of(None, 1.0, 0.0) is Truncation.of(-1, 1.0, None) is None
     assert Truncation.of(5, 1.0, None) == Truncation(top_k=5)
 
@@ -151,16 +149,13 @@ def test_a_head_that_drops_out_runs_again_with_the_same_dropout(monkeypatch):
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})
     module = nn.Sequential(nn.Dropout(0.5), nn.Linear(HIDDEN, VOCAB))
     states, targets, weight = inputs(2)
-    wanted = [states, *module.parameters()]
     torch.manual_seed(1)
     found = logps.token_logps(states, targets, head_of(module), 0.7)
-    torch.rand(7)  # whatever else draws in between
-    grads = torch.autograd.grad((found * weight).sum(), wanted)
     torch.manual_seed(1)
     whole = torch.cat([(module(chunk) / 0.7).log_softmax(-1) for chunk in states.split(16)]).gather(-1, targets)
     torch.testing.assert_close(found, whole)
-    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted)):
-        torch.testing.assert_close(ours, expected)
+    torch.rand(7)  # whatever else draws in between
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *module.parameters()])
 
 
 def test_a_frozen_head_runs_once(monkeypatch):
@@ -174,12 +169,12 @@ def test_a_frozen_head_runs_once(monkeypatch):
     assert rows == [16, 16, 8]
 
 
-@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
+@EACH_HEAD
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("frozen", [True, False])
 def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, k, frozen, chunks):
     """`choose` sees every row once, and the gradient is that of the tokens it chose, some of them several times."""
-    head = head_of(module.requires_grad_(not frozen))
+    module = MODULES[module].requires_grad_(not frozen)
+    head = head_of(module)
     states, _, weight = inputs(k)
     seen = []
 
@@ -191,20 +186,17 @@ def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, k, fro
     scored = logps.choose_tokens(states.detach(), choose, head, 0.7, slopes=head.gives_slopes(k))
     assert seen == list(range(ROWS))
     found = logps.with_gradient(states, scored, head, 0.7)
-    wanted = [states, *head.trained]
-    grads = torch.autograd.grad((found * weight).sum(), wanted)
     logp = (module(states) / 0.7).log_softmax(-1)
     torch.testing.assert_close(scored.tokens, logp.topk(2).indices[:, [0, 1, 0, 0][:k]])
     whole = logp.gather(-1, scored.tokens)
     torch.testing.assert_close(found, whole)
-    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
-        torch.testing.assert_close(ours, expected)
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
 
 
-@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("frozen", [True, False])
+@EACH_HEAD
 def test_rows_with_unequal_numbers_of_tokens_are_joined(module, frozen, chunks):
-    head = head_of(module.requires_grad_(not frozen))
+    module = MODULES[module].requires_grad_(not frozen)
+    head = head_of(module)
     states, targets, weight = inputs(3)
     counts = [1, 3, 2]
     parts = [
@@ -212,30 +204,14 @@ def test_rows_with_unequal_numbers_of_tokens_are_joined(module, frozen, chunks):
         for x, t, n in zip(states.detach().tensor_split([5, 25]), targets.tensor_split([5, 25]), counts)
     ]
     found = logps.with_gradient(states, logps.Scored.joined(parts), head, 0.7)
-    number = torch.tensor(counts).repeat_interleave(torch.tensor([5, 20, ROWS - 25]))
-    weight *= torch.arange(3) < number[:, None]
-    wanted = [states, *head.trained]
+    weight *= torch.arange(3) < torch.tensor(counts).repeat_interleave(torch.tensor([5, 20, ROWS - 25]))[:, None]
     whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
     torch.testing.assert_close(found * weight, whole * weight)
-    grads = torch.autograd.grad((found * weight).sum(), wanted)
-    for ours, expected in zip(grads, torch.autograd.grad((whole * weight).sum(), wanted), strict=True):
-        torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-@pytest.mark.parametrize("frozen", [True, False])
-def test_no_rows_keep_the_graph(module, frozen):
-    states = torch.randn(0, HIDDEN, requires_grad=True)
-    head = head_of(module.requires_grad_(not frozen))
-    found = logps.token_logps(states, torch.zeros(0, 1, dtype=torch.long), head, 1.0)
-    assert found.shape == (0, 1) and found.requires_grad
-    for grad in torch.autograd.grad(found.sum(), [states, *head.trained]):
-        assert not grad.any()
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_a_linear_head_in_bfloat16(dtype, chunks):
-    """Of float32 weights with mixed precision, and of bfloat16 weights: exact to the precision of bfloat16."""
     torch.manual_seed(0)
     module = nn.Linear(HIDDEN, VOCAB).to(dtype)
     states, targets, weight = inputs(2)

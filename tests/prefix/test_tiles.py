@@ -48,23 +48,25 @@ def dense(scores, query, key, value, own_key, own_value, sinks=None):
     return products.softmax(-1)[..., : keys.shape[1]] @ values
 
 
+def close(ours, expected, inputs):
+    torch.testing.assert_close(ours, expected)
+    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(ours.dtype)
+    for a, b in zip(*(torch.autograd.grad((output * weight).sum(), inputs) for output in (ours, expected))):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients(softcap, sinks):
     scores, inputs = Scores(0.7, softcap), make_inputs(sinks)
-    ours, expected = in_tiles(scores, *inputs), dense(scores, *inputs)
-    torch.testing.assert_close(ours, expected)
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2), dtype=ours.dtype)
-    for a, b in zip(
-        torch.autograd.grad((ours * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
-    ):
-        torch.testing.assert_close(a, b)
+    close(in_tiles(scores, *inputs), dense(scores, *inputs), inputs)
     assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
+    if not sinks:
+        assert torch.autograd.gradcheck(lambda *x: attend(*x, None, PIECES, scores), inputs[:3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_own_keys_that_owners_have_in_common(dtype):
-    """Values and gradients of keys that are copied to each owner first."""
     path = torch.tensor([[0, 1, 2, 2], [0, 1, 3, 4], [4, 1, 0, 0]])
     query, key, value, *_ = (x.detach().to(dtype).requires_grad_() for x in make_inputs(False))
     common = torch.randn(2, HEADS, 5, DIM, generator=torch.Generator().manual_seed(4)).to(dtype)
@@ -96,12 +98,6 @@ def test_dropout_is_the_same_in_both_directions(sinks):
     torch.manual_seed(1)
     many = torch.stack([in_tiles(scores, *inputs).detach() for _ in range(4000)]).mean(0)
     torch.testing.assert_close(many, in_tiles(Scores(0.7), *inputs).detach(), atol=0.06, rtol=0)
-
-
-def test_without_own_keys():
-    query, key, value = make_inputs(False)[:3]
-    scores = Scores(0.7)
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, None, PIECES, scores), (query, key, value))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

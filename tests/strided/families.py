@@ -5,18 +5,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 97
 
-_COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+           "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 
 FAMILIES = {
     "llama": {},
@@ -51,31 +42,14 @@ FAMILIES = {
     "nemotron": {"head_dim": 8},
     "diffllama": {"num_key_value_heads": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 2,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    "llama4_text": {
-        "head_dim": 8,
-        "attention_chunk_size": 16,
-        "floor_scale": 9,
-        "attn_scale": 0.5,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 48,
-        "no_rope_layers": [1, 1, 1, 0],
-    },
-}
+    "deepseek_v3": {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+                    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+                    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+                    "v_head_dim": 8},
+    "llama4_text": {"head_dim": 8, "attention_chunk_size": 16, "floor_scale": 9, "attn_scale": 0.5,
+                    "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 48,
+                    "no_rope_layers": [1, 1, 1, 0]},
+}  # fmt: skip
 
 
 def lora_targets(family):
@@ -83,12 +57,8 @@ def lora_targets(family):
     return ["q_proj", "v_proj", "o_proj"] if family in ("llama4_text", "phimoe") else "all-linear"
 
 
-_LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+_LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+           "linear_value_head_dim": 16}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 # Models whose layers keep a running state, which several rollouts cannot share: for structured mode only.
@@ -96,64 +66,31 @@ RUNNING_STATE = {
     "qwen3_5_text": {"head_dim": 16, **_LINEAR},
     "qwen3_5_moe_text": {"head_dim": 16, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {"head_dim": 16, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 16},
-    "nemotron_h": {
-        "head_dim": 8,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_shared_expert_intermediate_size": 16,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
+    "nemotron_h": {"head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
+                   "layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_routed_experts": 4, "n_group": 1,
+                   "topk_group": 1, "moe_shared_expert_intermediate_size": 16, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 16},
     "lfm2": {"full_attn_idxs": [1, 3]},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 2},
     "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 16},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "num_experts": 2,
-        "mamba_d_state": 8,
-        "use_mamba_kernels": False,
-    },
-    "zamba2": {
-        "num_key_value_heads": 4,
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "num_mem_blocks": 1,
-        "use_mem_rope": True,
-        "mamba_ngroups": 1,
-        "n_mamba_heads": 4,
-        "mamba_headdim": 16,
-        "mamba_d_state": 8,
-    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
+              "use_mamba_kernels": False},
+    "zamba2": {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1,
+               "use_mem_rope": True, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_d_state": 8},
     "bamba": {"attn_layer_indices": [1], **_MAMBA},
-    "granitemoehybrid": {
-        "layer_types": ["mamba", "attention"] * 2,
-        "shared_intermediate_size": 32,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        **_MAMBA,
-    },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32,
+                         "num_local_experts": 2, "num_experts_per_tok": 1, **_MAMBA},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, **_LINEAR},
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "expand": 2},
     "falcon_mamba": {"state_size": 8},
-}
+}  # fmt: skip
 # Those whose state passes over padding on the left: neither mode samples from them.
 COUNTS_PADDING = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 64, "head_dim": 8},
     "rwkv": {"attention_hidden_size": 32},
-    "minimax": {
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "head_dim": 8,
-        "block_size": 16,
-    },
-}
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 2,
+                "num_experts_per_tok": 1, "head_dim": 8, "block_size": 16},
+}  # fmt: skip
 
 
 def tiny_model(family, seed=0, **changes):

@@ -29,11 +29,8 @@ def sampled_logp(logits, token, o):
     """Log-probability of a token in the distribution that is sampled from, given the logits (V,) before it."""
     scores = logits / (o.temperature or 1.0)
     if o.temperature and o.top_p < 1:
-        probabilities, mass, kept = (
-            scores.detach().double().softmax(-1),
-            0.0,
-            torch.zeros_like(scores, dtype=torch.bool),
-        )
+        probabilities, mass = scores.detach().double().softmax(-1), 0.0
+        kept = torch.zeros_like(scores, dtype=torch.bool)
         for index in probabilities.argsort(descending=True).tolist():
             kept[index] = True
             mass += probabilities[index].item()
@@ -128,11 +125,9 @@ def oracle_step(model, rows, rollouts, o):
             out.cfm[r, b] = (x.mean(0) - sum(ys) / len(ys)).square().sum()
             for j, seq in enumerate(sequences):
                 logits = plain_logits(model, seq)
-                scored = torch.stack(
-                    [sampled_logp(logits[a + t - 1], seq[a + t], o) for t in range(o.generate_max_len)]
-                )
-                out.logps[r, b, j] = scored
-                rl_terms.append(-advantages[j].float() * scored)
+                scored = [sampled_logp(logits[a + t - 1], seq[a + t], o) for t in range(o.generate_max_len)]
+                out.logps[r, b, j] = torch.stack(scored)
+                rl_terms.append(-advantages[j].float() * out.logps[r, b, j])
         logp = plain_logits(model, ids).log_softmax(-1)
         ce_terms += [-logp[i - 1, ids[i]] for i in targets]
     out.rl_loss = torch.cat(rl_terms).mean()

@@ -26,40 +26,18 @@ def main(path, *options):
     model = tiny_model("llama").double()  # in float32, Adam turns other roundings into other steps
     if given.pop("lora", "0") == "1":
         model = with_lora(model)
-    args = StridedEBFTConfig(
-        output_dir=path + ".dir",
-        use_cpu=True,
-        report_to=[],
-        seed=11,
-        max_steps=4,
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_strategy="no",
-        lr_scheduler_type="constant",
-        disable_tqdm=True,
-        stride=4,
-        context_length=4,
-        generate_max_len=4,
-        n_samples_per_prompt=3,
-        ce_coef=0.2,
-        grad_norms_every=1,
-        **{name: int(value) for name, value in given.items()},
-    )
+    settings = {"stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "ce_coef": 0.2}
+    settings |= {"max_steps": 4, "learning_rate": 1e-3, "logging_steps": 1, "lr_scheduler_type": "constant"}
+    settings |= {"seed": 11, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": []}
+    settings |= {"grad_norms_every": 1, **{name: int(value) for name, value in given.items()}}
+    args = StridedEBFTConfig(output_dir=path + ".dir", **settings)
     trainer = StridedEBFTTrainer(model=model, args=args, train_dataset=documents(), eval_dataset=documents(11)[4:])
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
-    held_out = trainer.evaluate()
+    found = {"held_out": trainer.evaluate(), "before": before, "parameters": dict(trainer.model.named_parameters())}
+    found["logs"] = [entry for entry in trainer.state.log_history if "loss" in entry]
     if trainer.is_world_process_zero():
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        torch.save(
-            {
-                "logs": logs,
-                "parameters": dict(trainer.model.named_parameters()),
-                "before": before,
-                "held_out": held_out,
-            },
-            path,
-        )
+        torch.save(found, path)
     leave_process_group()
 
 

@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import torch
 from torch import nn
 
 from ebft.models.causal_lm import decoder_layers
@@ -29,67 +28,39 @@ def count_tokens(layers):
     return counts
 
 
-def one_row():
-    ids = torch.randint(3, 97, (1, 44), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids}
-
-
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("single_pass", [True, False])
 @pytest.mark.parametrize("g", [1, 4])
-def test_token_forwards_per_layer(g, single_pass, merge, tmp_path):
+def test_tokens_of_each_layer_and_rows_of_the_head(g, single_pass, merge, tmp_path):
+    """Padding and missing blocks cost nothing; the head sees what is sampled from or scored, and tokens of the text."""
     model = tiny_model("llama")
-    options = {"stride": 4, "context_length": 4, "generate_max_len": g, "feature_layers": [0.25, 0.5]}
-    options |= {"single_pass": single_pass, "merge_rollouts": merge}
-    trainer = make_trainer(model, tmp_path, temperature=0.2, **options)
+    options = {"stride": 4, "generate_max_len": g, "feature_layers": [0.25, 0.5], "temperature": 0.2, "ce_coef": 0.0}
+    trainer = make_trainer(model, tmp_path, single_pass=single_pass, merge_rollouts=merge, **options)
     policy = count_tokens(decoder_layers(model))
     features = count_tokens(decoder_layers(trainer.feature_network.causal_lm))
-    out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
-    s, n, nb = 44, 3, out.anchors.shape[1]
-    assert nb == (44 - g - 4) // 4 + 1
-    generated = [distinct_beginnings(out, steps) if merge else n * nb * steps for steps in (g - 1, g)]
-    assert not merge or generated[1] < 0.9 * n * nb * g
-    sampling = training = s + generated[0]
-    assert policy == [sampling if single_pass else sampling + training] * 4
-    # Depth int(0.5 * 4) = 2: the upper half never runs.
-    assert features == [s + generated[1]] * 2 + [0, 0]
-
-
-def test_padding_and_missing_blocks_cost_nothing(tmp_path):
-    model = tiny_model("llama")
-    trainer = make_trainer(model, tmp_path, merge_rollouts=False)
-    counts = count_tokens(decoder_layers(model))
+    rows = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
     out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
-    assert out.block_mask.sum(1).tolist() == [4, 2, 2]
-    assert counts == [27 + 22 + 13 + 8 * 3 * 3] * 4
+    n, per_row = 3, out.block_mask.sum(1).tolist()
+    assert per_row == ([5, 3, 2] if g == 4 else [6, 4, 3])
+    blocks, generated = sum(per_row), {}
+    for steps in (g - 1, g):
+        generated[steps] = distinct_beginnings(out, steps) if merge else n * blocks * steps
+    assert not merge or generated[g] < 0.9 * n * blocks * g
+    passes = 1 if single_pass else 2
+    assert policy == [passes * (27 + 22 + 13 + generated[g - 1])] * 4
+    # Depth int(0.5 * 4) = 2: the upper half never runs.
+    assert features == [27 + 22 + 13 + generated[g]] * 2 + [0, 0]
+    assert sum(rows) == passes * (blocks + generated[g - 1]) + 26 + 15 + 12
 
 
 def test_adapter_features_stop_at_the_deepest_layer_too(tmp_path):
     model = with_lora(tiny_model("llama"))
     trainer = make_trainer(model, tmp_path, feature_layers=[0.25], merge_rollouts=False)
     counts = count_tokens(decoder_layers(model.get_base_model()))
-    out = trainer.compute_loss(trainer.model, one_row(), return_outputs=True)[1]
-    n, nb, g = 3, out.anchors.shape[1], 4
-    policy = 44 + n * nb * (g - 1)
-    assert counts == [policy + 44 + n * nb * g] + [policy] * 3
-
-
-@pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("single_pass", [True, False])
-def test_head_sees_scored_rows_only(single_pass, merge, tmp_path):
-    """One row per sampled distribution, and with a second forward one per scored token; one per token of the text."""
-    model = tiny_model("llama")
-    options = {"ce_coef": 0.0, "single_pass": single_pass, "merge_rollouts": merge}
-    trainer = make_trainer(model, tmp_path, temperature=0.2, **options)
-    rows = []
-    model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    inputs, _ = unequal_batch()
-    out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
-    blocks = int(out.block_mask.sum())  # a row with fewer blocks than the longest costs only its own
-    n, g = 3, 4
-    sampling = blocks + (distinct_beginnings(out, g - 1) if merge else blocks * n * (g - 1))
-    text = 26 + 15 + 12
-    assert sum(rows) == (sampling if single_pass else 2 * sampling) + text
+    trainer.compute_loss(trainer.model, unequal_batch()[0])
+    tokens, rollouts = 27 + 22 + 13, 8 * 3
+    assert counts == [2 * tokens + rollouts * (3 + 4)] + [tokens + rollouts * 3] * 3
 
 
 def test_rollouts_leave_no_gradient_state(tmp_path):

@@ -41,11 +41,9 @@ _REFUSED = {
     "differ from those of the plain model": "zaya",
 }
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-IN_STRIDED_MODE = {
-    "deepseek_v4": "does not run with strided attention",
-    "gemma3n_text": "has several streams of hidden states",
-    "longcat_flash": "does not run with strided attention",
-}
+IN_STRIDED_MODE = {"deepseek_v4": "does not run with strided attention",
+                   "gemma3n_text": "has several streams of hidden states",
+                   "longcat_flash": "does not run with strided attention"}  # fmt: skip
 WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model"}
 OPTIONS = SimpleNamespace(
     feature_layers=[0.0, 0.5, 1.0],

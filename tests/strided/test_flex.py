@@ -1,6 +1,5 @@
 """The flex_attention path against the oracle, by the kernel's definition: compiled kernels need a GPU (test_gpu.py)."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from ebft.prefix.attention import flex
 from tests.strided.families import tiny_model
-from tests.strided.test_exactness import compare, make_trainer, unequal_batch
+from tests.strided.test_exactness import compare, exact, make_trainer, unequal_batch
 from tests.structured import oracle
 from tests.structured.rollouts.test_shared import contexts, later_turns, sample
 
@@ -38,37 +37,39 @@ def on_any_device(monkeypatch):
     monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "gemma3_text"])
-def test_step(family, checkpointing, tmp_path, on_any_device):
+def flexible(family):
     model = tiny_model(family)
-    plain = copy.deepcopy(model)
     model.config._attn_implementation = "flex_attention"
-    trainer = make_trainer(model, tmp_path, single_pass=False, gradient_checkpointing=checkpointing)
-    if checkpointing:
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "llama4_text", "gemma3_text"])
+def test_step(family, checkpoints, tmp_path, on_any_device):
+    model = flexible(family)
+    trainer = make_trainer(model, tmp_path, single_pass=False, gradient_checkpointing=checkpoints)
+    if checkpoints:
         trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
     CALLS.clear()
-    compare(trainer, plain, *unequal_batch(4))
+    compare(trainer, tiny_model(family), *unequal_batch(4))
     features = int(max(trainer.args.feature_layers) * 4)
-    assert len(CALLS) == features + 4 + 4 * checkpointing  # the layers that features need, and the policy's
+    assert len(CALLS) == features + 4 + 4 * checkpoints  # the layers that features need, and the policy's
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_a_batch_in_parts(tmp_path, on_any_device):
-    model = tiny_model("llama")
-    plain = copy.deepcopy(model)
-    model.config._attn_implementation = "flex_attention"
-    compare(make_trainer(model, tmp_path, rollout_tokens_per_pass=36), plain, *unequal_batch(4))
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("changes", [{"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False}], ids=str)
-def test_rollouts_of_one_token_and_with_common_beginnings(family, changes, tmp_path, on_any_device):
-    model = tiny_model(family)
-    plain = copy.deepcopy(model)
-    model.config._attn_implementation = "flex_attention"
-    compare(make_trainer(model, tmp_path, single_pass=False, **changes), plain, *unequal_batch(4))
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rollout_tokens_per_pass": 36}),
+        *((family, {"single_pass": False, **changes}) for family in ("llama", "gemma2")
+          for changes in ({"generate_max_len": 1}, {"temperature": 0.2}, {"merge_rollouts": False})),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parts_rollouts_of_one_token_and_with_common_beginnings(family, changes, tmp_path, on_any_device):
+    exact(tmp_path, flexible(family), unequal_batch(4), **changes)
+    assert CALLS
 
 
 @pytest.mark.slow
@@ -79,12 +80,8 @@ def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch)
     def both(*args, **kwargs):
         expected = dense_kernel(*args, **kwargs)
         got = flex.flex_attention(*(x.detach() for x in args), **kwargs)
-        pairs = (
-            [(got, expected)]
-            if kwargs["return_aux"] is None
-            else [(got[0], expected[0]), (got[1].lse, expected[1].lse)]
-        )
-        for a, b in pairs:
+        has_lse = kwargs["return_aux"] is not None
+        for a, b in [(got[0], expected[0]), (got[1].lse, expected[1].lse)] if has_lse else [(got, expected)]:
             torch.testing.assert_close(a, b.detach(), atol=1e-5, rtol=1e-4)
             compared.append(1)
         return expected
@@ -92,25 +89,20 @@ def test_the_real_kernel_computes_what_the_dense_one_does(tmp_path, monkeypatch)
     monkeypatch.setattr(flex, "available", lambda device: True)
     monkeypatch.setattr(flex, "_kernel", lambda compiled: both)
     for family in ("gemma2", "gpt_oss"):
-        model = tiny_model(family)
-        model.config._attn_implementation = "flex_attention"
-        trainer = make_trainer(model, tmp_path, single_pass=False)
+        trainer = make_trainer(flexible(family), tmp_path, single_pass=False)
         compared.clear()
         trainer.compute_loss(trainer.model, unequal_batch()[0])
         assert len(compared) >= 6
 
 
 def test_only_for_models_that_ask_for_it_and_only_on_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
     CALLS.clear()
-    model = tiny_model("llama")
-    model.config._attn_implementation = "flex_attention"
-    trainer = make_trainer(model, tmp_path, single_pass=False)
-    trainer.compute_loss(trainer.model, unequal_batch()[0])
+    monkeypatch.setattr(flex, "_kernel", lambda compiled: dense_kernel)
     assert not flex.available(torch.device("cpu")) and flex.available(torch.device("cuda"))
-    monkeypatch.setattr(flex, "available", lambda device: True)
-    trainer = make_trainer(tiny_model("llama"), tmp_path, single_pass=False)
-    trainer.compute_loss(trainer.model, unequal_batch()[0])
+    for model in (flexible("llama"), tiny_model("llama")):
+        trainer = make_trainer(model, tmp_path, single_pass=False)
+        trainer.compute_loss(trainer.model, unequal_batch()[0])
+        monkeypatch.setattr(flex, "available", lambda device: True)
     assert not CALLS
 
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # The three ways to a gradient: tiles in a second forward, tiles in the pass that sampled, the compiled kernel.
 WAYS = {"tiles": {}, "single pass": {"single_pass": True}, "flex": {}}
+MATRIX = lambda *families: pytest.mark.parametrize(("family", "way"), [(f, way) for f in families for way in WAYS])
 
 
 def on_gpu(tmp_path, model, way="tiles"):
@@ -27,8 +28,7 @@ def on_gpu(tmp_path, model, way="tiles"):
     return StridedEBFTTrainer(model=model, args=args), inputs, rows
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen3"])
+@MATRIX("llama", "gemma2", "gpt_oss", "qwen3")
 def test_float32(family, way, tmp_path):
     model = with_lora(tiny_model(family, head_dim=16)).cuda()  # the compiled kernel takes no smaller heads
     plain = copy.deepcopy(model)
@@ -36,8 +36,7 @@ def test_float32(family, way, tmp_path):
     compare(trainer, plain, inputs, rows)
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@MATRIX("llama", "gemma2", "qwen3")
 def test_bfloat16(family, way, tmp_path):
     model = tiny_model(family, head_dim=16).to("cuda", torch.bfloat16)
     plain = copy.deepcopy(model).float().eval()

@@ -17,13 +17,8 @@ from tests.strided.oracle import anchors_of, block_feature, plain_logits
 from tests.strided.short_run import documents
 from tests.strided.test_exactness import with_lora
 
-OPTIONS = {
-    "stride": 5,
-    "context_length": 4,
-    "generate_max_len": 4,
-    "n_samples_per_prompt": 3,
-    "min_completion_prefix": 1,
-}
+OPTIONS = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3,
+           "min_completion_prefix": 1}  # fmt: skip
 LAYERS = [0.25, 0.75]
 ROWS = [row for row in documents() if len(row["input_ids"]) > 15][:5]
 CHATS = [
@@ -73,13 +68,9 @@ def test_every_metric_by_the_oracle(rows):
 
 def test_batching_and_seed():
     model = tiny_model("qwen3")
-    assert metrics_of(model, ROWS, 1) == pytest.approx(metrics_of(model, ROWS, 5), abs=1e-5, rel=1e-5)
-    assert metrics_of(model, ROWS, 5, tokens_per_pass=12) == pytest.approx(
-        metrics_of(model, ROWS, 5), abs=1e-5, rel=1e-5
-    )
-    assert metrics_of(model, ROWS, 1)["cfm_loss"] != metrics_of(model, ROWS, 1, seed=3)["cfm_loss"]
-
-
-def test_nothing_to_evaluate_on_is_an_error():
+    found = metrics_of(model, ROWS, 1)
+    for other in (metrics_of(model, ROWS, 5), metrics_of(model, ROWS, 5, tokens_per_pass=12)):
+        assert other == pytest.approx(found, abs=1e-5, rel=1e-5)
+    assert found["cfm_loss"] != metrics_of(model, ROWS, 1, seed=3)["cfm_loss"]
     with pytest.raises(ValueError, match="the held-out set is empty"):
-        metrics_of(tiny_model("llama"), [], 1)
+        metrics_of(model, [], 1)

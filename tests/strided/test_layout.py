@@ -6,28 +6,15 @@ import torch
 from ebft.anchors import first_anchor
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
 
-OPTIONS = {
-    "stride": 4,
-    "context_length": 3,
-    "generate_max_len": 2,
-    "n_samples_per_prompt": 2,
-    "min_completion_prefix": 1,
-}
-
-
-def test_first_anchor_of_text_and_of_completions():
-    assert first_anchor(0, 8, 5) == 8  # text: min_completion_prefix has no say
-    assert first_anchor(20, 8, 5) == 25
-    assert first_anchor(2, 8, 5) == 8
-    assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
+OPTIONS = {"stride": 4, "context_length": 3, "generate_max_len": 2, "n_samples_per_prompt": 2,
+           "min_completion_prefix": 1}  # fmt: skip
 
 
 def test_anchors_by_hand():
     ids = torch.arange(1, 14).repeat(4, 1)
     mask = torch.arange(13) < torch.tensor([13, 9, 4, 13])[:, None]
-    documents = Documents.from_inputs(
-        {"input_ids": ids, "attention_mask": mask, "prompt_length": torch.tensor([0, 0, 0, 6])}
-    )
+    inputs = {"input_ids": ids, "attention_mask": mask, "prompt_length": torch.tensor([0, 0, 0, 6])}
+    documents = Documents.from_inputs(inputs)
     layout = StridedLayout.place(documents, **OPTIONS)
     # lengths 13, 9, 4, 13: last anchors at most 11, 7, 2, 11
     assert layout.anchors == [[3, 7, 11], [3, 7], [], [7, 11]]
@@ -36,6 +23,7 @@ def test_anchors_by_hand():
     assert layout.block_mask().tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
     assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
     assert layout.reference_index().tolist() == [[3, 4], [7, 8], [11, 12], [16, 17], [20, 21], [33, 34], [37, 38]]
+    assert [int(part.sum()) for part in documents.ce_mask.split([13, 9, 4, 13])] == [12, 8, 3, 13 - 6]
 
 
 def test_anchors_of_turns_by_hand():
@@ -74,7 +62,21 @@ def test_wrong_turns(spans, match):
         Documents.from_inputs({"input_ids": torch.ones(2, 9, dtype=torch.long), "turn_spans": torch.tensor(spans)})
 
 
-def test_the_last_anchor_just_fits():
+def test_masks_that_are_no_padding_are_refused():
+    ids = torch.ones(2, 4, dtype=torch.long)
+    for mask, match in (
+        ([1, 1, 2, 2], "only 0 and 1, got 2. .* position_ids"),
+        ([1, 0, 1, 1], "gaps"),
+        ([0, 1, 0, 1], "gaps"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Documents.from_inputs({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0], mask])})
+
+
+def test_first_anchors_and_the_last_that_just_fits():
+    assert first_anchor(0, 8, 5) == 8  # text: min_completion_prefix has no say
+    assert first_anchor(20, 8, 5) == 25 and first_anchor(2, 8, 5) == 8
+    assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
         assert generated_token_count(documents, **OPTIONS) == blocks * 4
@@ -83,6 +85,10 @@ def test_the_last_anchor_just_fits():
         else:
             with pytest.raises(ValueError, match=r"lengths \[4\], first anchors \[3\], generate_max_len 2"):
                 StridedLayout.place(documents, **OPTIONS)
+    ids, mask = torch.ones(3, 9, dtype=torch.long), torch.arange(9) < torch.tensor([4, 0, 6])[:, None]
+    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10  # a row of padding has no tokens
+    assert StridedLayout.place(documents, **OPTIONS).anchors == [[], [], [3]]
 
 
 def test_documents_from_left_padded_rows_with_masked_labels():
@@ -116,42 +122,3 @@ def test_positions_part_a_row_into_documents():
     inputs["position_ids"][0, 1] = 5
     with pytest.raises(ValueError, match="position_ids must be 0, 1, 2"):
         Documents.from_inputs(inputs)
-
-
-@pytest.mark.parametrize(
-    ("mask", "match"),
-    [([1, 1, 2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 0, 1, 1], "gaps"), ([0, 1, 0, 1], "gaps")],
-)
-def test_masks_that_are_no_padding_are_refused(mask, match):
-    inputs = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": torch.tensor([[1, 1, 1, 0], mask])}
-    with pytest.raises(ValueError, match=match):
-        Documents.from_inputs(inputs)
-
-
-def test_rows_of_padding_are_documents_without_tokens():
-    ids = torch.ones(3, 9, dtype=torch.long)
-    mask = torch.arange(9) < torch.tensor([4, 0, 6])[:, None]
-    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10
-    assert StridedLayout.place(documents, **OPTIONS).anchors == [[], [], [3]]
-
-
-@pytest.mark.parametrize("tokens_per_pass", [None, 1, 4, 8, 12, 1000])
-def test_parts_hold_every_block_and_every_text_token_once(tokens_per_pass):
-    lengths = torch.tensor([4, 13, 3, 9, 30, 4, 12, 2])  # the first, third, sixth and last have no block
-    ids = torch.arange(len(lengths) * 30).view(len(lengths), 30)
-    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": torch.arange(30) < lengths[:, None]})
-    layout = StridedLayout.place(documents, **OPTIONS)
-    parts = split(documents, layout, tokens_per_pass)
-    most = 1000 if tokens_per_pass is None else max(1, tokens_per_pass // 4)
-    assert [p.blocks.start for p in parts] == list(range(0, layout.num_blocks, most))
-    text, first_tokens, anchors = [], [], []
-    for part in parts:
-        assert part.layout.num_blocks == part.blocks.stop - part.blocks.start <= most
-        assert part.layout.spans[-1][1] == len(part.documents.tokens) == int(part.documents.lengths.sum())
-        text += part.documents.tokens[part.documents.ce_mask].tolist()
-        first_tokens += part.documents.tokens[part.layout.block_index].tolist()
-        anchors += part.layout.block_anchors.tolist()
-    assert text == documents.tokens[documents.ce_mask].tolist()
-    assert first_tokens == documents.tokens[layout.block_index].tolist()
-    assert anchors == layout.block_anchors.tolist()

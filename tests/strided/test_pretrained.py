@@ -1,6 +1,5 @@
 """A pretrained model on real text: every number of a step, and gradients, against the naive oracle, in float32."""
 
-import copy
 import inspect
 import textwrap
 
@@ -8,18 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.strided.test_exactness import compare, make_trainer, with_lora
+from tests.strided.test_exactness import exact, with_lora
 
 pytestmark = pytest.mark.slow
 TRAINED_IN_FULL = ("model.embed_tokens.", "model.layers.0.", "model.layers.17.", "model.norm.")  # the head is tied
-OPTIONS = {
-    "stride": 6,
-    "context_length": 5,
-    "generate_max_len": 4,
-    "n_samples_per_prompt": 2,
-    "min_completion_prefix": 1,
-    "feature_layers": [0.25, 0.5, 0.75],
-}
+OPTIONS = {"stride": 6, "context_length": 5, "generate_max_len": 4, "n_samples_per_prompt": 2,
+           "min_completion_prefix": 1}  # fmt: skip
+OPTIONS |= {"feature_layers": [0.25, 0.5, 0.75]}
 
 
 @pytest.fixture
@@ -36,41 +30,26 @@ def batch(smollm2_dir):
     encode = lambda text: tokenizer(text)["input_ids"]
     question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     prompt = encode(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
-    texts = [
-        encode(inspect.getsource(textwrap.dedent))[:24],
-        prompt + encode("2 + 2 is 4, and no less than that.<|im_end|>"),
-        encode("The capital of France is Paris, of course."),
-    ]
-    prompts = [0, len(prompt), 0]
-    width = max(len(ids) for ids in texts)
+    answer = encode("2 + 2 is 4, and no less than that.<|im_end|>")
+    source = encode(inspect.getsource(textwrap.dedent))[:24]
+    texts = [source, prompt + answer, encode("The capital of France is Paris, of course.")]
+    lengths, prompts = [len(ids) for ids in texts], [0, len(prompt), 0]
+    width = max(lengths)
     input_ids = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in texts])
-    mask = torch.arange(width) < torch.tensor([len(ids) for ids in texts])[:, None]
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     labels = input_ids.masked_fill(~mask, -100)
     labels[1, : prompts[1]] = -100
-    rows = [
-        (input_ids[row, : len(ids)], prompts[row], range(max(prompts[row], 1), len(ids)))
-        for row, ids in enumerate(texts)
-    ]
-    inputs = {
-        "input_ids": input_ids,
-        "attention_mask": mask.long(),
-        "labels": labels,
-        "prompt_length": torch.tensor(prompts),
-    }
-    return inputs, rows
+    rows = [(ids[:length], p, range(max(p, 1), length)) for ids, length, p in zip(input_ids, lengths, prompts)]
+    inputs = {"input_ids": input_ids, "attention_mask": mask.long(), "labels": labels}
+    return {**inputs, "prompt_length": torch.tensor(prompts)}, rows
 
 
 def test_with_lora_and_whitening(model, batch, tmp_path):
-    model = with_lora(model)
-    plain = copy.deepcopy(model)
-    trainer = make_trainer(model, tmp_path, **OPTIONS, use_whitening=True)
-    out = compare(trainer, plain, *batch)
+    out = exact(tmp_path, with_lora(model), batch, **OPTIONS, use_whitening=True)
     assert out.block_mask.sum(1).tolist() == [3, 2, 1]
 
 
 def test_full_weights(model, batch, tmp_path):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(TRAINED_IN_FULL))
-    plain = copy.deepcopy(model)
-    trainer = make_trainer(model, tmp_path, **OPTIONS, embed_method="mean_pooling", temperature=1.0)
-    compare(trainer, plain, *batch)
+    exact(tmp_path, model, batch, **OPTIONS, embed_method="mean_pooling", temperature=1.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ebft.prefix.forward import prepare
-from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
+from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
@@ -42,7 +42,6 @@ def sequence_probabilities(model, prefix, temperature, top_p, steps):
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.9), (1.0, 0.5)])
 def test_frequencies_match_the_plain_model(temperature, top_p):
-    """Chi-square over whole two-token continuations, at two anchors of two documents of unequal length."""
     model = tiny_model("llama", vocab_size=6).eval()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, 6, (2, 11), generator=generator)
@@ -75,32 +74,22 @@ def test_greedy_equals_generate(tmp_path):
     inputs, rows = unequal_batch()
     trainer = make_trainer(model, tmp_path, temperature=0.0, n_samples_per_prompt=2)
     out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)[1]
+    greedy = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     for r, (ids, _, _) in enumerate(rows):
         for b, anchor in enumerate(out.anchors[r][out.block_mask[r]].tolist()):
-            expected = plain.generate(
-                ids[None, :anchor], max_new_tokens=4, min_new_tokens=4, do_sample=False, eos_token_id=None
-            )[0, anchor:]
-            assert out.rollouts[r, 0, b].tolist() == out.rollouts[r, 1, b].tolist() == expected.tolist()
+            expected = plain.generate(ids[None, :anchor], **greedy)[0, anchor:].tolist()
+            assert out.rollouts[r, 0, b].tolist() == out.rollouts[r, 1, b].tolist() == expected
 
 
-def test_training_greedily_is_refused(tmp_path):
-    trainer = make_trainer(tiny_model("llama"), tmp_path, temperature=0.0)
-    with pytest.raises(ValueError, match="temperature"):
-        trainer.train()
-
-
-@pytest.mark.parametrize(("top_p", "expected"), [(0.5, [0]), (0.6, [0, 1]), (0.01, [0]), (0.999, [0, 1, 2, 3])])
-def test_nucleus_keeps_the_smallest_sufficient_set(top_p, expected):
-    scores = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert Truncation.of(None, top_p, None).kept(scores)[0].nonzero().flatten().tolist() == expected
-    probabilities = Softmax(scores, 1.0, Truncation.of(None, top_p, None)).probabilities
-    assert sample_tokens(probabilities, torch.linspace(0, 0.9999, 50).unsqueeze(0)).unique().tolist() == expected
-
-
-def test_tokens_without_probability_are_never_drawn():
+@pytest.mark.parametrize("vocabulary", [5, 512, 1300])
+def test_tokens_without_probability_are_never_drawn(vocabulary):
     probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]])
     noise = torch.tensor([[0.0, 0.25, 0.5, 0.75, 1 - 2**-24]])
     assert sample_tokens(probabilities, noise).tolist() == [[1, 1, 3, 3, 3]]
+    # What is not a number is reported where the loss is, not by an index that does not exist.
+    probabilities = torch.full((3, vocabulary), float("nan"))
+    tokens = sample_tokens(probabilities, torch.tensor([[0.0], [0.4], [0.99]], dtype=torch.float64))
+    assert tokens.shape == (3, 1) and tokens.min() >= 0 and tokens.max() < vocabulary
 
 
 def documents_of(*rows):
@@ -108,32 +97,22 @@ def documents_of(*rows):
     ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    return documents, StridedLayout.place(
-        documents, stride=2, context_length=2, generate_max_len=2, n_samples_per_prompt=3
-    )
+    sizes = {"stride": 2, "context_length": 2, "generate_max_len": 2, "n_samples_per_prompt": 3}
+    return documents, StridedLayout.place(documents, **sizes)
 
 
 def test_noise_follows_the_document_not_the_batch():
     """A document draws the same noise alone, beside a longer one, and in the other order; and fresh noise when due."""
-    short, long = list(range(6)), list(range(3, 14))
+    short, long, noise = list(range(6)), list(range(3, 14)), DocumentNoise(0)
     together = DocumentNoise(0).draw(*documents_of(short, long), step=4)
     swapped = DocumentNoise(0).draw(*documents_of(long, short), step=4)
-    alone = DocumentNoise(0).draw(*documents_of(short), step=4)
+    alone, again, later = (noise.draw(*documents_of(short), step=step) for step in (4, 4, 5))
+    other = DocumentNoise(1).draw(*documents_of(short), step=4)
     blocks = len(alone)
     assert together[:blocks].equal(alone) and swapped[-blocks:].equal(alone)
     assert together[blocks:].equal(swapped[:-blocks])
-    noise = DocumentNoise(0)
-    drawn = [noise.draw(*documents_of(short), step=s) for s in (4, 4, 5)] + [
-        DocumentNoise(1).draw(*documents_of(short), step=4)
-    ]
-    assert drawn[0].equal(alone)
-    assert not any(drawn[i].equal(drawn[j]) for i in range(4) for j in range(i))
-
-
-def test_repeated_documents_draw_apart():
-    drawn = DocumentNoise(0).draw(*documents_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]), step=0)
-    first, second = drawn.chunk(2)
-    assert not first.equal(second)
+    drawn = [alone, again, later, other, *DocumentNoise(0).draw(*documents_of(long, long), step=4).chunk(2)]
+    assert not any(a.equal(b) for a, b in itertools.combinations(drawn, 2))
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 1.0), (0.5, 0.6), (1.0, 0.9)])
@@ -155,11 +134,3 @@ def test_entropy_of_each_sampled_distribution(temperature, top_p):
             expected = torch.distributions.Categorical(probs=likely[:count]).entropy()
             torch.testing.assert_close(drawn.entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
     assert drawn.tokens.ne(2).all()
-
-
-@pytest.mark.parametrize("vocabulary", [7, 512, 1300])
-def test_a_diverged_model_still_samples_tokens_of_its_vocabulary(vocabulary):
-    """What is not a number is reported where the loss is, not by an index that does not exist."""
-    probabilities = torch.full((3, vocabulary), float("nan"))
-    tokens = sample_tokens(probabilities, torch.tensor([[0.0], [0.4], [0.99]], dtype=torch.float64))
-    assert tokens.shape == (3, 1) and tokens.min() >= 0 and tokens.max() < vocabulary
