@@ -13,38 +13,40 @@ from ebft import processes
 from ebft.errors import LaunchError
 from ebft.tools import cli
 from ebft.tools.launch import agent
+from ebft.tools.launch.agent import NEUTRAL
 from ebft.tools.launch.plan import LaunchOptions, Plan
 from tests.launch.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+STUB = "tests.launch.worker_stub"
+TORCHRUN = "--standalone --local-addr 127.0.0.1 --nproc-per-node 2"
+ACCELERATE = f"--num_processes 1 --num_machines 1 --config_file {NEUTRAL} --mixed_precision no --dynamo_backend no"
 
 
-@pytest.fixture
-def launched(monkeypatch, tmp_path):
-    """`launched(act, processes)`: the exit status of a launch of tests.launch.worker_stub."""
+@pytest.fixture(autouse=True)
+def found(monkeypatch):
+    """Processes that are started here find the modules, and are not taken for those of another launch."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
     for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(act, processes=2, launcher="torchrun"):
-        options = {
-            "torchrun": ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(processes)],
-            "accelerate": ["--num_processes", str(processes), "--num_machines", "1", "--config_file"],
-        }[launcher]
-        if launcher == "accelerate":
-            from ebft.tools.launch.agent import NEUTRAL
 
-            options += [str(NEUTRAL), "--mixed_precision", "no", "--dynamo_backend", "no"]
-        words = [*options, "--module", "tests.launch.worker_stub", act, str(tmp_path)]
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """`launched(act)`: the exit status of a launch of tests.launch.worker_stub."""
+
+    def run(act, options=TORCHRUN, launcher="torchrun"):
+        words = [*options.split(), "--module", STUB, act, str(tmp_path)]
         monkeypatch.setattr(agent, "launcher_arguments", lambda plan, _: words)
-        return agent.launch(Plan(LaunchOptions(launcher=launcher), launcher, processes, 0), [])
+        return agent.launch(Plan(LaunchOptions(launcher=launcher), launcher, 2, 0), [])
 
     return run
 
 
-def test_processes_that_end_well(launched):
-    assert launched("nothing") == 0
-    assert processes.FOLDER not in os.environ
+def test_processes_that_end_well_know_the_command_that_started_them(launched, tmp_path):
+    assert launched("parent") == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
+    assert processes.FOLDER not in os.environ and processes.PARENT not in os.environ
 
 
 def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp_path):
@@ -55,23 +57,27 @@ def test_signals_reach_every_process_once_and_the_status_is_theirs(launched, tmp
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_a_killed_process_is_the_error_and_not_what_follows_from_it(launched, capfd):
-    with pytest.raises(LaunchError, match="rank 1 was killed by SIGKILL, for example because memory ran out") as raised:
-        launched("killed")
-    assert raised.value.status == 137
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize(
+    ("act", "status", "message"),
+    [
+        # and not what follows from it
+        ("killed", 137, "rank 1 was killed by SIGKILL, for example because memory ran out"),
+        ("silent", 3, "rank 1 ended with exit status 3"),
+    ],
+)
+def test_a_process_that_ends_without_an_error_of_its_own(launched, capfd, act, status, message):
+    with pytest.raises(LaunchError, match=message) as raised:
+        launched(act)
+    assert raised.value.status == status and capfd.readouterr() == ("", "")
 
 
-def test_one_traceback_is_printed(launched, capfd):
-    assert launched("traceback") == 1
+@pytest.mark.parametrize(("act", "text"), [("traceback", "the traceback of"), ("overtaken", "the traceback of 0")])
+def test_one_traceback_is_printed(launched, capfd, act, text):
+    """Also if the process that reported it is stopped because another ended before it."""
+    assert launched(act) == 1
     printed = capfd.readouterr().err
-    assert printed.count("the traceback of") == 1 and "ChildFailedError" not in printed
-
-
-def test_a_process_that_is_stopped_after_its_report_is_not_killed(launched, capfd):
-    assert launched("overtaken") == 1
-    printed = capfd.readouterr().err
-    assert printed.count("rank 0 failed:\nthe traceback of 0") == 1 and "SIGTERM" not in printed
+    assert printed.count(f"failed:\n{text}") == 1 and printed.count("the traceback of") == 1
+    assert "ChildFailedError" not in printed and "SIGTERM" not in printed
 
 
 def test_a_process_that_was_stopped_is_not_the_one_that_failed(tmp_path):
@@ -85,15 +91,9 @@ def test_an_error_that_a_process_reported_is_not_repeated(launched, capfd):
     assert capfd.readouterr() == ("reported once\n", "")
 
 
-def test_a_process_that_ends_without_an_error(launched):
-    with pytest.raises(LaunchError, match="rank 1 ended with exit status 3") as raised:
-        launched("silent")
-    assert raised.value.status == 3
-
-
 @pytest.mark.parametrize("act, status", [("nothing", 0), ("traceback", 1), ("reported", 2)])
 def test_one_process_of_accelerate(launched, act, status):
-    assert launched(act, processes=1, launcher="accelerate") == status
+    assert launched(act, ACCELERATE, "accelerate") == status
 
 
 def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
@@ -106,40 +106,23 @@ def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
         stop.set()
 
 
-def test_a_launcher_that_cannot_start(monkeypatch):
-    def fail(plan, words):
-        return ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", "-3", "--module", "x"]
-
-    monkeypatch.setattr(agent, "launcher_arguments", fail)
+def test_a_launcher_that_cannot_start(launched):
     with pytest.raises(LaunchError, match="The processes cannot be started"):
-        agent.launch(Plan(LaunchOptions(), "torchrun", 1, 0), [])
+        launched("nothing", "--nproc-per-node 1 --master-addr 127.0.0.1 --master-port -3")
 
 
-def test_a_process_that_starts_after_the_launch_ended(tmp_path):
+def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):
+    monkeypatch.setenv(processes.FOLDER, str(tmp_path / "deleted"))
     code = "from ebft.processes import join_launch; join_launch()"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), processes.FOLDER: str(tmp_path / "deleted")}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 130
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 130
 
 
-def test_processes_know_the_command_that_started_them(launched, tmp_path):
-    assert launched("parent") == 0
-    assert [(tmp_path / rank).read_text() for rank in "01"] == [str(os.getpid())] * 2
-    assert processes.PARENT not in os.environ
-
-
-@pytest.fixture
-def orphan_words(monkeypatch, tmp_path):
-    """The command of a process that watches its parent, and writes the signal that stops it."""
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
-    return [sys.executable, "-m", "tests.launch.worker_stub", "orphan", str(tmp_path)]
-
-
-def test_a_process_stops_when_the_command_that_started_it_is_killed(orphan_words, tmp_path):
+def test_a_process_stops_when_the_command_that_started_it_is_killed(tmp_path, monkeypatch):
+    orphan = [sys.executable, "-m", STUB, "orphan", str(tmp_path)]
     code = (
-        "import os, subprocess, sys\n"
-        "subprocess.run(sys.argv[1:], env={**os.environ, 'EBFT_PARENT': str(os.getpid())})\n"
+        "import os, subprocess, sys; subprocess.run(sys.argv[1:], env=os.environ | {'EBFT_PARENT': str(os.getpid())})"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, *orphan_words])
+    parent = subprocess.Popen([sys.executable, "-c", code, *orphan])
     wait_until((tmp_path / "started").exists)
     assert not (tmp_path / "stopped").exists()
     parent.kill()
@@ -147,13 +130,9 @@ def test_a_process_stops_when_the_command_that_started_it_is_killed(orphan_words
     wait_until((tmp_path / "stopped").exists)
     assert (tmp_path / "stopped").read_text() == "15"
 
-
-def test_a_process_stops_when_that_command_was_killed_before_it_started(orphan_words, monkeypatch, tmp_path):
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    monkeypatch.setenv(processes.PARENT, str(ended.pid))
-    assert subprocess.run(orphan_words).returncode == 0
-    assert (tmp_path / "stopped").read_text() == "15"
+    (tmp_path / "stopped").unlink()
+    monkeypatch.setenv(processes.PARENT, str(parent.pid))  # killed before the process started
+    assert subprocess.run(orphan).returncode == 0 and (tmp_path / "stopped").read_text() == "15"
 
 
 def test_without_a_launch_every_process_reports(monkeypatch):
@@ -164,8 +143,8 @@ def test_without_a_launch_every_process_reports(monkeypatch):
 
 
 def test_every_command_watches_its_parent(monkeypatch):
-    called = []
-    for name in ("watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"):
+    called, names = [], ["watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"]
+    for name in names:
         monkeypatch.setattr(f"ebft.tools.cli.{name}", lambda name=name: called.append(name))
     cli.main()
-    assert called == ["watch_parent", "show_progress_bars_in_terminals_only", "show_warnings", "app"]
+    assert called == names

@@ -3,10 +3,14 @@
 import shlex
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands.config import load_config_from_file
+from typer.main import get_command
 
+from ebft.tools.cli import app
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.agent import NEUTRAL
 from tests.cli.conftest import ebft, plain
@@ -25,107 +29,98 @@ def run_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shown(ebft, run_file, monkeypatch):
-    """`shown(gpus, *words)`: the words that `ebft train CONFIG WORDS --dry-run` prints."""
+    """`shown(gpus, words)`: the words that `ebft train CONFIG WORDS --dry-run` prints."""
 
-    def show(gpus, *words):
+    def show(gpus, words=""):
         monkeypatch.setattr(planning, "visible_gpus", lambda: gpus)
-        result = ebft("train", run_file, "--dry-run", *words)
+        result = ebft("train", run_file, "--dry-run", *words.split())
         assert result.exit_code == 0, result.stderr
         return shlex.split(result.stdout)
 
     return show
 
 
-def test_accelerate_with_a_process_per_gpu(shown, run_file):
-    words = shown(2, "seed=1")
-    assert words[:3] == [sys.executable, "-m", "accelerate.commands.launch"]
-    options = f"--config_file {NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    assert words[3:] == [
-        *options.split(),
-        *["--multi_gpu", "--main_process_port", "0", "--module", "ebft", "train"],
-        str(run_file),
-        "seed=1",
-    ]
+TWO = f"--config_file {NEUTRAL} --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
-def test_torchrun_on_two_machines_with_its_own_options(shown, run_file):
-    machines = ["--num-machines", "2", "--machine-rank", "1", "--main-process-ip", "10.0.0.1"]
-    words = shown(4, "--launcher", "torchrun", *machines, "--", "--tee", "3")
-    expected = "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --tee 3"
-    assert words[1:3] == ["-m", "torch.distributed.run"]
-    assert words[3:] == [*expected.split(), "--module", "ebft", "train", str(run_file)]
+@pytest.mark.parametrize(
+    ("gpus", "words", "module", "options", "overrides"),
+    [
+        (2, "seed=1", "accelerate.commands.launch", f"{TWO} --multi_gpu --main_process_port 0", ["seed=1"]),
+        (
+            4,
+            "--launcher torchrun --num-machines 2 --machine-rank 1 --main-process-ip 10.0.0.1 -- --tee 3",
+            "torch.distributed.run",
+            "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --tee 3",
+            [],
+        ),
+    ],
+)
+def test_the_command_of_a_launcher(shown, run_file, gpus, words, module, options, overrides):
+    expected = [sys.executable, "-m", module, *options.split(), "--module", "ebft", "train", str(run_file)]
+    assert shown(gpus, words) == expected + overrides
 
 
-def test_accelerate_on_two_machines_with_its_own_file(shown, run_file):
-    machines = ["--num-machines", "2", "--machine-rank", "0", "--main-process-ip", "host", "--main-process-port", "7"]
-    words = " ".join(shown(4, "--num-processes", "8", *machines, "--", "--config_file", "mine.yaml"))
+def test_accelerate_on_two_machines_with_its_own_file(shown):
+    machines = "--num-machines 2 --machine-rank 0 --main-process-ip host --main-process-port 7"
+    words = " ".join(shown(4, f"--num-processes 8 {machines} -- --config_file mine.yaml"))
     assert str(NEUTRAL) not in words and "--config_file mine.yaml --module" in words
     assert "--num_processes 8 --num_machines 2" in words
     assert "--machine_rank 0 --same_network --main_process_ip host --main_process_port 7" in words
 
 
-def test_one_machine_and_cpu(shown, monkeypatch):
+def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    words = shown(0, "--launcher", "torchrun", "--num-processes", "2")
+    words = shown(0, "--launcher torchrun --num-processes 2")
     assert words[0] == "OMP_NUM_THREADS=4" and "--standalone --local-addr 127.0.0.1" in " ".join(words)
-    words = " ".join(shown(0, "--launcher", "torchrun", "--num-processes", "2", "--main-process-port", "7"))
+    words = " ".join(shown(0, "--launcher torchrun --num-processes 2 --main-process-port 7"))
     assert "--master-addr 127.0.0.1 --master-port 7" in words and "--standalone" not in words
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert not shown(0, "--num-processes", "2")[0].startswith("OMP_NUM_THREADS")
-
-
-def test_one_process(shown, run_file):
+    assert not shown(0, "--num-processes 2")[0].startswith("OMP_NUM_THREADS")
     assert shown(1) == [sys.executable, "-m", "ebft", "train", str(run_file)]
 
 
 def test_the_file_for_accelerate_is_one_that_it_reads():
-    from accelerate.commands.config import load_config_from_file
-
     found = load_config_from_file(str(NEUTRAL))
     assert found.mixed_precision == "no" and str(found.distributed_type.value) == "NO"
     assert set(yaml.safe_load(NEUTRAL.read_text())) <= set(found.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
-    "words, message",
+    ("words", "message"),
     [
-        (["--num-proceses", "2"], "Unknown option '--num-proceses'. Did you mean --num-processes?"),
-        (["--num_processes=2"], "Unknown option '--num_processes'. Did you mean --num-processes?"),
-        (["--launcher", "torchrn"], "Did you mean torchrun?"),
-        (["--learning-rate=1"], "overrides are written without dashes: learning_rate=1"),
-        (["ddp=true"], "ddp: true, but only one process runs"),
-        (["ddp=false", "--num-processes", "2"], "ddp: false, but 2 processes were launched"),
-        (["--num-processes", "2", "--", "--no-such-option"], "Options after --: accelerate does not accept them: unr"),
-        (["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc-per-nod"], "torchrun does not accept them"),
-        (["--tui", "--sweep", "nowhere.yaml"], "--tui shows one run"),
-        (["--num-processes", "2", "--", "--help"], "accelerate would print its help instead"),
-        (["--num-processes", "2", "--", "foo.py"], "'foo.py' is not an option of accelerate"),
-        (["--num-processes", "2", "--", "--tee", "3", "foo.py"], "'foo.py' is not an option of accelerate"),
-        (["--num-processes", "2", "--", "--num_processes", "3"], "--num_processes of accelerate itself"),
-        (["--num-processes", "2", "--", "--num-processes=3"], "--num_processes of accelerate itself"),
-        (["--num-processes", "2", "--", "--mixed_precision", "bf16"], "set bf16 or fp16 in the config"),
-        (
-            ["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc-per-node", "4"],
-            "--nproc_per_node of torch",
-        ),
-        (["--num-processes", "2", "--launcher", "torchrun", "--", "--nproc_per_node=4"], "--nproc_per_node of torch"),
-        (["--num-processes", "2", "--launcher", "torchrun", "--", "--nnodes", "2"], "use --num-machines"),
-        (["--num-processes", "2", "--launcher", "torchrun", "--", "--standalone"], "--standalone of torchrun itself"),
+        ("--num-proceses 2", "Unknown option '--num-proceses'. Did you mean --num-processes?"),
+        ("--num_processes=2", "Unknown option '--num_processes'. Did you mean --num-processes?"),
+        ("--launcher torchrn", "Did you mean torchrun?"),
+        ("--learning-rate=1", "overrides are written without dashes: learning_rate=1"),
+        ("ddp=true", "ddp: true, but only one process runs"),
+        ("ddp=false TWO", "ddp: false, but 2 processes were launched"),
+        ("TWO -- --no-such-option", "Options after --: accelerate does not accept them: unr"),
+        ("TWO --launcher torchrun -- --nproc-per-nod", "torchrun does not accept them"),
+        ("--tui --sweep nowhere.yaml", "--tui shows one run"),
+        ("TWO -- --help", "accelerate would print its help instead"),
+        ("TWO -- foo.py", "'foo.py' is not an option of accelerate"),
+        ("TWO -- --tee 3 foo.py", "'foo.py' is not an option of accelerate"),
+        ("TWO -- --num_processes 3", "--num_processes of accelerate itself"),
+        ("TWO -- --num-processes=3", "--num_processes of accelerate itself"),
+        ("TWO -- --mixed_precision bf16", "set bf16 or fp16 in the config"),
+        ("TWO --launcher torchrun -- --nproc-per-node 4", "--nproc_per_node of torch"),
+        ("TWO --launcher torchrun -- --nproc_per_node=4", "--nproc_per_node of torch"),
+        ("TWO --launcher torchrun -- --nnodes 2", "use --num-machines"),
+        ("TWO --launcher torchrun -- --standalone", "--standalone of torchrun itself"),
     ],
 )
 def test_errors_of_options(ebft, run_file, words, message):
     for more in ([], ["--dry-run"]):
-        result = ebft("train", run_file, *more, *words)
+        result = ebft("train", run_file, *more, *words.replace("TWO", "--num-processes 2").split())
         assert result.exit_code == 2 and message in plain(result.stderr), result.stderr
 
 
 def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
-    seen = []
+    seen, words = [], ["seed=1", "--num-processes", "2", "--", "--tee", "3"]
     monkeypatch.setattr("ebft.tools.cli.train.train_with_dashboard", lambda words, folder: seen.append(words) or 0)
-    result = ebft("train", run_file, "seed=1", "--tui", "--num-processes", "2", "--", "--tee", "3")
-    assert result.exit_code == 0, result.stderr
-    expected = [str(run_file), "seed=1", "--num-processes", "2", "--", "--tee", "3"]
-    assert seen == [expected]
+    result = ebft("train", run_file, "--tui", *words)
+    assert result.exit_code == 0 and seen == [[str(run_file), *words]], result.stderr
 
 
 def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
@@ -138,12 +133,6 @@ def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
 
 
 def test_the_page_has_every_option_with_its_help(ebft):
-    from pathlib import Path
-
-    from typer.main import get_command
-
-    from ebft.tools.cli import app
-
     page = (Path(__file__).parents[2] / "docs" / "several-processes.md").read_text(encoding="utf-8")
     options = get_command(app).commands["train"].params
     shown = [one for one in options if one.opts[0].startswith("--") and one.opts[0] not in ("--tui", "--help")]

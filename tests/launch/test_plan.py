@@ -4,6 +4,7 @@ import os
 import warnings
 
 import pytest
+import torch
 
 from ebft import processes
 from ebft.config.schema import RunConfig
@@ -12,12 +13,8 @@ from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import LaunchOptions, plan_launch, visible_gpus
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform"}]}
-MANAGED = {
-    "rl": "ebft",
-    "ebft": {"mode": "structured"},
-    "trl": {"use_vllm": True, "vllm_mode": "managed"},
-    "vllm": {"tensor_parallel_size": 2},
-}
+MANAGED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
+MANAGED |= {"vllm": {"tensor_parallel_size": 2}}
 MACHINES = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
 
 
@@ -40,47 +37,49 @@ def planned(monkeypatch):
     return plan
 
 
+ALL = "Starting 4 processes with accelerate, one per GPU. --launcher python trains in one process."
+ONE = "Training in one process on one of 4 GPUs, because of ddp: false."
+SERVER = "with torchrun on 2 of 4 GPUs; the others are for the vLLM server."
+OF_MACHINES = "with accelerate on machine 1 of 2 (counted from 0), one per GPU."
+ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": device}}
+
+
 @pytest.mark.parametrize(
-    "gpus, keys, options, launcher, processes",
+    "gpus, keys, options, launcher, processes, note",
     [
-        (0, {}, {}, None, 1),
-        (1, {}, {}, None, 1),
-        (4, {}, {}, "accelerate", 4),
-        (4, {}, {"launcher": "torchrun"}, "torchrun", 4),
-        (4, {}, {"num_processes": 2}, "accelerate", 2),
-        (4, {}, {"num_processes": 1}, None, 1),
-        (4, {}, {"launcher": "python"}, None, 1),
-        (0, {}, {"num_processes": 3}, "accelerate", 3),
-        (0, {}, {"launcher": "torchrun"}, "torchrun", 1),
-        (4, {"ddp": False}, {}, None, 1),
-        (4, {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cuda:3"}}, {}, None, 1),
-        (4, {"rl": "ebft", "ebft": {"mode": "strided", "feature_device": "cpu"}}, {}, "accelerate", 4),
-        (4, MANAGED, {}, "accelerate", 2),  # the server takes two
-        (3, MANAGED, {}, None, 1),
-        (4, {}, MACHINES, "accelerate", 8),
-        (4, {}, {**MACHINES, "num_processes": 4}, "accelerate", 4),
-        (0, {}, MACHINES, "accelerate", 2),
+        (0, {}, {}, None, 1, ""),
+        (1, {}, {}, None, 1, ""),
+        (4, {}, {}, "accelerate", 4, ALL),
+        (4, {}, {"launcher": "torchrun"}, "torchrun", 4, ""),
+        (4, {}, {"num_processes": 2}, "accelerate", 2, ""),
+        (
+            4,
+            {},
+            {"num_processes": 2, "launcher": "torchrun"},
+            "torchrun",
+            2,
+            "2 processes with torchrun on 2 of 4 GPUs.",
+        ),
+        (4, {}, {"num_processes": 1}, None, 1, ""),
+        (4, {}, {"launcher": "python"}, None, 1, ""),
+        (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
+        (0, {}, {"launcher": "torchrun"}, "torchrun", 1, ""),
+        (4, {"ddp": False}, {}, None, 1, ONE),
+        (4, ON("cuda:3"), {}, None, 1, ""),
+        (4, ON("cpu"), {}, "accelerate", 4, ""),
+        (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
+        (4, MANAGED, {}, "accelerate", 2, ""),  # the server takes two
+        (3, MANAGED, {}, None, 1, ""),
+        (4, {}, MACHINES, "accelerate", 8, f"{OF_MACHINES} --launcher python trains in one process."),
+        (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES),
+        (4, {}, {**MACHINES, "num_processes": 4}, "accelerate", 4, ""),
+        (0, {}, MACHINES, "accelerate", 2, ""),
     ],
 )
-def test_the_number_of_processes(planned, gpus, keys, options, launcher, processes):
+def test_the_number_of_processes_and_the_line_about_it(planned, gpus, keys, options, launcher, processes, note):
     plan = planned(gpus, keys, **options)
-    assert (plan.launcher, plan.processes) == (launcher, processes)
-
-
-@pytest.mark.parametrize(
-    "gpus, keys, options, note",
-    [
-        (1, {}, {}, ""),
-        (4, {}, {}, "Starting 4 processes with accelerate, one per GPU. --launcher python trains in one process."),
-        (0, {}, {"num_processes": 2}, "Starting 2 processes with accelerate on CPU."),
-        (4, {}, {"num_processes": 2, "launcher": "torchrun"}, "Starting 2 processes with torchrun on 2 of 4 GPUs."),
-        (4, {"ddp": False}, {}, "Training in one process on one of 4 GPUs, because of ddp: false."),
-        (4, {}, {**MACHINES, "num_processes": 8}, "with accelerate on machine 1 of 2 (counted from 0), one per GPU."),
-        (4, MANAGED, {"launcher": "torchrun"}, "with torchrun on 2 of 4 GPUs; the others are for the vLLM server."),
-    ],
-)
-def test_one_line_says_how_the_run_is_started(planned, gpus, keys, options, note):
-    assert planned(gpus, keys, **options).note.endswith(note)
+    assert (plan.launcher, plan.processes) == (launcher, processes) and plan.note.endswith(note)
+    assert plan.note == "" or gpus != 1
 
 
 @pytest.mark.parametrize(
@@ -133,13 +132,11 @@ def test_a_process_of_this_launcher_launches_nothing(planned, monkeypatch, tmp_p
 def test_the_words_of_options_are_those_of_the_command():
     options = LaunchOptions("torchrun", 4, 2, 0, "host", 7, ("--tee", "3"))
     expected = "--launcher torchrun --num-processes 4 --num-machines 2 --machine-rank 0 --main-process-ip host"
-    assert options.words() == [*expected.split(), "--main-process-port", "7", "--", "--tee", "3"]
+    assert options.words() == f"{expected} --main-process-port 7 -- --tee 3".split()
     assert LaunchOptions().words() == [] and not LaunchOptions().is_given and options.is_given
 
 
 def test_accelerators_are_counted(monkeypatch):
-    import torch
-
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     assert visible_gpus() == 3

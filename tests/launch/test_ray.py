@@ -4,60 +4,35 @@ Each test starts a local Ray, and `make test-ray` runs them in an environment th
 """
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.tools.launch.ray_control import Failure
-from tests.cli.conftest import ENVIRONMENT, plain
+from tests.cli.conftest import plain
 from tests.launch.plugins import COMMAND, STEP
-from tests.launch.test_processes import COMPARED, logged, run_file
+from tests.launch.test_processes import OF_PROCESSES, assert_same_numbers, command, logged, run_file
 
 ray_train = pytest.importorskip("ray.train")
 
 __all__ = ["run_file"]
 
-ROOT = Path(__file__).parents[2]
-UNSET = ("LOCAL_RANK", "WORLD_SIZE", "RANK", "RAY_ADDRESS")
 RAY = ("use_ray=true", "ray_num_workers=2", "resources_per_worker={CPU: 1}")
 
 
 def train(run_file, out, *words):
     """`ebft train` with one row per process."""
-    environment = {name: value for name, value in ENVIRONMENT.items() if name not in UNSET}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    environment[COMMAND] = str(out.parent / "command.pid")
-    command = [
-        sys.executable,
-        "-m",
-        "ebft",
-        "train",
-        run_file,
-        f"output_dir={out}",
-        "micro_batch_size=1",
-        *words,
-    ]
+    environment = OF_PROCESSES | {COMMAND: str(out.parent / "command.pid")}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([str(word) for word in command], env=environment, cwd=out.parent, **streams) as process:
+    with subprocess.Popen(command(run_file, out, *words), env=environment, cwd=out.parent, **streams) as process:
         Path(environment[COMMAND]).write_text(str(process.pid))
         stdout, stderr = process.communicate(timeout=900)
     # An actor of Ray's that asks for the state of others may fail, if it does so while Ray is stopped.
     own = [line for line in plain(stderr).splitlines(keepends=True) if not line.startswith("(PlacementGroupCleaner")]
     return process.returncode, plain(stdout), "".join(own)
-
-
-def assert_same_numbers(ours, theirs):
-    """The logged values of each step are the same."""
-    assert sorted(ours) == sorted(theirs) and {1, 4} <= set(ours)
-    compared = [(step, key) for step in theirs for key in COMPARED if key in theirs[step]]
-    assert {key for _, key in compared} == set(COMPARED)
-    for step, key in compared:
-        assert ours[step][key] == pytest.approx(theirs[step][key], abs=1e-6, rel=1e-6), (step, key)
 
 
 @pytest.mark.slow
@@ -78,8 +53,8 @@ def test_two_workers_have_the_numbers_of_two_processes_also_after_one_was_killed
     status, _, stderr = train(run_file, tmp_path / "two", "--num-processes", "2", "--launcher", "torchrun")
     assert status == 0, stderr
     theirs = logged(tmp_path / "two")
-    assert_same_numbers(logged(tmp_path / "ray"), theirs)
-    assert_same_numbers(logged(tmp_path / "killed"), theirs)
+    assert_same_numbers(logged(tmp_path / "ray"), theirs, 1e-6)
+    assert_same_numbers(logged(tmp_path / "killed"), theirs, 1e-6)
 
     result = ray_train.Result.from_path(str(tmp_path / "ray" / "ray" / "named"))
     assert result.metrics["step"] == 4 and result.metrics["loss"] == logged(tmp_path / "ray")[4]["loss"]

@@ -1,7 +1,6 @@
 """Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
 
 import json
-import os
 import socket
 import sys
 import warnings
@@ -38,20 +37,14 @@ def planned(*, options=None, **keys):
     return plan_launch(LaunchOptions(**(options or {})), config_with(use_ray=True, **keys))
 
 
-def test_a_run_without_the_key_does_not_use_ray():
-    assert plan_launch(LaunchOptions(), config_with()).launcher is None
-
-
 def test_the_plan_counts_workers_and_says_where_they_run(monkeypatch):
     plan = planned(ray_num_workers=2)
     assert (plan.launcher, plan.processes) == (RAY, 2)
-    assert plan.note == (
-        "Starting 2 workers with Ray Train on a local Ray (one GPU each, or one CPU if Ray has no GPUs)."
-    )
+    local = "Starting 2 workers with Ray Train on a local Ray (one GPU each, or one CPU if Ray has no GPUs)."
+    cluster = "Starting 1 worker with Ray Train on the cluster at 10.0.0.1:6379 (GPU: 1, CPU: 4 each)."
+    assert plan.note == local and plan_launch(LaunchOptions(), config_with()).launcher is None
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert planned(resources_per_worker={"GPU": 1, "CPU": 4}).note == (
-        "Starting 1 worker with Ray Train on the cluster at 10.0.0.1:6379 (GPU: 1, CPU: 4 each)."
-    )
+    assert planned(resources_per_worker={"GPU": 1, "CPU": 4}).note == cluster
 
 
 @pytest.mark.parametrize(
@@ -69,21 +62,20 @@ def test_options_of_other_launchers_are_refused(options, message):
         planned(options=options)
 
 
-def test_ray_is_not_started_in_a_process_of_another_launcher(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(ConfigError, match="use_ray: true starts the workers itself, but this process was started by"):
-        planned()
-
-
-def test_ray_client_is_refused(monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
-    with pytest.raises(ConfigError, match="RAY_ADDRESS: use_ray does not support Ray Client"):
-        planned()
-
-
-def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setattr(planning, "has_ray", lambda: False)
-    with pytest.raises(ConfigError, match=r"use_ray requires the package ray: pip install 'ebft\[ray\]'"):
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"LOCAL_RANK": "0"}, "use_ray: true starts the workers itself, but this process was started by"),
+        ({"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "RAY_ADDRESS: use_ray does not support Ray Client"),
+        (None, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
+    ],
+)
+def test_machines_on_which_ray_is_not_started(monkeypatch, variables, message):
+    for name, value in (variables or {}).items():
+        monkeypatch.setenv(name, value)
+    if variables is None:
+        monkeypatch.setattr(planning, "has_ray", lambda: False)
+    with pytest.raises(ConfigError, match=message):
         planned()
 
 
@@ -140,9 +132,8 @@ def test_an_address_at_which_nothing_listens_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         check_reachable(address)
-    with pytest.raises(
-        LaunchError, match=f"RAY_ADDRESS={address}: no cluster can be reached .*Start one with ray start"
-    ):
+    message = f"RAY_ADDRESS={address}: no cluster can be reached .*Start one with ray start"
+    with pytest.raises(LaunchError, match=message):
         check_reachable(address)
     check_reachable("auto")
 
@@ -152,30 +143,19 @@ def test_training_from_python_refuses_the_key_before_anything_is_loaded():
         train(config_with(use_ray=True))
 
 
-@pytest.fixture
-def run_file(tmp_path):
-    path = tmp_path / "run.yaml"
-    keys = {"use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}
-    path.write_text(json.dumps({**ROWS, **keys}))
-    return path
-
-
-def test_a_dry_run_prints_the_workers_and_the_command(ebft, run_file):
-    done = ebft("train", run_file, "ray_num_workers=2", "--dry-run")
+def test_a_dry_run_prints_the_workers_and_the_command_and_a_sweep_those_of_each_run(ebft, tmp_path):
+    path, sweep = tmp_path / "run.yaml", tmp_path / "sweep.yaml"
+    path.write_text(json.dumps({**ROWS, "use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}))
+    done = ebft("train", path, "ray_num_workers=2", "--dry-run")
     note, command = done.stdout.splitlines()
     assert done.exit_code == 0, done.stderr
     assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
-    assert command == f"{sys.executable} -m ebft train {run_file} ray_num_workers=2"
-
-
-def test_a_sweep_starts_each_run_with_ray(ebft, run_file, tmp_path):
-    (tmp_path / "sweep.yaml").write_text("ray_num_workers: [1, 2]\n")
-    done = ebft("train", run_file, "--sweep", tmp_path / "sweep.yaml", "--dry-run")
+    assert command == f"{sys.executable} -m ebft train {path} ray_num_workers=2"
+    sweep.write_text("ray_num_workers: [1, 2]\n")
+    done = ebft("train", path, "--sweep", sweep, "--dry-run")
     assert done.exit_code == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("#")] == [
-        "# ray_num_workers=1",
-        "# ray_num_workers=2",
-    ]
-    refused = ebft("train", run_file, "--sweep", tmp_path / "sweep.yaml", "--num-processes", 2)
+    started = [line for line in done.stdout.splitlines() if line.startswith("#")]
+    assert started == ["# ray_num_workers=1", "# ray_num_workers=2"]
+    refused = ebft("train", path, "--sweep", sweep, "--num-processes", 2)
     assert refused.exit_code == 2 and "--num-processes cannot be used" in refused.stderr
-    assert not os.path.exists(tmp_path / "out")
+    assert not (tmp_path / "out").exists()

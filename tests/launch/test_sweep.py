@@ -31,29 +31,24 @@ def read(tmp_path):
     return of
 
 
-def test_a_grid_is_every_combination(read):
+def test_a_grid_is_every_combination_and_a_list_names_them(read):
     found = read("learning_rate: [1.0e-5, 0.001]\nebft.feature_layers: [[0.5], [0.25, 0.75]]\nadapter: [null]\n")
-    assert [combination.values for combination in found] == [
-        {"learning_rate": rate, "ebft.feature_layers": layers, "adapter": None}
-        for rate in (1e-5, 1e-3)
-        for layers in ([0.5], [0.25, 0.75])
-    ]
+    expected = [(rate, layers) for rate in (1e-5, 1e-3) for layers in ([0.5], [0.25, 0.75])]
+    names = ("learning_rate", "ebft.feature_layers", "adapter")
+    assert [one.values for one in found] == [dict(zip(names, (*values, None))) for values in expected]
     assert found[1].name == "learning_rate=1e-05,ebft.feature_layers=0.25-0.75,adapter=null"
     assert found[1].overrides() == ["learning_rate=1e-05", "ebft.feature_layers=[0.25, 0.75]", "adapter=null"]
-
-
-def test_a_list_names_the_combinations(read):
     found = read("[{seed: 1}, {seed: 2, base_model: a/b}]")
     assert [one.name for one in found] == ["seed=1", "seed=2,base_model=a-b"]
     assert found[1].overrides() == ["seed=2", 'base_model="a/b"']
 
 
 def test_names_are_unique_and_short(read):
-    same = [one.name for one in read("base_model: [a/b, a-b, c]")]
-    assert len(set(same)) == 3 and all(name.startswith("base_model=a-b-") for name in same[:2])
-    assert same[2] == "base_model=c"
-    long = read(f"base_model: [{'x' * 300}, {'x' * 301}]")
-    assert len({one.name for one in long}) == 2 and all(len(one.name) < 140 for one in long)
+    first, second, third = (one.name for one in read("base_model: [a/b, a-b, c]"))
+    assert first != second and all(name.startswith("base_model=a-b-") for name in (first, second))
+    assert third == "base_model=c"
+    first, second = (one.name for one in read(f"base_model: [{'x' * 300}, {'x' * 301}]"))
+    assert first != second and max(len(first), len(second)) < 140
 
 
 @pytest.mark.parametrize(
@@ -75,8 +70,7 @@ def test_names_are_unique_and_short(read):
         ("a..b: [1]", "'a..b' is not a config key"),
         ("a: [", "invalid YAML"),
         ("' ebft.stride': [1]", "' ebft.stride' is not a config key, because it contains a space"),
-        ("'output_dir ': [a]", "'output_dir ' is not a config key, because it contains a space"),
-        ("[{' learning_rate': 1}]", "' learning_rate' is not a config key, because it contains a space"),
+        ("[{'output_dir ': a}]", "'output_dir ' is not a config key, because it contains a space"),
         ("seed: [!!binary aGVsbG8=]", r"seed: \[b'hello'\] cannot be the value of a key .*without a YAML tag"),
         ("[{seed: [1, !!set {a, b}]}]", "seed: .* cannot be the value of a key"),
     ],
@@ -102,28 +96,21 @@ def test_a_missing_file(tmp_path):
 
 @pytest.fixture
 def run_file(tiny_llama_dir, tmp_path):
-    rows = [
-        {
-            "prompt": f"question {index}? ",
-            "completion": f"the answer is {index * 7}, which is a number that a reader of this row may check",
-        }
-        for index in range(8)
-    ]
+    answer = "the answer is {}, which is a number that a reader of this row may check"
+    rows = [{"prompt": f"question {index}? ", "completion": answer.format(index * 7)} for index in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    path = tmp_path / "run.yaml"
-    config = {
-        "base_model": str(tiny_llama_dir),
-        "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "ebft_strided_structured.transform"}],
-        "val_set_size": 3,
-        "sequence_len": 64,
-        "max_steps": 2,
-        "save_steps": 1,
-        "torch_dtype": "float32",
-        "evaluation": {"bootstrap": 0},
-        "output_dir": str(tmp_path / "out"),
-    }
-    path.write_text(json.dumps(config))
-    return path
+    data = [{"path": str(tmp_path / "rows.jsonl"), "type": "ebft_strided_structured.transform"}]
+    config = {"base_model": str(tiny_llama_dir), "datasets": data, "val_set_size": 3, "sequence_len": 64}
+    config |= {"max_steps": 2, "save_steps": 1, "torch_dtype": "float32", "evaluation": {"bootstrap": 0}}
+    (tmp_path / "run.yaml").write_text(json.dumps(config | {"output_dir": str(tmp_path / "out")}))
+    return tmp_path / "run.yaml"
+
+
+@pytest.fixture
+def sweep_of(run_file, read):
+    """`sweep_of(text, *overrides)`: the sweep of this file."""
+    check = lambda words: module.load_config(run_file, words)
+    return lambda text, *overrides: module.Sweep(run_file, [*overrides], read(text), LaunchOptions(), check)
 
 
 @pytest.fixture
@@ -143,42 +130,41 @@ def in_process(ebft, monkeypatch):
 
 @pytest.mark.slow
 def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in_process, monkeypatch, tmp_path):
-    mark, sweep = tmp_path / "mark", tmp_path / "sweep.yaml"
+    mark, sweep, out = tmp_path / "mark", tmp_path / "sweep.yaml", tmp_path / "out"
     sweep.write_text("learning_rate: [0.01, 0.001]")
-    monkeypatch.setenv("LAUNCH_TEST_MARK", str(mark))
-    for name, value in {"COLUMNS": "300", "LINES": "50"}.items():  # both, also in a terminal without capabilities
-        monkeypatch.setenv(name, value)  # cells of the table are not broken
+    # The size: both, also in a terminal without capabilities. Cells of the table are not broken.
+    for name, value in {"LAUNCH_TEST_MARK": str(mark), "COLUMNS": "300", "LINES": "50"}.items():
+        monkeypatch.setenv(name, value)
     arguments = ("train", run_file, "plugins=[tests.launch.plugins.FailsUnlessMarked]", "--sweep", sweep)
-    result = ebft(*arguments)
-    assert result.exit_code == 1, result.stderr
+
+    def swept(code, *words):
+        in_process.clear()
+        result = ebft(*arguments, *words)
+        assert result.exit_code == code, result.stderr
+        stored = json.loads((out / RESULTS).read_text())["runs"]
+        return result, stored, [words[0] for words in in_process]
+
+    result, stored, commands = swept(1)
     printed = plain(result.stdout)
     assert "failed (exit status 2)" in printed and "finished" in printed and "ce_loss" in printed, result.output
-    stored = json.loads((tmp_path / "out" / RESULTS).read_text())
-    assert [run["state"] for run in stored["runs"]] == ["failed", "finished"]
-    assert stored["runs"][0]["metrics"] == {} and stored["runs"][1]["values"] == {"learning_rate": 0.001}
-    assert [words[0] for words in in_process] == ["train", "train", "evaluate"]
-    evaluated = json.loads((tmp_path / "out" / "learning_rate=0.001" / "evaluation.json").read_text())
-    assert stored["runs"][1]["metrics"] == evaluated["models"][0]["metrics"]
+    assert [run["state"] for run in stored] == ["failed", "finished"] and commands == ["train", "train", "evaluate"]
+    assert stored[0]["metrics"] == {} and stored[1]["values"] == {"learning_rate": 0.001}
+    evaluated = json.loads((out / "learning_rate=0.001" / "evaluation.json").read_text())
+    assert stored[1]["metrics"] == evaluated["models"][0]["metrics"]
 
-    in_process.clear()
-    shown = ebft(*arguments, "--dry-run").stdout
-    assert "# learning_rate=0.01\n" in shown and "# learning_rate=0.001: finished\n" in shown and in_process == []
+    result, _, commands = swept(0, "--dry-run")
+    assert "# learning_rate=0.01\n" in result.stdout and "# learning_rate=0.001: finished\n" in result.stdout
+    assert commands == []
     mark.touch()
-    result = ebft(*arguments)
-    assert result.exit_code == 0, result.stderr
-    assert "Already finished in" in result.stderr
-    assert [words[0] for words in in_process] == ["train", "evaluate"]
-    assert "learning_rate=0.01" in in_process[0] and "auto_resume_from_checkpoints=true" in in_process[0]
-    stored = json.loads((tmp_path / "out" / RESULTS).read_text())
-    assert [run["state"] for run in stored["runs"]] == ["finished"] * 2
-    assert stored["runs"][0]["metrics"]["ce_loss"] != stored["runs"][1]["metrics"]["ce_loss"]
+    result, stored, commands = swept(0)
+    assert "Already finished in" in result.stderr and commands == ["train", "evaluate"]
+    assert {"learning_rate=0.01", "auto_resume_from_checkpoints=true"} <= set(in_process[0])
+    assert [run["state"] for run in stored] == ["finished"] * 2
+    assert stored[0]["metrics"]["ce_loss"] != stored[1]["metrics"]["ce_loss"]
 
-    in_process.clear()
-    assert ebft(*arguments, "max_steps=3").exit_code == 0  # other settings: the runs are continued
-    assert [words[0] for words in in_process] == ["train", "evaluate"] * 2
+    assert swept(0, "max_steps=3")[2] == ["train", "evaluate"] * 2  # other settings: the runs are continued
     assert all("auto_resume_from_checkpoints=true" in words for words in in_process if words[0] == "train")
-    in_process.clear()
-    assert ebft(*arguments, "max_steps=3", "sequence_len=48").exit_code == 0  # what is trained has changed
+    swept(0, "max_steps=3", "sequence_len=48")  # what is trained has changed
     assert sum("auto_resume_from_checkpoints=false" in words for words in in_process) == 2
 
 
@@ -200,88 +186,61 @@ def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, 
     assert re.search(message, plain(result.stderr), re.DOTALL), result.stderr
 
 
-def test_the_evaluation_measures_all_runs_alike(run_file, tmp_path):
+def test_the_evaluation_measures_all_runs_alike(sweep_of):
     """Swept seeds are those of the run, so that nothing it trained on is measured; sections are the config's."""
-    (tmp_path / "sweep.yaml").write_text("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]")
-    check = lambda words: module.load_config(run_file, words)
-    sweep = module.Sweep(run_file, ["max_steps=1"], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+    sweep = sweep_of("[{rl: ebft, ebft.mode: strided, ebft.stride: 4, seed: 3}, {seed: 4}]", "max_steps=1")
     assert sweep._measuring(sweep.runs[0]) == ["max_steps=1", "seed=3"]
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
 
 
-def test_a_signal_ends_the_sweep(run_file, tmp_path, monkeypatch):
-    (tmp_path / "sweep.yaml").write_text("seed: [1, 2]")
-
-    def stopped(words, received, quiet=False):
-        signal.raise_signal(signal.SIGTERM)
-        return 143
-
-    monkeypatch.setattr(module, "_command", stopped)
-    check = lambda words: module.load_config(run_file, words)
-    sweep = module.Sweep(run_file, [], read_sweep(tmp_path / "sweep.yaml"), LaunchOptions(), check)
+def test_a_signal_ends_the_sweep(sweep_of, monkeypatch):
+    monkeypatch.setattr(module, "_command", lambda *given, **keys: signal.raise_signal(signal.SIGTERM) or 143)
+    sweep = sweep_of("seed: [1, 2]")
     assert sweep.train_all(lambda line: None) == 143
     assert [run.state for run in sweep.runs] == ["stopped", "not started"]
 
 
-def test_a_command_is_a_process_that_gets_the_signals(tmp_path, monkeypatch):
+def test_a_command_is_a_process_that_gets_the_signals_and_knows_its_parent(tmp_path, monkeypatch):
     assert _command(["config", "--check", str(tmp_path / "missing.yaml")], []) == 2
+    script = tmp_path / "script"
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
     received = []
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "sleeps"))
-    (tmp_path / "sleeps").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "sleeps").chmod(0o755)
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
     threading.Timer(0.2, received.append, [signal.SIGTERM]).start()
     assert _command(["train"], received) == 143
+    script.write_text(f'#!/bin/sh\necho "$EBFT_PARENT" > {tmp_path / "parent"}\n')
+    assert _command(["train"], []) == 0 and (tmp_path / "parent").read_text() == f"{os.getpid()}\n"
 
 
-def test_a_command_knows_its_parent(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "writes"))
-    (tmp_path / "writes").write_text(f'#!/bin/sh\necho "$EBFT_PARENT" > {tmp_path / "parent"}\n')
-    (tmp_path / "writes").chmod(0o755)
-    assert _command(["train"], []) == 0
-    assert (tmp_path / "parent").read_text() == f"{os.getpid()}\n"
-
-
-@pytest.fixture
-def sweep(run_file, tmp_path):
-    (tmp_path / "sweep.yaml").write_text("seed: [1]")
-    return module.Sweep(
-        run_file,
-        [],
-        read_sweep(tmp_path / "sweep.yaml"),
-        LaunchOptions(),
-        lambda words: module.load_config(run_file, words),
-    )
+def change(rows):
+    rows.write_text(rows.read_text().replace("question 3", "question three"))
 
 
 def test_metrics_of_other_rows_or_of_another_base_model_are_not_used(run_file, tiny_llama_dir, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_llama_dir, model)
-    words = [f"base_model={model}", f"output_dir={tmp_path / 'out'}"]
-
-    def identity():
-        return module._identity(module.load_config(run_file, words), tmp_path / "out")
-
+    shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    words = [f"base_model={tmp_path / 'model'}", f"output_dir={tmp_path / 'out'}"]
+    identity = lambda: module._identity(module.load_config(run_file, words), tmp_path / "out")
     first = identity()
     assert identity() == first
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(rows.read_text().replace("question 3", "question three"))
+    change(tmp_path / "rows.jsonl")
     second = identity()
     assert second != first
-    (model / "model.safetensors").write_bytes(b"other weights")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
     assert identity() != second
 
 
-def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tmp_path):
+def test_a_run_with_other_rows_is_trained_again(run_file, sweep_of, monkeypatch, tmp_path):
+    sweep = sweep_of("seed: [1]")
     (run,) = sweep.runs
-    folder = Path(run.output_dir)
-    config = module.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
-    folder.mkdir(parents=True)
+    words = ["seed=1", f"output_dir={run.output_dir}", "auto_resume_from_checkpoints=true"]
+    config = module.load_config(run_file, words)
+    Path(run.output_dir).mkdir(parents=True)
     recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
-    (folder / "run.json").write_text(json.dumps(recorded))
+    Path(run.output_dir, "run.json").write_text(json.dumps(recorded))
     monkeypatch.setattr("ebft.run.own_files.final_step", lambda folder: 2)
-    assert sweep.is_finished(run) and "auto_resume_from_checkpoints=true" in sweep.words(run)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(rows.read_text().replace("question 3", "question three"))
+    assert sweep.is_finished(run) and words[2] in sweep.words(run)
+    change(tmp_path / "rows.jsonl")
     assert not sweep.is_finished(run) and "auto_resume_from_checkpoints=false" in sweep.words(run)
 
 

@@ -17,10 +17,20 @@ def entries(trainer):
 
 
 def test_totals_are_logged_with_the_loss_and_at_the_end(tmp_path):
-    trainer = plain_trainer(tmp_path, tiny_model("llama"), logging_steps=2, gradient_accumulation_steps=2)
-    trainer.train()
-    assert [(entry["step"], entry["budget/documents"]) for entry in entries(trainer)] == [(2, 8), (3, 12)]
-    assert all(entry["budget/generated_tokens"] == 0 and entry["budget/flops"] > 0 for entry in entries(trainer))
+    """Evaluations are free."""
+    flops = []
+    for keys in (
+        {},
+        {"evaluation": [{"input_ids": list(range(3, 12))}] * 4, "eval_strategy": "steps", "eval_steps": 1},
+    ):
+        keys |= {"logging_steps": 2, "gradient_accumulation_steps": 2}
+        trainer = plain_trainer(tmp_path, tiny_model("llama"), **keys)
+        trainer.train()
+        found = entries(trainer)
+        assert [(entry["step"], entry["budget/documents"]) for entry in found] == [(2, 8), (3, 12)]
+        assert all(entry["budget/generated_tokens"] == 0 and entry["budget/flops"] > 0 for entry in found)
+        flops.append([entry["budget/flops"] for entry in found])
+    assert flops[0] == flops[1]
 
 
 def test_strided_counts_documents_and_sampled_tokens(tmp_path):
@@ -33,31 +43,19 @@ def test_strided_counts_documents_and_sampled_tokens(tmp_path):
     assert spent == [(2, 2 * blocks * 2 * 3), (4, 4 * blocks * 2 * 3)]
 
 
-def test_evaluation_is_free(tmp_path):
-    flops = []
-    for evaluation in (None, [{"input_ids": list(range(3, 12))}] * 4):
-        keys = {} if evaluation is None else {"eval_strategy": "steps", "eval_steps": 1}
-        trainer = plain_trainer(tmp_path, tiny_model("llama"), evaluation=evaluation, **keys)
-        trainer.train()
-        flops.append(entries(trainer)[-1]["budget/flops"])
-    assert flops[0] == flops[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_trainer, make_strided])
 def test_a_resumed_run_counts_on(tmp_path, make):
     """From what was spent at the checkpoint, though the last log line before it is older."""
     keys = {"max_steps": 4, "logging_steps": 4, "save_strategy": "steps", "save_steps": 3}
-    unbroken = make(tmp_path, tiny_model("llama"), **keys)
+    unbroken, resumed = make(tmp_path, tiny_model("llama"), **keys), make(tmp_path, tiny_model("llama"), **keys)
     unbroken.train()
     assert spent_at(str(tmp_path / "checkpoint-3"))["documents"] == 6
-    resumed = make(tmp_path, tiny_model("llama"), **keys)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for name in NAMES:
-        assert entries(resumed)[-1][name] == entries(unbroken)[-1][name]
+    assert all(entries(resumed)[-1][name] == entries(unbroken)[-1][name] for name in NAMES)
     again = make(tmp_path, tiny_model("llama"), **{**keys, "max_steps": 1})
-    again.train()
-    again.train()  # a new run of the same trainer starts from nothing
+    for _ in range(2):
+        again.train()  # a new run of the same trainer starts from nothing
     assert entries(again)[-1]["budget/documents"] == 2
 
 
@@ -74,13 +72,11 @@ def test_a_limit_ends_training(tmp_path, capsys, limits, step):
     trainer.add_callback(StopAtBudget(trainer.budget, BudgetSection(**limits)))
     trainer.train()
     assert trainer.state.global_step == step
-    said = capsys.readouterr().out
+    ((name, limit),), spent, said = limits.items(), entries(trainer)[-1], capsys.readouterr().out
     if step == 3:
         assert "Stopping" not in said
         return
-    (name, limit), spent = next(iter(limits.items())), entries(trainer)[-1]
-    value = spent[f"budget/{name}"]
-    assert f"Stopping at step {step}: budget.{name} {limit:,} is reached ({value:,})" in said
+    assert f"Stopping at step {step}: budget.{name} {limit:,} is reached ({spent[f'budget/{name}']:,})" in said
     assert "loss" in spent or "loss" in entries(trainer)[-2]
     assert (tmp_path / f"checkpoint-{step}").is_dir()
 

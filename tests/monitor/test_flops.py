@@ -47,9 +47,7 @@ def check(trainer, rel=1e-3):
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
-    monkeypatch.setattr(
-        "ebft.sft.trainer.check_chunks", lambda *args: None
-    )  # runs before the step, and is not part of training
+    monkeypatch.setattr("ebft.sft.trainer.check_chunks", lambda *args: None)  # runs before training
     model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
     given = {} if checkpointing is None else {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}
     if adapted and checkpointing:
@@ -57,19 +55,14 @@ def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
     check(plain_trainer(tmp_path, model, gradient_checkpointing=checkpointing is not None, **given))
 
 
+SINGLE = {"single_pass": True, "ce_coef": 0.1}
+OF_A_LAYER = {"single_pass": True, "ce_coef": 0.0, "feature_layers": [0.25]}
+STRIDED = [SINGLE, SINGLE | {"single_pass": False}, OF_A_LAYER, {"rollout_tokens_per_pass": 120}]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"single_pass": True, "ce_coef": 0.1},
-        {"single_pass": False, "ce_coef": 0.1},
-        {"single_pass": True, "ce_coef": 0.0, "feature_layers": [0.25]},
-        {"rollout_tokens_per_pass": 120},
-        {"gradient_checkpointing": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [*STRIDED, {"gradient_checkpointing": True}], ids=str)
 def test_strided(tmp_path, adapted, options):
     model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
     check(make_strided(tmp_path, model, max_steps=2, **options))
@@ -162,13 +155,9 @@ def test_grpo_counts_prompts_and_sampled_tokens(chat_tokenizer, tmp_path):
         met.extend(map(len, completion_ids))
         return [float(len(ids)) for ids in completion_ids]
 
-    trainer = RolloutGRPOTrainer(
-        chat_model(chat_tokenizer),
-        short,
-        arguments(tmp_path, RolloutGRPOConfig, num_iterations=2, max_steps=4),
-        train_dataset=Dataset.from_list(list(rows(multi_turn=False))),
-        processing_class=chat_tokenizer,
-    )
+    args = arguments(tmp_path, RolloutGRPOConfig, num_iterations=2, max_steps=4)
+    data = {"train_dataset": Dataset.from_list(list(rows(multi_turn=False))), "processing_class": chat_tokenizer}
+    trainer = RolloutGRPOTrainer(chat_model(chat_tokenizer), short, args, **data)
     trainer.train()
     last = [entry for entry in trainer.state.log_history if "budget/documents" in entry][-1]
     # Four steps are two generations of twelve completions, four of each prompt.

@@ -19,13 +19,17 @@ def entries(folder):
 
 def test_strided_rollouts_are_those_of_the_step(tmp_path):
     trainer = make_strided(tmp_path, tiny_model("llama"), max_steps=2, log_completions=True)
-    outputs = []
-    loss = trainer.compute_loss
-    trainer.compute_loss = lambda model, inputs, **kwargs: _keep(outputs, inputs, loss(model, inputs, True, **kwargs))
+    outputs, loss = [], trainer.compute_loss
+
+    def keep(model, inputs, **kwargs):
+        found = loss(model, inputs, True, **kwargs)
+        outputs.append((inputs, found[1]))
+        return found[0]
+
+    trainer.compute_loss = keep
     trainer.train()
-    found = entries(tmp_path)
+    found, checked = entries(tmp_path), 0
     assert {entry["step"] for entry in found} == {1, 2}
-    checked = 0
     for inputs, output in outputs:
         for number, mask in enumerate(output.block_mask):
             if not mask.any():
@@ -44,11 +48,6 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
     assert found == [] and checked > 20
 
 
-def _keep(outputs, inputs, result):
-    outputs.append((inputs, result[1]))
-    return result[0]
-
-
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, log_completions=True)
     received = []
@@ -63,28 +62,26 @@ def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     assert [entry for entries, _ in received for entry in entries] == found
     match = trainer.feature_reward.last
     torch.testing.assert_close(received[-1][1], match.rewards.flatten())
-    rewards = torch.tensor([[sample["rewards"]["feature_matching"] for sample in entry["samples"]] for entry in last])
-    torch.testing.assert_close(rewards, match.rewards)
+    of = lambda value: torch.tensor([[value(sample) for sample in entry["samples"]] for entry in last])
+    torch.testing.assert_close(of(lambda sample: sample["rewards"]["feature_matching"]), match.rewards)
     for name in ("alignment", "diversity"):
-        found = torch.tensor([[sample[name] for sample in entry["samples"]] for entry in last])
-        torch.testing.assert_close(found, getattr(match, name))
-    advantages = torch.tensor([[sample["advantage"] for sample in entry["samples"]] for entry in last])
+        torch.testing.assert_close(of(lambda sample, name=name: sample[name]), getattr(match, name))
+    advantages = of(lambda sample: sample["advantage"])
     assert advantages.shape[1] == n and advantages.std() > 0
     assert all({"prompt", "ground_truth"} <= entry.keys() for entry in last)
     assert any("remaining_turns" in entry for entry in last)
 
 
 def test_files_are_bounded(tmp_path):
-    log = RolloutLog(tmp_path / "new folder", max_bytes=1000)
+    folder = tmp_path / "new folder"
+    log = RolloutLog(folder, max_bytes=1000)
     for step in range(100):
         log.write([{"step": step, "text": "ä" * 20}])
-    files = sorted(path.name for path in (tmp_path / "new folder").iterdir())
-    assert files == [FILE, f"{FILE}.1", f"{FILE}.2", f"{FILE}.3"]
-    assert all(path.stat().st_size <= 1000 for path in (tmp_path / "new folder").iterdir())
-    assert entries(tmp_path / "new folder")[-1] == {"step": 99, "text": "ä" * 20}
-    other = RolloutLog(tmp_path / "new folder", rank=1)
-    other.write([{"step": 0}])
-    assert (tmp_path / "new folder" / "rollouts-rank1.jsonl").read_text() == '{"step": 0}\n'
+    assert sorted(path.name for path in folder.iterdir()) == [FILE, f"{FILE}.1", f"{FILE}.2", f"{FILE}.3"]
+    assert all(path.stat().st_size <= 1000 for path in folder.iterdir())
+    assert entries(folder)[-1] == {"step": 99, "text": "ä" * 20}
+    RolloutLog(folder, rank=1).write([{"step": 0}])
+    assert (folder / "rollouts-rank1.jsonl").read_text() == '{"step": 0}\n'
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from ebft.monitor.run_files import (
     set_run_aside,
 )
 from ebft.monitor.run_state import read_run
+from ebft.run.reporting import recorded
 from ebft.run.stopping import TrainingInterrupted
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file
@@ -42,6 +44,14 @@ def steps(path):
     return [line["step"] for line in lines(path)]
 
 
+def read(path):
+    return json.loads(path.read_text())
+
+
+def steps_with_a_loss(folder):
+    return [line["step"] for line in lines(folder / METRICS) if "loss" in line]
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -53,58 +63,38 @@ def out(tmp_path):
 
 @pytest.mark.parametrize("method", OVERRIDES)
 def test_every_method_describes_its_run(run_file, out, method):
-    overrides = [*OVERRIDES[method], "max_steps=2", "eval_steps=1"]
     before = time.time()
-    result = train(quietly(run_file, overrides))
-    logs = result.trainer.state.log_history
-    found = lines(out / METRICS)
+    result = train(quietly(run_file, [*OVERRIDES[method], "max_steps=2", "eval_steps=1"]))
+    logs, found = result.trainer.state.log_history, lines(out / METRICS)
     assert [entry["step"] for entry in logs] == [line["step"] for line in found]
     for entry, line in zip(logs, found):
-        assert before <= line["time"] <= time.time()
-        assert {name: line[name] for name in entry} == entry
+        assert before <= line["time"] <= time.time() and {name: line[name] for name in entry} == entry
     assert any("loss" in line for line in found) and any(key.startswith("eval_") for line in found for key in line)
-    run = json.loads((out / RUN).read_text())
+    run = read(out / RUN)
     assert run["state"] == "finished" and run["global_step"] == run["max_steps"] == 2 and run["pid"] == os.getpid()
-    assert before <= run["started"] <= run["updated"] <= time.time()
+    assert before <= run["started"] <= run["updated"] <= time.time() and "error" not in run
     assert run["model"] == run["config"]["base_model"] and run["config"]["sequence_len"] == 64
     assert run["changed"]["sequence_len"] == 64 and "learning_rate" not in run["changed"]
     assert {"python", "ebft", "torch"} <= run["versions"].keys() and run["method"]
     assert not list(out.glob("*.part"))
 
 
-class Probe(TrainerCallback):
-    """Reads run.json in every step, and raises `error` in the second, as a user's code may."""
+@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "stopped"), (OSError("disk full"), "failed")])
+def test_the_state_of_a_run_that_is_interrupted(run_file, out, monkeypatch, error, state):
+    seen = []
 
-    def __init__(self, path, error):
-        self.path, self.error, self.seen = path, error, []
+    class Probe(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            seen.append((read(out / RUN)["state"], read(out / RUN)["max_steps"]))
+            if state.global_step == 1:  # as a user's code may do
+                raise error
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        run = json.loads(self.path.read_text())
-        self.seen.append((run["state"], run["max_steps"]))
-        if state.global_step == 1 and self.error is not None:
-            raise self.error
-
-
-@pytest.mark.parametrize(
-    ("error", "state"), [(None, "finished"), (KeyboardInterrupt(), "stopped"), (OSError("disk full"), "failed")]
-)
-def test_the_state_of_a_run(run_file, out, monkeypatch, error, state):
-    probe = Probe(out / RUN, error)
-    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", lambda: probe)
-    try:
+    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", Probe)
+    with pytest.raises(TrainingInterrupted if state == "stopped" else OSError):
         train(quietly(run_file, ["rl=", "max_steps=2"]))
-    except (TrainingInterrupted, OSError) as raised:
-        assert error is not None and (raised is error or state == "stopped")
-    run = json.loads((out / RUN).read_text())
-    assert probe.seen == [("running", 2)] * 2
-    assert run["state"] == state and run.get("error") == ("OSError: disk full" if state == "failed" else None)
-
-
-def test_a_run_that_fails_before_its_first_step_says_so(run_file, out):
-    with pytest.raises(ValueError):
-        train(quietly(run_file, ["rl=", "base_model=does/not-exist"]))
-    run = json.loads((out / RUN).read_text())
-    assert run["state"] == "failed" and "does/not-exist" in run["error"]
+    run = read(out / RUN)
+    assert seen == [("running", 2)] * 2 and run["state"] == state
+    assert run.get("error") == ("OSError: disk full" if state == "failed" else None)
 
 
 def test_a_resumed_run_has_no_step_twice(run_file, out):
@@ -112,30 +102,46 @@ def test_a_resumed_run_has_no_step_twice(run_file, out):
     train(quietly(run_file, [*keys, "max_steps=3"]))
     write(out / HEALTH, [{"time": 1.0, "step": step, "name": "name"} for step in (1, 3)])
     assert max(steps(out / METRICS)) == 3 and max(steps(out / ROLLOUTS)) == 3
-    resume = f"resume_from_checkpoint={out / 'checkpoint-2'}"
     with pytest.warns(UserWarning, match="later checkpoints were moved to .*previous/1: checkpoint-3"):
-        train(quietly(run_file, [*keys, "max_steps=4", resume]))
-    found = lines(out / METRICS)
-    assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4]
-    assert steps(out / ROLLOUTS) == sorted(steps(out / ROLLOUTS)) and steps(out / HEALTH) == [1]
-    per_step = [steps(out / ROLLOUTS).count(step) for step in range(1, 5)]
-    assert per_step == [per_step[0]] * 4
-    assert json.loads((out / RUN).read_text())["resumed_from_step"] == 2
+        train(quietly(run_file, [*keys, "max_steps=4", f"resume_from_checkpoint={out / 'checkpoint-2'}"]))
+    assert steps_with_a_loss(out) == [1, 2, 3, 4] and steps(out / HEALTH) == [1]
+    sampled = steps(out / ROLLOUTS)
+    assert sampled == sorted(sampled) and {sampled.count(step) for step in range(1, 5)} == {sampled.count(1)}
+    assert read(out / RUN)["resumed_from_step"] == 2
     assert [path.name for path in (out / PREVIOUS / "1").iterdir()] == ["checkpoint-3"]
 
 
-def test_a_new_run_in_the_same_folder_moves_the_files_of_the_one_before(run_file, out):
-    keys = ["ebft.log_completions=true", "max_steps=1"]
-    for _ in range(3):
+def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(run_file, out):
+    """A start that fails leaves them."""
+    with pytest.raises(ValueError):
+        train(quietly(run_file, ["base_model=does/not-exist"]))
+    assert read(out / RUN)["state"] == "failed" and "does/not-exist" in read(out / RUN)["error"]
+    shutil.rmtree(out)
+    keys, folders = ["ebft.log_completions=true", "max_steps=1"], [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
+    for _ in folders:
         train(quietly(run_file, keys))
-        assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1]
-        assert set(steps(out / ROLLOUTS)) == {1}
+        assert steps_with_a_loss(out) == [1] and set(steps(out / ROLLOUTS)) == {1} and not (out / START).exists()
         write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
-    folders = [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
+        files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for resumes in (False, True):
+            broken = ["datasets.0.path=/does/not/exist.jsonl", f"auto_resume_from_checkpoints={resumes}"]
+            with pytest.raises(ValueError):
+                train(quietly(run_file, [*keys, *broken]))
+            start = read(out / START)
+            assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
+            assert {
+                path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != START
+            } == files
+        (out / START).unlink()
+        assert read_run(out)["state"] == "finished"
     assert sorted((out / PREVIOUS).iterdir()) == folders[:2]
     assert all((folder / name).is_file() for folder in folders for name in (METRICS, RUN, ROLLOUTS, HEALTH))
     times = [lines(folder / METRICS)[0]["time"] for folder in folders]
     assert times == sorted(set(times))
+    with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
+        train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
+    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2}
+    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "3") == [1]
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")
@@ -166,24 +172,6 @@ def test_files_of_earlier_runs_are_kept(tmp_path):
     assert (tmp_path / PREVIOUS / METRICS).is_file() and (tmp_path / PREVIOUS / "9" / METRICS).is_file()
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_failed_start_leaves_the_files_of_a_finished_run(run_file, out, resumes):
-    keys = ["ebft.log_completions=true", "max_steps=1"]
-    train(quietly(run_file, keys))
-    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for _ in range(2):
-        with pytest.raises(ValueError):
-            broken = ["datasets.0.path=/does/not/exist.jsonl", f"auto_resume_from_checkpoints={resumes}"]
-            train(quietly(run_file, [*keys, *broken]))
-        start = json.loads((out / START).read_text())
-        assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
-        (out / START).unlink()
-        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
-    assert read_run(out)["state"] == "finished"
-    train(quietly(run_file, keys))
-    assert not (out / START).exists() and (out / PREVIOUS / "1" / RUN).read_bytes() == files[out / RUN]
-
-
 def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path):
     (tmp_path / METRICS).write_text('{"step": 1}\n')
     (tmp_path / RUN).write_text('{"state": "stopped"}')
@@ -192,16 +180,6 @@ def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path)
     assert read_run(tmp_path)["state"] == "running" and (tmp_path / METRICS).is_file()
     assert not files.end("failed", "an error")
     assert read_run(tmp_path) == {"state": "stopped"}
-
-
-def test_a_run_that_trains_again_from_the_start_has_no_step_twice(run_file, out):
-    keys = ["ebft.log_completions=true", "save_strategy=no", "auto_resume_from_checkpoints=true"]
-    train(quietly(run_file, [*keys, "max_steps=1"]))
-    with pytest.warns(UserWarning, match="training starts from the beginning"):
-        train(quietly(run_file, [*keys, "max_steps=2"]))
-    assert [line["step"] for line in lines(out / METRICS) if "loss" in line] == [1, 2]
-    assert set(steps(out / ROLLOUTS)) == {1, 2} and "resumed_from_step" not in json.loads((out / RUN).read_text())
-    assert [line["step"] for line in lines(out / PREVIOUS / "1" / METRICS) if "loss" in line] == [1]
 
 
 def test_removing_lines_of_repeated_steps(tmp_path):
@@ -232,20 +210,17 @@ def test_rotated_rollouts_continue(tmp_path):
 
 
 def test_values_that_are_not_numbers_are_json(tmp_path):
-    files = RunFiles(tmp_path, {})
     logs = {"loss": float("nan"), "a": float("inf"), "none": None, "text": "x", "list": [1]}
-    files.on_log(None, TrainerState(), None, logs=logs)
+    RunFiles(tmp_path, {}).on_log(None, TrainerState(), None, logs=logs)
     line = json.loads((tmp_path / METRICS).read_text(), parse_constant=lambda name: pytest.fail(name))
-    assert line | {"time": 0} == {
-        "step": 0, "time": 0, "loss": None, "a": None, "none": None, "text": "x", "list": "[1]",
-    }  # fmt: skip
+    expected = {"step": 0, "time": 0, "loss": None, "a": None, "none": None, "text": "x", "list": "[1]"}
+    assert line | {"time": 0} == expected
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
-    (tmp_path / METRICS).mkdir()
-    (tmp_path / RUN).mkdir()
-    files = RunFiles(tmp_path, {})
-    trainer = plain_trainer(tmp_path, tiny_model("llama"))
+    for name in (METRICS, RUN):
+        (tmp_path / name).mkdir()
+    files, trainer = RunFiles(tmp_path, {}), plain_trainer(tmp_path, tiny_model("llama"))
     trainer.add_callback(files)
     with pytest.warns(UserWarning, match="cannot be written to .*, so it cannot be followed") as caught:
         files.start()
@@ -255,9 +230,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     assert trainer.state.global_step == 3
 
 
-def test_another_process_than_the_main_one_writes_nothing(run_file, out, monkeypatch):
-    from ebft.run.reporting import recorded
-
+def test_another_process_than_the_main_one_writes_nothing(out, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with recorded(SimpleNamespace(output_dir=str(out))) as files:
         assert files is None

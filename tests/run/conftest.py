@@ -1,13 +1,20 @@
-"""Runs that tests of crashes and of interruptions compare with."""
+"""Runs that tests of crashes and of interruptions compare with, and configs of short runs."""
 
 import ctypes
+import json
 import os
 import struct
-from contextlib import nullcontext
+import textwrap
+from contextlib import contextmanager, nullcontext
 
 import pytest
+import torch
 
+from ebft.config.schema import RunConfig
 from tests.run.crash import config_of, result, run, write_inputs
+
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", "generate_max_len": 4, "n_samples_per_prompt": 2}}
 
 
 @pytest.fixture(scope="session")
@@ -34,24 +41,79 @@ def unbroken(inputs, tmp_path_factory):
     return of
 
 
-class _WithoutPrivileges:
-    """Context manager in which permissions apply to this process also if it is root's."""
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
 
-    def _set(self, change):
-        header, data = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.capget(header, data) == 0
-        words = list(struct.unpack("6I", data.raw))
-        words[0] = change(words[0])
-        assert libc.capset(header, struct.pack("6I", *words)) == 0
 
-    def __enter__(self):
-        self._set(lambda effective: effective & ~0b110)  # DAC_OVERRIDE, DAC_READ_SEARCH
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """Twelve rows of source code in a JSON Lines file."""
+    with open(textwrap.__file__) as file:
+        source = file.read()
+    path = tmp_path_factory.mktemp("text") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": source[at : at + 400]}) for at in range(0, 4800, 400)))
+    return path
 
-    def __exit__(self, *_):
-        self._set(lambda effective: effective | 0b110)
+
+@pytest.fixture
+def make(tiny_llama_dir, text, out):
+    """`make(**keys)`: a config for two steps over that text."""
+
+    def make_config(type="completion", **keys):
+        values = {"base_model": tiny_llama_dir, "datasets": [{"path": text, "type": type}], "output_dir": out}
+        values |= {"special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 48, "micro_batch_size": 2}
+        return RunConfig.from_dict({**values, "max_steps": 2, "learning_rate": 1e-3, **keys})
+
+    return make_config
+
+
+def strided(make, **keys):
+    return make("ebft_pretrain.transform", **{**STRIDED, **keys})
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(ours, theirs):
+    """The weights of two models, by name, have the same bits."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture
+def moe(tiny_llama_dir, tmp_path):
+    """A random mixture of four experts, in a folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "moe")
+    return tmp_path / "moe"
+
+
+def _set_capabilities(change):
+    header, data = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, data) == 0
+    words = list(struct.unpack("6I", data.raw))
+    words[0] = change(words[0])
+    assert libc.capset(header, struct.pack("6I", *words)) == 0
+
+
+@contextmanager
+def _without_privileges():
+    _set_capabilities(lambda effective: effective & ~0b110)  # DAC_OVERRIDE, DAC_READ_SEARCH
+    try:
+        yield
+    finally:
+        _set_capabilities(lambda effective: effective | 0b110)
 
 
 @pytest.fixture
 def as_user():
-    return _WithoutPrivileges() if os.geteuid() == 0 else nullcontext()
+    """`as_user()`: a context in which permissions apply to this process also if it is root's."""
+    return _without_privileges if os.geteuid() == 0 else nullcontext

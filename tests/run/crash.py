@@ -44,91 +44,51 @@ from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 FORK = multiprocessing.get_context("fork")
 LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
-STRIDED = {
-    "rl": "ebft",
-    "ebft": {"mode": "strided", "stride": 8, "context_length": 4, "generate_max_len": 2, "n_samples_per_prompt": 2},
-}
+DROPOUT = {**LORA, "lora_dropout": 0.1}
+LOGGED = {**LORA, "logging_steps": 2}  # metrics are logged over two steps
+ACCUMULATED = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
+SAMPLED = {"stride": 8, "context_length": 4, "generate_max_len": 2, "n_samples_per_prompt": 2}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", **SAMPLED}}
 TRL = {"num_generations": 2, "max_completion_length": 3}
-STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "gt_length_floor": 1}, "trl": TRL}
-GRPO = {"rl": "grpo", "trl": {**TRL, "reward_funcs": ["tests.golden.runs.spaces_and_es"]}}
-SECOND_USES = {"replay_buffer_size": 4, "reroll_start_fraction": 0.2}
+STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured", "gt_length_floor": 1}, "micro_batch_size": 4, "trl": TRL}
+OF_GRPO = {**TRL, "reward_funcs": ["tests.golden.runs.spaces_and_es"]}
+SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+PAIRS = ("pairs", "ebft_opencode.transform")
+
+
+def grpo(adapter: dict[str, Any] = LORA, **keys: Any) -> tuple[str, str, dict[str, Any]]:
+    return (*PAIRS, {"rl": "grpo", **adapter, "micro_batch_size": 4, "trl": {**OF_GRPO, **keys}})
+
+
 # Eight rows, of which two are held out: three steps per epoch with two rows per step. name -> (rows, transform, keys)
 METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "sft": ("texts", "completion", {**LORA, "lora_dropout": 0.1}),
-    "sft_full": ("texts", "completion", {"micro_batch_size": 1, "gradient_accumulation_steps": 2}),
+    "sft": ("texts", "completion", DROPOUT),
+    "sft_full": ("texts", "completion", ACCUMULATED),
     "sft_packed": ("texts", "completion", {"sample_packing": True}),
-    "stream": (  # rows of documents that do not see each other, and a document that continues in the next row
+    # rows of documents that do not see each other, and a document that continues in the next row
+    "stream": (
         "texts",
         "completion",
         {"streaming": True, "streaming_multipack_buffer_size": 3, "gradient_accumulation_steps": 2},
     ),
-    "reward_model": (  # metrics are logged over two steps
-        "comparisons",
-        "bradley_terry.chat_template",
-        {**LORA, "lora_dropout": 0.1, "reward_model": True, "logging_steps": 2},
-    ),
-    "dpo": ("comparisons", "chatml.icr", {**LORA, "rl": "dpo", "logging_steps": 2}),
-    "dpo_full": (  # the reference is a copy
-        "comparisons",
-        "chatml.icr",
-        {"rl": "dpo", "micro_batch_size": 1, "gradient_accumulation_steps": 2},
-    ),
-    "kto": ("judged", "chatml.intel", {**LORA, "rl": "kto", "logging_steps": 2}),
-    "orpo": ("comparisons", "chatml.icr", {**LORA, "rl": "orpo", "logging_steps": 2}),
+    "reward_model": ("comparisons", "bradley_terry.chat_template", {**DROPOUT, **LOGGED, "reward_model": True}),
+    "dpo": ("comparisons", "chatml.icr", {**LOGGED, "rl": "dpo"}),
+    "dpo_full": ("comparisons", "chatml.icr", {"rl": "dpo", **ACCUMULATED}),  # the reference is a copy
+    "kto": ("judged", "chatml.intel", {**LOGGED, "rl": "kto"}),
+    "orpo": ("comparisons", "chatml.icr", {**LOGGED, "rl": "orpo"}),
     "simpo": ("comparisons", "chatml.icr", {"rl": "simpo", "cpo_alpha": 0.2}),
-    "process_reward_model": (
-        "steps",
-        "stepwise_supervised",
-        {"process_reward_model": True, "micro_batch_size": 1, "gradient_accumulation_steps": 2},
-    ),
+    "process_reward_model": ("steps", "stepwise_supervised", {"process_reward_model": True, **ACCUMULATED}),
     "strided": ("texts", "ebft_pretrain.transform", {**STRIDED, **LORA}),
-    "strided_full": (
-        "texts",
-        "ebft_pretrain.transform",
-        {**STRIDED, "micro_batch_size": 1, "gradient_accumulation_steps": 2},
-    ),
-    "structured": ("pairs", "ebft_opencode.transform", {**STRUCTURED, **LORA, "micro_batch_size": 4}),
-    "structured_full": (
-        "pairs",
-        "ebft_opencode.transform",
-        {**STRUCTURED, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
-    ),
-    "structured_reference": (  # the reference is a second adapter
-        "pairs",
-        "ebft_opencode.transform",
-        {**STRUCTURED, **LORA, "micro_batch_size": 4, "trl": {**TRL, "beta": 0.2}},
-    ),
-    "grpo": ("pairs", "ebft_opencode.transform", {**GRPO, **LORA, "micro_batch_size": 4}),
-    "grpo_reference": (
-        "pairs",
-        "ebft_opencode.transform",
-        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "beta": 0.2}},
-    ),
-    "grpo_synced_reference": (
-        "pairs",
-        "ebft_opencode.transform",
-        {
-            **GRPO,
-            "micro_batch_size": 4,
-            "trl": {
-                **GRPO["trl"],
-                "beta": 0.1,
-                "sync_ref_model": True,
-                "ref_model_sync_steps": 2,
-                "ref_model_mixup_alpha": 0.5,
-            },
-        },
-    ),
-    "grpo_iterations": (  # checkpoints lie between the updates on one batch of completions
-        "pairs",
-        "ebft_opencode.transform",
-        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], "num_iterations": 2}},
-    ),
-    "grpo_second_uses": (  # groups without a signal are replaced by stored ones, failed prompts sampled again
-        "pairs",
-        "ebft_opencode.transform",
-        {**GRPO, **LORA, "micro_batch_size": 4, "trl": {**GRPO["trl"], **SECOND_USES}},
-    ),
+    "strided_full": ("texts", "ebft_pretrain.transform", {**STRIDED, **ACCUMULATED}),
+    "structured": (*PAIRS, {**STRUCTURED, **LORA}),
+    "structured_full": (*PAIRS, {**STRUCTURED, **ACCUMULATED, "micro_batch_size": 2}),
+    "structured_reference": (*PAIRS, {**STRUCTURED, **LORA, "trl": {**TRL, "beta": 0.2}}),  # a second adapter
+    "grpo": grpo(),
+    "grpo_reference": grpo(beta=0.2),
+    "grpo_synced_reference": grpo({}, **SYNCED),
+    "grpo_iterations": grpo(num_iterations=2),  # checkpoints lie between the updates on one batch of completions
+    # groups without a signal are replaced by stored ones, failed prompts sampled again
+    "grpo_second_uses": grpo(replay_buffer_size=4, reroll_start_fraction=0.2),
 }
 STEPS = 8
 
@@ -147,23 +107,10 @@ def write_inputs(folder: Path) -> None:
 def config_of(method: str, inputs: Path, out: Path, **changes: Any) -> RunConfig:
     rows, transform, keys = METHODS[method]
     data = [{"path": str(inputs / f"{rows}.jsonl"), "type": transform}]
-    values = {
-        "base_model": str(inputs / "model"),
-        "datasets": data,
-        **({"test_datasets": data} if "streaming" in keys else {"val_set_size": 2}),
-        "sequence_len": 64,
-        "micro_batch_size": 2,
-        "max_steps": STEPS,
-        "eval_steps": 3,
-        "save_steps": 1,
-        "save_total_limit": 2,
-        "learning_rate": 1e-2,
-        "torch_dtype": "float32",
-        "auto_resume_from_checkpoints": True,
-        "output_dir": str(out),
-        **keys,
-        **changes,
-    }
+    values = {"base_model": str(inputs / "model"), "datasets": data, "output_dir": str(out), "torch_dtype": "float32"}
+    values |= {"test_datasets": data} if "streaming" in keys else {"val_set_size": 2}
+    values |= {"sequence_len": 64, "micro_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "eval_steps": 3}
+    values |= {"save_steps": 1, "save_total_limit": 2, "auto_resume_from_checkpoints": True, **keys, **changes}
     with warnings.catch_warnings(action="ignore"):
         return RunConfig.from_dict(values)
 
@@ -221,16 +168,11 @@ def _main(config: RunConfig, environment: dict[str, str], inject: Callable[[], N
     os._exit(0)
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def sends(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
 
 
-def terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+kill, terminate, press_ctrl_c = map(sends, (signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
 
 
 def before(owner: Any, name: str, count: int, act: Callable[[], None] = kill) -> Callable[[], None]:

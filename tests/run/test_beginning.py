@@ -18,10 +18,9 @@ from ebft.run.output import LOCK, locked, wait_until_free
 from ebft.run.own_files import final_step
 from tests.run.crash import before, config_of, kill, run
 
-
-@pytest.fixture
-def out(tmp_path):
-    return tmp_path / "out"
+MISSING = [{"path": "/no.jsonl", "type": "completion"}]
+PLAIN = {"eval_steps": None, "val_set_size": 0}
+NEW = {"auto_resume_from_checkpoints": False}
 
 
 def checkpoints(folder):
@@ -34,18 +33,14 @@ def steps_with_a_loss(folder):
 
 
 def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
-    keys = {"max_steps": 4, "save_total_limit": None, "eval_steps": None, "val_set_size": 0}
+    keys = {**PLAIN, "max_steps": 4, "save_total_limit": None}
     assert run(config_of("sft", inputs, out, **keys)).code == 0 and final_step(out) == 4
-    named = {"auto_resume_from_checkpoints": False, "resume_from_checkpoint": str(out / "checkpoint-1")}
     branch = {**keys, "learning_rate": 1e-4}
-    failed = run(
-        config_of("sft", inputs, out, **branch, **named, datasets=[{"path": "/no.jsonl", "type": "completion"}])
-    )
-    assert failed.code == 2 and final_step(out) == 4 and len(checkpoints(out)) == 4
-    ended = run(
-        config_of("sft", inputs, out, **branch, **named),
-        before(ebft.trainer.OverTrainer, "_save_checkpoint", 2, kill),
-    )
+    named = {**branch, **NEW, "resume_from_checkpoint": str(out / "checkpoint-1")}
+    assert run(config_of("sft", inputs, out, **named, datasets=MISSING)).code == 2
+    assert final_step(out) == 4 and len(checkpoints(out)) == 4
+    inject = before(ebft.trainer.OverTrainer, "_save_checkpoint", 2, kill)
+    ended = run(config_of("sft", inputs, out, **named), inject)
     assert ended.code == -9 and "later checkpoints were moved to" in ended.output, ended.output
     assert checkpoints(out) == {"checkpoint-1", "checkpoint-2"} and final_step(out) is None
     assert checkpoints(out / "previous" / "1") == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
@@ -54,31 +49,23 @@ def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
 
 
-MISSING = [{"path": "/no.jsonl", "type": "completion"}]
-PLAIN = {"eval_steps": None, "val_set_size": 0, "save_steps": 2}
-
-
 @pytest.mark.parametrize("limit", [None, 1])
 def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, out, limit):
-    keys = {**PLAIN, "save_total_limit": limit}
+    keys = {**PLAIN, "save_steps": 2, "save_total_limit": limit}
     assert run(config_of("sft", inputs, out, **keys, max_steps=6)).code == 0
-    found = checkpoints(out)
-    weights = (out / "adapter_model.safetensors").read_bytes()
-    new = {**keys, "max_steps": 4, "learning_rate": 1e-3}
-    failed = config_of("sft", inputs, out, **new, auto_resume_from_checkpoints=False, datasets=MISSING)
-    assert run(failed).code == 2 and final_step(out) == 6 and checkpoints(out) == found
-    ended = run(
-        config_of("sft", inputs, out, **new, auto_resume_from_checkpoints=False),
-        before(ebft.trainer.OverTrainer, "training_step", 4, kill),
-    )
-    assert ended.code == -9 and f"The files of an earlier run were moved to {out / 'previous' / '1'}" in ended.output
+    found, weights = checkpoints(out), (out / "adapter_model.safetensors").read_bytes()
+    keys |= {"max_steps": 4, "learning_rate": 1e-3}
+    assert run(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING)).code == 2
+    assert final_step(out) == 6 and checkpoints(out) == found
+    inject = before(ebft.trainer.OverTrainer, "training_step", 4, kill)
+    ended, earlier = run(config_of("sft", inputs, out, **keys, **NEW), inject), out / "previous" / "1"
+    assert ended.code == -9 and f"The files of an earlier run were moved to {earlier}" in ended.output
     assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
     assert not (out / "adapter_model.safetensors").exists()
-    earlier = out / "previous" / "1"
     assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
     assert (earlier / "adapter_model.safetensors").read_bytes() == weights
-    assert [path.name for path in (out / "previous").iterdir()] == ["1"]
-    ended = run(config_of("sft", inputs, out, **new))
+    assert list((out / "previous").iterdir()) == [earlier]
+    ended = run(config_of("sft", inputs, out, **keys))
     assert ended.code == 0 and "already complete" not in ended.output and final_step(out) == 4
     assert "Optimizer settings differ" not in ended.output and steps_with_a_loss(out) == [1, 2, 3, 4]
 
@@ -91,14 +78,12 @@ def test_a_run_that_would_move_the_checkpoint_that_it_starts_from_is_refused(inp
 
 
 def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs, out):
-    config = config_of("sft", inputs, out, max_steps=1, auto_resume_from_checkpoints=False)
-    second = []
-
     def start_another():
-        second.append(run(config_of("sft", inputs, out, max_steps=1)))
-        Path(f"{out}-second").write_text(f"{second[0].code}\n{os.getpid()}\n{second[0].output}")
+        second = run(config_of("sft", inputs, out, max_steps=1))
+        Path(f"{out}-second").write_text(f"{second.code}\n{os.getpid()}\n{second.output}")
         kill()
 
+    config = config_of("sft", inputs, out, max_steps=1, **NEW)
     assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 1, start_another)).code == -9
     code, pid, output = Path(f"{out}-second").read_text().split("\n", 2)
     assert code == "2" and f"is used by another run (process {pid} on " in output
@@ -124,24 +109,21 @@ def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, 
         child.wait()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_flock_leaves_no_lock_behind(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, None])
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number):
     def flock(file, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("fcntl.flock", flock)
+    if number is None:
+        (tmp_path / LOCK).mkdir()
+    else:
+        monkeypatch.setattr("fcntl.flock", flock)
     for _ in range(2):  # the second as after a SIGKILL of the first, which releases nothing
         with warnings.catch_warnings(record=True, action="always") as caught:
             holding = locked(tmp_path)
             holding.__enter__()
         (said,) = [str(warning.message) for warning in caught]
         assert f"output_dir: {tmp_path} cannot be locked" in said and "would not be detected" in said
-
-
-def test_a_file_system_without_locks_is_a_warning(tmp_path):
-    (tmp_path / LOCK).mkdir()
-    with pytest.warns(UserWarning, match="cannot be locked .*would not be detected"), locked(tmp_path):
-        pass
 
 
 def test_a_restarted_run_waits_for_the_lock_of_the_one_that_is_being_killed(tmp_path):

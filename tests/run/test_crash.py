@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow
 KILLED = -9
 
 
+def before_save(step):
+    """An injection: a kill before the checkpoint of this step is saved."""
+    return before(ebft.trainer.OverTrainer, "_save_checkpoint", step)
+
+
 def killed_and_resumed(method, inject, inputs, out, **changes):
     """Kill a run with `inject`, which must happen, and resume it; returns the step it was resumed from."""
     config = config_of(method, inputs, out, **changes)
@@ -38,7 +43,7 @@ def as_resumed(step, wanted):
 
 # What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
 MOMENTS = {
-    "between the update and its save": before(ebft.trainer.OverTrainer, "_save_checkpoint", 5),
+    "between the update and its save": before_save(5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
     "before the rename": before(checkpoints, "publish", 5),
     "in the rotation": before(checkpoints, "discard", 3),
@@ -50,31 +55,27 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, tmp_path):
-    out = tmp_path / "out"
-    step = killed_and_resumed(method, before(ebft.trainer.OverTrainer, "_save_checkpoint", 6), inputs, out)
-    assert step == 5 and result(out) == unbroken(method)
+def test_a_killed_run_ends_as_an_unbroken_one(method, inputs, unbroken, out):
+    assert killed_and_resumed(method, before_save(6), inputs, out) == 5 and result(out) == unbroken(method)
 
 
 @pytest.mark.parametrize("moment", list(MOMENTS)[1:])
-def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbroken, tmp_path):
-    out = tmp_path / "out"
+def test_a_run_killed_in_any_phase_ends_as_an_unbroken_one(moment, inputs, unbroken, out):
     step = killed_and_resumed("strided", MOMENTS[moment], inputs, out)
     assert step >= 3 and result(out) == as_resumed(step, unbroken("strided"))
 
 
-def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, tmp_path):
-    out, inject = tmp_path / "out", MOMENTS["before the final save"]
+def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, out):
+    inject = MOMENTS["before the final save"]
     assert killed_and_resumed("structured_reference", inject, inputs, out) == STEPS
     assert result(out) == as_resumed(STEPS, unbroken("structured_reference"))
 
 
-def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tmp_path):
-    config = config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=1)
-    assert (ended := run(config)).code == 0, ended.output
+def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, out):
+    assert (ended := run(config_of("grpo_synced_reference", inputs, out, max_steps=1))).code == 0, ended.output
     for name in ("synced_reference.safetensors", "ebft_checksums.json"):  # without checksums, no file is missed before
-        (tmp_path / "out" / "checkpoint-1" / name).unlink()
-    ended = run(config_of("grpo_synced_reference", inputs, tmp_path / "out", max_steps=2))
+        (out / "checkpoint-1" / name).unlink()
+    ended = run(config_of("grpo_synced_reference", inputs, out, max_steps=2))
     assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
 
 
@@ -82,70 +83,56 @@ def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, tm
     ("method", "change", "message"),
     [
         ("sft_full", lambda rows: rows[:-1], "5 rows instead of 6"),
-        (
-            "strided",
-            lambda rows: [row.replace(': "', ': "The ') for row in rows],
-            "6 rows as before, with other contents",
-        ),
+        ("strided", lambda rows: [row.replace(': "', ': "The ') for row in rows], "6 rows as before, with other conte"),
         ("grpo", lambda rows: rows + rows[:1], "7 rows instead of 6"),
         ("sft_full", lambda rows: rows, None),
     ],
 )
-def test_changed_training_data_give_a_warning(method, change, message, inputs, tmp_path):
-    source, copied = inputs / f"{METHODS[method][0]}.jsonl", tmp_path / "rows.jsonl"
-    rows = source.read_text().splitlines()
-    data = {"datasets": [{"path": str(copied), "type": METHODS[method][1]}]}
+def test_changed_training_data_give_a_warning(method, change, message, inputs, out, tmp_path):
+    rows = (inputs / f"{METHODS[method][0]}.jsonl").read_text().splitlines()
+    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": METHODS[method][1]}]}
     for steps, lines in ((1, rows), (2, change(rows))):
-        copied.write_text("\n".join(lines) + "\n")
-        ended = run(config_of(method, inputs, tmp_path / "out", max_steps=steps, **data))
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
+        ended = run(config_of(method, inputs, out, max_steps=steps, **data))
         assert ended.code == 0, ended.output
     assert ("training data differ" in ended.output) == (message is not None)
     assert message is None or message in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
-def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, tmp_path):
-    keys, out = {"eval_steps": None}, tmp_path / "out"
+def test_an_evaluation_after_the_save_of_its_step_is_made_again(number, inputs, unbroken, out):
+    keys = {"eval_steps": None}
     step = killed_and_resumed("sft_full", before(SFTTrainer, "prediction_step", 2 * number), inputs, out, **keys)
     assert step == {1: 3, 3: STEPS}[number] and result(out) == as_resumed(step, unbroken("sft_full", **keys))
 
 
 @pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
-def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, tmp_path):
-    out, inject = tmp_path / "out", before(ebft.trainer.OverTrainer, "_save_checkpoint", 6)
-    assert killed_and_resumed(method, inject, inputs, out, logging_steps=4) == 5
+def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, out):
+    assert killed_and_resumed(method, before_save(6), inputs, out, logging_steps=4) == 5
     assert result(out) == unbroken(method, logging_steps=4)
 
 
-SEEDS = [pytest.param(seed, marks=[] if seed < 3 else [pytest.mark.slow]) for seed in range(20)]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, tmp_path):
+@pytest.mark.parametrize("seed", range(20))
+def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, out):
     method = list(METHODS)[seed * 3 % len(METHODS)]
-    step = killed_and_resumed(method, after_calls(seed), inputs, tmp_path / "out")
-    assert result(tmp_path / "out") == as_resumed(step, unbroken(method))
+    step = killed_and_resumed(method, after_calls(seed), inputs, out)
+    assert result(out) == as_resumed(step, unbroken(method))
 
 
-@pytest.mark.parametrize(
-    ("method", "processes"),
-    [
-        *(("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("sft_packed", (1, 2))),
-        *(("stream", (2, 1)), ("stream", (1, 2))),
-    ],
-)
-def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, tmp_path):
+PROCESSES = [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1)), ("sft_packed", (1, 2))]
+
+
+@pytest.mark.parametrize(("method", "processes"), [*PROCESSES, ("stream", (2, 1)), ("stream", (1, 2))])
+def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, out):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
     _, wanted = without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
-    injections = [before(ebft.trainer.OverTrainer, "_save_checkpoint", 6), lambda: None]
-    for count, inject, code in zip(processes, injections, (KILLED, 0)):
-        config = config_of(method, inputs, tmp_path / "out", micro_batch_size=2 // count, **keys)
-        ended = run_processes(config, count, inject)
+    for count, inject, code in zip(processes, (before_save(6), lambda: None), (KILLED, 0)):
+        ended = run_processes(config_of(method, inputs, out, micro_batch_size=2 // count, **keys), count, inject)
         assert {process.code for process in ended} == {code}, ended[0].output
     assert "checkpoint-5 was not saved by" in ended[0].output and "train_loss of the whole run" in ended[0].output
-    assert not any("train_loss" in entry for entry in result(tmp_path / "out")[1])
-    _, logged = without_summary(result(tmp_path / "out"))
+    assert not any("train_loss" in entry for entry in result(out)[1])
+    _, logged = without_summary(result(out))
     assert len(logged) == len(wanted)
     for entry, other in zip(logged, wanted):
         for numbers in (entry, other):
@@ -155,13 +142,8 @@ def test_a_run_continues_on_another_number_of_processes(method, processes, input
 
 def test_two_processes_resume_as_one_does(inputs, tmp_path):
     """The order of an epoch reaches the samplers that accelerate wraps for several processes."""
-    logged = []
-    for name, inject in (("a", lambda: None), ("b", before(ebft.trainer.OverTrainer, "_save_checkpoint", 6))):
-        config = config_of("grpo", inputs, tmp_path / name, micro_batch_size=2)
+    whole, parts = (config_of("grpo", inputs, tmp_path / name, micro_batch_size=2) for name in ("a", "b"))
+    for config, inject, code in ((whole, lambda: None, 0), (parts, before_save(6), KILLED), (parts, lambda: None, 0)):
         ended = run_processes(config, 2, inject)
-        if name == "b":
-            assert {process.code for process in ended} == {KILLED}, ended[0].output
-            ended = run_processes(config, 2)
-        assert {process.code for process in ended} == {0}, ended[0].output
-        logged.append(result(tmp_path / name))
-    assert logged[0] == logged[1]
+        assert {process.code for process in ended} == {code}, ended[0].output
+    assert result(tmp_path / "a") == result(tmp_path / "b")

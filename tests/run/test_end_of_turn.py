@@ -9,48 +9,55 @@ from torch.nn.functional import one_hot
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ebft import RunConfig, train
+from ebft.models.load import load_model
+from ebft.models.tokenizer import load_tokenizer
+from ebft.run.output import declare_end_of_turn
+from ebft.run.training import load_data
 from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.golden.runs import LORA
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 EOS, END = 1, 3  # <|endoftext|> and <|im_end|>
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-PAIR = {"prompt": CHAT["messages"][:1]}
-PAIR |= {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+PAIR = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+PAIR |= {"prompt": CHAT["messages"][:1]}
 TEXTS = {"question": "Hi", "chosen": "Hello", "rejected": "No"}
 
 
 @pytest.fixture
-def run(tmp_path):
-    """One step on rows; returns the end-of-sequence ids of the model in memory, and the warnings about its end."""
+def make(tmp_path, out, monkeypatch):
+    """`make(row, type, declared, of_data, **keys)`: a config of one step on such rows, and its base model."""
+    monkeypatch.chdir(tmp_path)
+    common = {"base_model": "base", "sequence_len": 128, "micro_batch_size": 2, "max_steps": 1, "learning_rate": 1e-3}
+    common |= {"torch_dtype": "float32", "output_dir": str(out)}
 
-    def trained(row=CHAT, type="chat_template", declared=EOS, **keys):
+    def config(row=CHAT, type="chat_template", declared=EOS, of_data=None, **keys):
         tokenizer = make_chat_tokenizer()
         model = chat_model(tokenizer)
         model.generation_config.eos_token_id = declared
-        model.save_pretrained(tmp_path / "base")
-        tokenizer.save_pretrained(tmp_path / "base")
+        for each in (model, tokenizer):
+            each.save_pretrained("base")
         (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
-        config = RunConfig.from_dict(
-            {
-                "base_model": str(tmp_path / "base"),
-                "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": type}],
-                "sequence_len": 128,
-                "micro_batch_size": 2,
-                "max_steps": 1,
-                "learning_rate": 1e-3,
-                "torch_dtype": "float32",
-                "output_dir": str(tmp_path / "out"),
-                **keys,
-            }
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = train(config).model
-        found = [str(each.message) for each in caught if "special_tokens.eos_token" in str(each.message)]
-        return model.generation_config.eos_token_id, found
+        data = [{"path": "rows.jsonl", "type": type, **(of_data or {})}]
+        return RunConfig.from_dict({**common, "datasets": data, **keys})
 
-    return trained
+    return config
+
+
+def told(act):
+    """What a call returns, and its warnings about the end of turn."""
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found = act()
+    return found, [str(each.message) for each in caught if "special_tokens.eos_token" in str(each.message)]
+
+
+def declared(config):
+    """The end-of-sequence ids after `declare_end_of_turn`, whether the adapter gets them, and the warnings."""
+    tokenizer = load_tokenizer(config)
+    rows, model = load_data(config, tokenizer, None)[0], load_model(config, tokenizer)
+    write, messages = told(lambda: declare_end_of_turn(config, model, tokenizer, rows))
+    eos = model.generation_config.eos_token_id
+    return eos if isinstance(eos, list) else [eos], write is not None, messages
 
 
 def stops(folder, token):
@@ -61,47 +68,42 @@ def stops(folder, token):
     return ids.shape[1] == 3
 
 
-def test_a_full_model_stops_at_the_end_of_a_turn(run, tmp_path):
-    assert run() == ([EOS, END], [])
-    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [EOS, END]
-    assert stops(tmp_path / "out", END) and stops(tmp_path / "out", EOS) and not stops(tmp_path / "base", END)
+def test_a_full_model_stops_at_the_end_of_a_turn(make, out):
+    result, messages = told(lambda: train(make()))
+    assert result.model.generation_config.eos_token_id == [EOS, END] and messages == []
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [EOS, END]
+    assert stops(out, END) and stops(out, EOS) and not stops("base", END)
 
 
-def test_an_adapter_gives_a_warning_and_its_merged_model_stops(run, tmp_path):
-    eos, (message,) = run(**LORA)
-    assert eos == [EOS, END]
-    assert "ends replies with <|im_end|>" in message and "Set special_tokens.eos_token: <|im_end|>," in message
-    for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-1"):
-        merge_adapter(MergeSource(folder, str(tmp_path / "base"), tokenizer=folder), folder / "merged")
+NAMED = {"special_tokens": {"eos_token": "<|im_end|>"}}
+
+
+@pytest.mark.parametrize("keys", [{}, NAMED], ids=["warning", "remedy"])
+def test_an_adapter_gives_a_warning_and_its_merged_model_stops(make, out, keys):
+    result, messages = told(lambda: train(make(**LORA, **keys)))
+    assert set(result.model.generation_config.eos_token_id) == {EOS, END} and len(messages) == (not keys)
+    for message in messages:
+        assert "ends replies with <|im_end|>" in message and "Set special_tokens.eos_token: <|im_end|>," in message
+    for folder in (out, out / "checkpoint-1"):
+        merge_adapter(MergeSource(folder, "base", tokenizer=folder), folder / "merged")
         assert stops(folder / "merged", END) and stops(folder / "merged", EOS)
 
 
-def test_the_remedy_of_the_warning(run, tmp_path):
-    keys = {"special_tokens": {"eos_token": "<|im_end|>"}}
-    eos, messages = run(**LORA, **keys)
-    assert set(eos) == {EOS, END} and messages == []
-    merge_adapter(
-        MergeSource(tmp_path / "out", str(tmp_path / "base"), tokenizer=tmp_path / "out"), tmp_path / "merged"
-    )
-    assert stops(tmp_path / "merged", END)
-
-
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "expected"),
     [
-        {"declared": [EOS, END]},
-        {"row": {"text": "Hi"}, "type": "completion"},
-        {"datasets": [{"path": "rows.jsonl", "type": "chat_template", "train_on_eos": "none"}]},
-        {"row": TEXTS, "type": "chatml.intel", "rl": "dpo"},  # with EOS after the end of the turn
-        {"special_tokens": {"eos_token": "<|im_end|>"}, "declared": END},
+        ({"declared": [EOS, END]}, [EOS, END]),
+        ({"row": {"text": "Hi"}, "type": "completion"}, [EOS]),
+        ({"of_data": {"train_on_eos": "none"}}, [EOS]),
+        ({"row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS]),  # with EOS after the end of the turn
+        ({**NAMED, "declared": END}, [END]),
     ],
 )
-def test_models_that_stop_anyway_or_learn_no_chats_are_not_changed(run, tmp_path, monkeypatch, keys):
-    monkeypatch.chdir(tmp_path)
-    eos, messages = run(**LORA, **keys)
-    expected = keys.get("declared", EOS)
-    assert messages == [] and (eos if isinstance(eos, list) else [eos]) in (expected, [expected])
-    assert not (tmp_path / "out" / "generation_config.json").exists()
+def test_models_that_stop_anyway_or_learn_no_chats_are_not_changed(make, keys, expected):
+    assert declared(make(**LORA, **keys)) == (expected, False, [])
+
+
+TURNS = {"type": "ebft_chat_multiturn", "trl": {"num_generations": 2, "max_completion_length": 4}}
 
 
 @pytest.mark.parametrize(
@@ -109,14 +111,9 @@ def test_models_that_stop_anyway_or_learn_no_chats_are_not_changed(run, tmp_path
     [
         {"sample_packing": True},
         {"row": PAIR, "type": "passthrough", "rl": "dpo"},
-        {
-            "rl": "ebft",
-            "ebft": {"mode": "structured"},
-            "trl": {"num_generations": 2, "max_completion_length": 4},
-            "type": "ebft_chat_multiturn",
-        },
+        {**TURNS, "rl": "ebft", "ebft": {"mode": "structured"}},
     ],
 )
-def test_rows_of_other_shapes(run, keys):
-    eos, (message,) = run(**LORA, **keys)
-    assert eos == [EOS, END] and "<|im_end|>" in message
+def test_rows_of_other_shapes(make, keys):
+    eos, is_written, (message,) = declared(make(**LORA, **keys))
+    assert eos == [EOS, END] and is_written and "<|im_end|>" in message

@@ -13,33 +13,27 @@ import torch
 SCRIPT = """
 import resource, torch
 {setting}
-def fill():
-    return [torch.ones(2**24) for _ in range(4)]
+fill = lambda: [torch.ones(2**24) for _ in range(4)]
+faulted = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = faulted()
     fill()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return faulted() - before
 fill()
 print(min(faults() for _ in range(4)) * resource.getpagesize() / (4 * 2**26))
 """
 KEEP = "from ebft.tools.quickstart.run import keep_freed_memory; keep_freed_memory()"
 
-pytestmark = [
-    pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc"),
-    pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU"),
-]
 
+@pytest.mark.slow  # three processes that import torch
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU")
+def test_freed_memory_is_used_again_unless_the_environment_has_settings():
+    def share_of_pages(setting, **variables):
+        """The share of pages that are requested from the operating system again."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+        command = [sys.executable, "-c", SCRIPT.format(setting=setting)]
+        return float(subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True).stdout)
 
-def share_of_pages(setting: str, **variables: str) -> float:
-    """The share of pages that are requested from the operating system again."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    command = [sys.executable, "-c", SCRIPT.format(setting=setting)]
-    return float(subprocess.run(command, env=clean | variables, capture_output=True, text=True, check=True).stdout)
-
-
-def test_freed_memory_is_used_again():
     assert share_of_pages(KEEP) < 0.05 < 0.5 < share_of_pages("")
-
-
-def test_settings_of_the_environment_take_precedence():
     assert share_of_pages(KEEP, MALLOC_TRIM_THRESHOLD_="131072") > 0.5

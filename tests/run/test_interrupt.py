@@ -25,21 +25,17 @@ from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
 LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
+NO_EVALUATION = NO_SAVES | {"eval_steps": None}
 # phase -> (method, moment of the signal, changed keys, step of the checkpoint)
 PHASES = {
     "evaluation": ("strided", before(HeldOutMeasure, "add", 2, terminate), NO_SAVES, 6),
-    "the last evaluation": (
-        "sft",
-        before(SFTTrainer, "prediction_step", 2, terminate),
-        NO_SAVES | {"eval_steps": 4},
-        8,
-    ),
+    "the last evaluation": ("sft", before(SFTTrainer, "prediction_step", 2, terminate), LAST_EVALUATION, 8),
     "generation": ("structured", before(RolloutJob, "run", 6, press_ctrl_c), NO_SAVES, 4),
     "an update on completions": ("structured", before(EBFTTrainer, "_compute_loss", 6, press_ctrl_c), NO_SAVES, 4),
     "an update of GRPO": ("grpo", before(RolloutGRPOTrainer, "after_rewards", 6, terminate), NO_SAVES, 4),
     "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
     "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
-    "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_SAVES | {"eval_steps": None}, 3),
+    "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_EVALUATION, 3),
     "the last update": ("structured", before(torch.optim.AdamW, "step", STEPS, terminate), LAST_EVALUATION, STEPS),
     "a save": ("sft_full", before(torch, "save", 8, terminate), {}, 2),
 }
@@ -47,60 +43,53 @@ PHASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, unbroken, tmp_path):
+def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, unbroken, out):
     method, inject, keys, step = PHASES[phase]
-    out = tmp_path / "out"
     config = config_of(method, inputs, out, **keys)
     ended = run(config, inject)
     assert ended.code in (128 + 2, 128 + 15), ended.output
     assert f"Stopped at step {step}. Resume by" in ended.output
     assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
     assert (ended := run(config)).code == 0, ended.output
-    evaluations = {"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {}
-    wanted = unbroken(method, **evaluations)
+    wanted = unbroken(method, **{"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {})
     assert final_step(out) == STEPS and result(out) == (without_summary(wanted) if step == STEPS else wanted)
 
 
 @pytest.mark.parametrize("act", [press_ctrl_c, kill])
-def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, tmp_path):
-    config = config_of("sft", inputs, tmp_path / "out", max_steps=1)
+def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, out):
+    config = config_of("sft", inputs, out, max_steps=1)
     ended = run(config, before(ebft.run.reporting, "write_report", 1, act))
-    assert final_step(tmp_path / "out") == 1 and not (tmp_path / "out" / "report.html").exists()
+    assert final_step(out) == 1 and not (out / "report.html").exists()
     if act is press_ctrl_c:
-        assert ended.code == 130 and f"The model is saved in {tmp_path / 'out'}" in ended.output
-    assert run(config).code == 0 and (tmp_path / "out" / "report.html").is_file()
+        assert ended.code == 130 and f"The model is saved in {out}" in ended.output
+    assert run(config).code == 0 and (out / "report.html").is_file()
 
 
-def test_a_signal_while_the_model_is_loaded(inputs, tmp_path):
-    config = config_of("sft", inputs, tmp_path / "out")
+def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
+    config = config_of("sft", inputs, out, max_steps=2)
     ended = run(config, before(ebft.run.training, "load_model", 1, terminate))
     assert ended.code == 128 + 15 and "Interrupted before training started; nothing was saved." in ended.output
-    assert not any((tmp_path / "out").glob("checkpoint-*")) and final_step(tmp_path / "out") is None
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "stopped"
+    assert not any(out.glob("checkpoint-*")) and final_step(out) is None
+    assert json.loads((out / "run.json").read_text())["state"] == "stopped"
 
-
-def test_a_signal_while_a_checkpoint_is_loaded(inputs, tmp_path):
-    out = tmp_path / "out"
-    assert run(config_of("sft", inputs, out), before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
-    config = config_of("sft", inputs, out, max_steps=STEPS + 2)
+    assert run(config, before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
+    config = config_of("sft", inputs, out, max_steps=4)
     ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
-    assert ended.code == 128 + 15 and f"Stopped at step {STEPS}. Resume by" in ended.output
-    assert run(config).code == 0 and final_step(out) == STEPS + 2
+    assert ended.code == 128 + 15 and "Stopped at step 2. Resume by" in ended.output
+    assert run(config).code == 0 and final_step(out) == 4
 
 
-def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, tmp_path):
-    config = config_of("sft_full", inputs, tmp_path / "out")
-    ended = run(config, before(ebft.run.output, "publish_files", 1, press_ctrl_c))
+def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, out):
+    ended = run(config_of("sft_full", inputs, out), before(ebft.run.output, "publish_files", 1, press_ctrl_c))
     assert ended.code == 0 and "Stopping after saving the final model" in ended.output
-    assert final_step(tmp_path / "out") == STEPS and result(tmp_path / "out") == unbroken("sft_full")
+    assert final_step(out) == STEPS and result(out) == unbroken("sft_full")
 
 
-def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, tmp_path):
-    config = config_of("sft_full", inputs, tmp_path / "out")
+def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, out):
+    config = config_of("sft_full", inputs, out, max_steps=2)
     ended = run(config, before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()]))
-    assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 8. " in ended.output
-    assert final_step(tmp_path / "out") is None
-    assert run(config).code == 0 and final_step(tmp_path / "out") == STEPS
+    assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 2. " in ended.output
+    assert final_step(out) is None and run(config).code == 0 and final_step(out) == 2
 
 
 def test_a_request_of_another_thread_stops_a_single_process_where_it_can():

@@ -3,25 +3,21 @@
 import pytest
 import torch
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 from ebft.run.optimizer import check_optimizer
-from tests.config.conftest import MINIMAL
+from tests.config.conftest import make
 from tests.monitor.sft_run import plain_trainer
 from tests.test_sft import tiny_model
+
+__all__ = ["make"]
 
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 512, "num_key_value_heads": 2}
 
 
-def trainer_with(folder, optimizer, steps=4, **changes):
-    return plain_trainer(
-        folder, tiny_model(**WIDE), optim=optimizer, max_steps=steps, learning_rate=1e-2, save_steps=2, **changes
-    )
-
-
-def config_with(**keys):
-    return RunConfig.from_dict({**MINIMAL, **keys})
+def trainer_with(folder, optimizer, **changes):
+    keys = {"optim": optimizer, "max_steps": 4, "learning_rate": 1e-2, "save_steps": 2}
+    return plain_trainer(folder, tiny_model(**WIDE), **keys, **changes)
 
 
 def losses(trainer):
@@ -45,31 +41,24 @@ def state_per_weight(trainer):
 @pytest.mark.parametrize(("optimizer", "most"), [("adamw_torch_8bit", 2.3), ("adamw_torch_4bit", 1.1)])
 def test_states_of_torchao_need_fewer_bytes_learn_the_same_and_are_restored(optimizer, most, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes a minute, results are the same
-    whole = trainer_with(tmp_path / "whole", optimizer)
-    whole.train()
-    exact = trainer_with(tmp_path / "exact", "adamw_torch")
-    exact.train()
+    whole, exact = trainer_with(tmp_path, optimizer, save_strategy="steps"), trainer_with(tmp_path / "e", "adamw_torch")
+    for trainer in (whole, exact):
+        trainer.train()
     assert most / 2 < state_per_weight(whole) < most and 8 <= state_per_weight(exact) < 8.01
     assert losses(whole) == pytest.approx(losses(exact), rel=0.02)
-    trainer_with(tmp_path / "part", optimizer, save_strategy="steps").train()
-    resumed = trainer_with(tmp_path / "part", optimizer)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-2"))
+    resumed = trainer_with(tmp_path, optimizer)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert losses(resumed) == losses(whole)
 
 
-def test_arguments_of_the_optimizer_reach_it(tmp_path):
-    check_runnable(config_with(optimizer="sgd", optim_args={"momentum": 0.5}))
+def test_arguments_of_the_optimizer(make, tmp_path, monkeypatch):
+    """They reach it, may be text as in transformers, and are refused where that reads one as its opposite."""
+    check_runnable(make(optimizer="sgd", optim_args={"momentum": 0.5}))
     trainer = trainer_with(tmp_path, "sgd", optim_args="momentum=0.5")
     assert trainer.create_optimizer().param_groups[0]["momentum"] == 0.5
-
-
-def test_arguments_may_be_text_as_in_transformers():
-    assert config_with(optim_args="r=4, power=0.5").optim_args == {"r": "4", "power": "0.5"}
+    assert make(optim_args="r=4, power=0.5").optim_args == {"r": "4", "power": "0.5"}
     with pytest.raises(ConfigError, match="optim_args: invalid value 'rank'; expected a mapping, or name=value"):
-        config_with(optim_args="rank")
-
-
-def test_an_argument_that_transformers_reads_as_its_opposite_is_refused(monkeypatch):
+        make(optim_args="rank")
     monkeypatch.setattr("ebft.run.optimizer._settings", lambda name, given: {"kahan_sum": "kahan_sum" in given or None})
     with pytest.raises(ConfigError, match="optim_args.kahan_sum: false is read as true"):
-        check_optimizer(config_with(optimizer="stable_adamw", optim_args={"kahan_sum": False}))
+        check_optimizer(make(optimizer="stable_adamw", optim_args={"kahan_sum": False}))

@@ -38,28 +38,39 @@ def contents(folder):
     return {name: (folder / name).read_text() for name in FOREIGN}
 
 
+def write(folder, name, text="x"):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def trained(config, code=0, inject=lambda: None):
+    """What a run printed that ended with this exit code."""
+    ended = run(config, inject)
+    assert ended.code == code, ended.output
+    return ended.output
+
+
 def test_a_project_folder_is_unchanged_by_runs_kills_and_resuming(inputs, tmp_path):
     out = tmp_path / "project"
     for name, text in FOREIGN.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+        write(out, name, text)
     (out / "link").symlink_to(out / "data")
     config = config_of("strided", inputs, out, max_steps=4)
-    assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 3)).code == -9
+    trained(config, -9, before(ebft.trainer.OverTrainer, "_save_checkpoint", 3))
     assert contents(out) == FOREIGN
-    assert run(config, before(ebft.run.output, "publish_files", 1)).code == -9
-    ended = run(config)
-    assert ended.code == 0 and final_step(out) == 4 and contents(out) == FOREIGN
-    assert f"{out / CARD} was not written by a run, or was edited, so it is kept and no model card" in ended.output
+    trained(config, -9, before(ebft.run.output, "publish_files", 1))
+    said = trained(config)
+    assert f"{out / CARD} was not written by a run, or was edited, so it is kept and no model card" in said
+    assert final_step(out) == 4 and contents(out) == FOREIGN
     second = config_of("sft", inputs, out, max_steps=2, **NEW)
-    assert run(second, before(ebft.run.output, "write_mark", 2)).code == -9
-    assert run(second).code == 0 and contents(out) == FOREIGN and final_step(out) == 2
+    trained(second, -9, before(ebft.run.output, "write_mark", 2))
+    trained(second)
+    assert contents(out) == FOREIGN and final_step(out) == 2
     assert final_step(out / "previous" / "1") == 4 and (out / "link").is_symlink()
-    resumed = config_of("sft", inputs, out, max_steps=3)
-    assert run(resumed).code == 0 and final_step(out) == 3 and contents(out) == FOREIGN
-    full = config_of("sft_full", inputs, out, max_steps=1, **NEW)
+    trained(config_of("sft", inputs, out, max_steps=3))
+    assert final_step(out) == 3 and contents(out) == FOREIGN
     with pytest.raises(ConfigError, match="contains config.json, which this run would replace"):
-        check_runnable(full)
+        check_runnable(config_of("sft_full", inputs, out, max_steps=1, **NEW))
 
 
 def kill_between_files():
@@ -74,91 +85,87 @@ def kill_between_files():
 
 
 @pytest.mark.parametrize("has_run_before", [False, True])
-def test_a_run_killed_between_the_files_of_its_model_continues(has_run_before, inputs, tmp_path):
-    out = tmp_path / "out"
+def test_a_run_killed_between_the_files_of_its_model_continues(has_run_before, inputs, out):
     if has_run_before:
-        assert run(config_of("sft_full", inputs, out, max_steps=1)).code == 0
-    config = config_of("sft", inputs, out, max_steps=2, **NEW)
-    assert run(config, kill_between_files).code == -9 and final_step(out) is None
-    ended = run(config_of("sft", inputs, out, max_steps=2))
-    assert ended.code == 0 and final_step(out) == 2 and "was edited" not in ended.output
+        trained(config_of("sft_full", inputs, out, max_steps=1))
+    trained(config_of("sft", inputs, out, max_steps=2, **NEW), -9, kill_between_files)
+    assert final_step(out) is None
+    assert "was edited" not in trained(config_of("sft", inputs, out, max_steps=2)) and final_step(out) == 2
     assert "trained by SFT" in (out / CARD).read_text() and not (out / "config.json").exists()
 
 
-def test_an_edited_card_is_kept(inputs, tmp_path):
-    out = tmp_path / "out"
-    assert run(config_of("sft", inputs, out, max_steps=1)).code == 0
+def test_files_of_the_user_in_the_folder_of_a_run(inputs, out):
+    """An edited card is kept; a report and a model are not moved by later runs."""
+    trained(config_of("sft", inputs, out, max_steps=1))
+    new = config_of("sft", inputs, out, max_steps=1, **NEW)
+    check_runnable(new)
+    report = (out / "report.html").read_text()
+    (out / "report.html").write_text("<title>mine")
+    with pytest.raises(ConfigError, match="contains report.html, which"):
+        check_runnable(new)
+    (out / "report.html").write_text(report)
+    shutil.copy(inputs / "model" / "model.safetensors", out)
+    with pytest.raises(ConfigError, match="contains model.safetensors, which"):
+        check_runnable(new)
+    (out / "model.safetensors").unlink()
     (out / CARD).write_text("my notes")
-    ended = run(config_of("sft", inputs, out, max_steps=2))
-    assert ended.code == 0 and final_step(out) == 2 and "or was edited, so it is kept" in ended.output
-    assert run(config_of("sft", inputs, out, max_steps=1, **NEW)).code == 0
+    assert "or was edited, so it is kept" in trained(config_of("sft", inputs, out, max_steps=2))
+    assert final_step(out) == 2
+    trained(new)
     assert (out / CARD).read_text() == "my notes" and not (out / "previous" / "1" / CARD).exists()
-
-
-@pytest.fixture
-def out(tmp_path):
-    (tmp_path / "out").mkdir()
-    return tmp_path / "out"
-
-
-def write(folder, name, text="x"):
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_text(text)
 
 
 # Of others, in a folder without a run; then the names in the error.
 REFUSED = {
-    "a model": (
-        ["model.safetensors", "config.json", "tokenizer.json"],
-        "config.json, model.safetensors, tokenizer.json",
-    ),
-    "an adapter": (["adapter_config.json"], "adapter_config.json"),
-    "a trainer's state": (["trainer_state.json"], "trainer_state.json"),
-    "a folder named as a file": (["config.json/x"], "config.json"),
-    "metrics": (["metrics.jsonl"], "metrics.jsonl"),
-    "a report": (["report.html"], "report.html"),
-    "a run.json": (["run.json"], "run.json"),
-    "rollouts": (["rollouts.jsonl"], "rollouts.jsonl"),
-    "an evaluation": (["evaluation.json"], "evaluation.json"),
-    "a checkpoint of a user": (["checkpoint-5/notes.txt"], "checkpoint-5"),
-    "a checkpoint of another program": (["checkpoint-5/trainer_state.json"], "checkpoint-5"),
-    "a file named as a checkpoint": (["checkpoint-5"], "checkpoint-5"),
-    "a staging folder": (["_saving/notes.txt"], "_saving"),
-    "a file named previous": (["previous"], "previous"),
-    "a copied checkpoint": (["ebft_run.json", "ebft_checksums.json", "config.json"], "config.json, ebft_run.json"),
-    "many": ([f"model-{n}-of-9.safetensors" for n in range(9)], "model-4-of-9.safetensors and 4 more"),
+    "a model": ("model.safetensors config.json tokenizer.json", "config.json, model.safetensors, tokenizer.json"),
+    "an adapter": ("adapter_config.json", "adapter_config.json"),
+    "a trainer's state": ("trainer_state.json", "trainer_state.json"),
+    "a folder named as a file": ("config.json/x", "config.json"),
+    "metrics": ("metrics.jsonl", "metrics.jsonl"),
+    "a report": ("report.html", "report.html"),
+    "a run.json": ("run.json", "run.json"),
+    "rollouts": ("rollouts.jsonl", "rollouts.jsonl"),
+    "an evaluation": ("evaluation.json", "evaluation.json"),
+    "a checkpoint of a user": ("checkpoint-5/notes.txt", "checkpoint-5"),
+    "a checkpoint of another program": ("checkpoint-5/trainer_state.json", "checkpoint-5"),
+    "a file named as a checkpoint": ("checkpoint-5", "checkpoint-5"),
+    "a staging folder": ("_saving/notes.txt", "_saving"),
+    "a file named previous": ("previous", "previous"),
+    "a copied checkpoint": ("ebft_run.json ebft_checksums.json config.json", "config.json, ebft_run.json"),
+    "many": (" ".join(f"model-{n}-of-9.safetensors" for n in range(9)), "model-4-of-9.safetensors and 4 more"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_files_of_others_are_refused(case, inputs, out):
     names, told = REFUSED[case]
-    for name in names:
+    for name in names.split():
         write(out, name)
     with pytest.raises(ConfigError, match=f"output_dir: {out} contains .*{told}, which .*Set output_dir to a new"):
         check_runnable(config_of("sft_full", inputs, out, **NEW))
-    assert all((out / name).read_text() == "x" for name in names)
+    assert all((out / name).read_text() == "x" for name in names.split())
 
 
 ACCEPTED = {
-    "an empty folder of a checkpoint": ["checkpoint-5/"],
-    "a checkpoint of an earlier version": ["checkpoint-5/ebft_run.json"],
-    "other checkpoints": ["checkpoint-best/x", "checkpoint-5-old/x", "checkpoint-best-5/x"],
-    "earlier runs": ["previous/1/model.safetensors"],
-    "what a killed save left": ["_saving/final/config.json", "_saving/checkpoint-3.old/x", "_saving/push/x"],
-    "similar names": ["my_config.json", "config.yaml", "adapter.safetensors", "rollouts.csv", "merges.txt", "model.py"],
-    "trackers": ["runs/x/events", "wandb/x", "completions/x"],
-    "a card": ["README.md"],
-    "empty records after a power loss": ["run.json:", "metrics.jsonl:"],
+    "an empty folder of a checkpoint": "checkpoint-5/",
+    "a checkpoint of an earlier version": "checkpoint-5/ebft_run.json",
+    "other checkpoints": "checkpoint-best/x checkpoint-5-old/x checkpoint-best-5/x",
+    "earlier runs": "previous/1/model.safetensors",
+    "what a killed save left": "_saving/final/config.json _saving/checkpoint-3.old/x _saving/push/x",
+    "similar names": "my_config.json config.yaml adapter.safetensors rollouts.csv merges.txt model.py",
+    "trackers": "runs/x/events wandb/x completions/x",
+    "a card": "README.md",
+    "empty records after a power loss": "run.json: metrics.jsonl:",
 }
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_files_that_a_run_leaves_alone_or_has_written_are_accepted(case, inputs, out):
-    for name in ACCEPTED[case]:
-        (out / name).mkdir(parents=True) if name.endswith("/") else write(
-            out, name.rstrip(":"), "" if ":" in name else "x"
-        )
+    for name in ACCEPTED[case].split():
+        if name.endswith("/"):
+            (out / name).mkdir(parents=True)
+        else:
+            write(out, name.rstrip(":"), "" if ":" in name else "x")
     check_runnable(config_of("sft_full", inputs, out, **NEW))
 
 
@@ -168,42 +175,24 @@ def test_a_checkpoint_of_another_program_can_be_resumed(inputs, out):
 
 
 def test_a_link_to_the_staging_folder_is_refused(inputs, out, tmp_path):
+    out.mkdir()
     (out / "_saving").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="contains _saving, which"):
         check_runnable(config_of("sft_full", inputs, out, **NEW))
 
 
 @pytest.mark.parametrize("has_list", [True, False])
-def test_folders_of_earlier_versions_go_on_working(has_list, inputs, tmp_path):
+def test_folders_of_earlier_versions_go_on_working(has_list, inputs, out):
     """Their lists have no checksums of the card; runs that were killed have none."""
-    out = tmp_path / "out"
-    assert run(config_of("sft_full", inputs, out, max_steps=1)).code == 0
+    trained(config_of("sft_full", inputs, out, max_steps=1))
     mark = json.loads((out / MARK).read_text())
     del mark["cards"]
     (out / MARK).write_text(json.dumps(mark))
     if not has_list:
         (out / MARK).unlink()
-    ended = run(config_of("sft", inputs, out, max_steps=1, **NEW))
-    assert ended.code == 0 and final_step(out) == 1 and "is kept" not in ended.output, ended.output
+    assert "is kept" not in trained(config_of("sft", inputs, out, max_steps=1, **NEW)) and final_step(out) == 1
     assert not (out / "model.safetensors").exists()
     assert {"model.safetensors", "config.json", CARD} <= {path.name for path in (out / "previous" / "1").iterdir()}
-
-
-def test_a_model_that_was_copied_into_the_folder_of_a_run_is_refused(inputs, tmp_path):
-    out = tmp_path / "out"
-    assert run(config_of("sft", inputs, out, max_steps=1)).code == 0
-    shutil.copy(inputs / "model" / "model.safetensors", out)
-    with pytest.raises(ConfigError, match="contains model.safetensors, which"):
-        check_runnable(config_of("sft", inputs, out, **NEW))
-
-
-def test_a_report_of_the_user_is_not_moved_by_later_runs(inputs, tmp_path):
-    out = tmp_path / "out"
-    assert run(config_of("sft", inputs, out, max_steps=1)).code == 0
-    check_runnable(config_of("sft", inputs, out, **NEW))
-    (out / "report.html").write_text("<title>mine")
-    with pytest.raises(ConfigError, match="contains report.html, which"):
-        check_runnable(config_of("sft", inputs, out, **NEW))
 
 
 def test_files_that_cannot_be_moved_are_all_where_they_were(tmp_path, monkeypatch):
@@ -232,31 +221,28 @@ def test_a_file_that_was_added_while_the_run_trained_is_not_replaced(tmp_path):
     assert (tmp_path / "_saving" / "final" / "config.json").is_file()
 
 
-def test_paths_in_a_list_stay_in_the_folder(tmp_path):
-    write(tmp_path, "out/a")
-    write(tmp_path, "b")
-    write_mark(tmp_path / "out", None, {"a": 1, "../b": 1, str(tmp_path / "b"): 1}, [])
-    assert [Path(path).name for path in final_files(tmp_path / "out")] == ["a"]
+def test_paths_in_a_list_stay_in_the_folder(out, tmp_path):
+    for folder, name in ((out, "a"), (tmp_path, "b")):
+        write(folder, name)
+    write_mark(out, None, {"a": 1, "../b": 1, str(tmp_path / "b"): 1}, [])
+    assert [Path(path).name for path in final_files(out)] == ["a"]
 
 
-@pytest.mark.parametrize("place", ["", "sub/folder"])
-def test_a_folder_that_is_read_as_data_is_refused(place, inputs, tmp_path):
+def test_a_folder_that_is_read_as_data_is_refused(inputs, tmp_path):
     write(tmp_path, "data/rows.txt")
-    data = [{"path": str(tmp_path / "data"), "type": "completion"}]
-    config = config_of("sft", inputs, tmp_path / "data" / place, datasets=data)
-    with pytest.raises(ConfigError, match="is in the folder of datasets.0.path.* would read the files of this run"):
-        check_runnable(config)
-    data[0]["data_files"] = "rows.txt"
-    check_runnable(config_of("sft", inputs, tmp_path / "data" / place, datasets=data))
+    data = {"path": str(tmp_path / "data"), "type": "completion"}
+    of = lambda place, **keys: config_of("sft", inputs, tmp_path / "data" / place, datasets=[data | keys])
+    for place in ("", "sub/folder"):
+        with pytest.raises(ConfigError, match="is in the folder of datasets.0.path.* would read the files of this run"):
+            check_runnable(of(place))
+        check_runnable(of(place, data_files="rows.txt"))
     with warnings.catch_warnings(action="error"):
-        check_runnable(
-            config_of("sft", inputs, tmp_path / "data" / ".hidden", datasets=[{**data[0], "data_files": None}])
-        )
+        check_runnable(of(".hidden"))
 
 
 def test_an_edited_config_of_the_quickstart_is_renamed(tmp_path):
     (tmp_path / "tiny.yaml").write_text("edited")
-    own_copy(CONFIGS / "tiny.yaml", tmp_path)
-    own_copy(CONFIGS / "tiny.yaml", tmp_path)
+    for _ in range(2):
+        own_copy(CONFIGS / "tiny.yaml", tmp_path)
     assert (tmp_path / "tiny.yaml.changed").read_text() == "edited"
     assert (tmp_path / "tiny.yaml").read_text() == (CONFIGS / "tiny.yaml").read_text()

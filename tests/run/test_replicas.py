@@ -45,16 +45,9 @@ def test_what_must_be_the_same(digests, other, name):
         check_equal([first, digests(**other)])
 
 
-def test_what_machines_may_have_in_other_places(digests):
-    datasets = [{"path": "/data/one.jsonl", "type": "completion"}]
-    first = digests(checkpoint="/a/checkpoint-4", datasets=datasets)
-    elsewhere = [{"path": "/disk/two.jsonl", "type": "completion"}]
-    other = digests(
-        checkpoint="/b/checkpoint-4", datasets=elsewhere, base_model="/b/model", output_dir="/b/out", wandb_name="b"
-    )
-    check_equal([first, other])
-
-
-def test_the_keys_of_machines_exist(make):
-    names = {name for name, _ in checks._flat(make().model_dump(mode="json"))}
-    assert names >= checks._OF_MACHINES
+def test_what_machines_may_have_in_other_places(digests, make):
+    data = lambda path: [{"path": path, "type": "completion"}]
+    elsewhere = {"base_model": "/b/model", "output_dir": "/b/out", "wandb_name": "b", "datasets": data("/b/two.jsonl")}
+    first = digests(checkpoint="/a/checkpoint-4", datasets=data("/data/one.jsonl"))
+    check_equal([first, digests(checkpoint="/b/checkpoint-4", **elsewhere)])
+    assert {name for name, _ in checks._flat(make().model_dump(mode="json"))} >= checks._OF_MACHINES

@@ -24,26 +24,18 @@ WHOLE = {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}
 # Sampled noise of strided EBFT belongs to the documents; the other methods train on given completions. The reference
 # model of GRPO is sharded, too. SFT ends with the weights of step 1: the worst ones, which are "the best" here. Adam
 # divides by the size of gradients, so those near 0 would magnify rounding errors.
+BEST = {"load_best_model_at_end": True, "greater_is_better": True}
+REWARDED = {**TRL, "max_completion_length": 8, "beta": 0.1, "reward_funcs": ["tests.run.test_sharded.reward"]}
 RUNS = {
-    "sft": (
-        "sft_full",
-        {
-            "load_best_model_at_end": True,
-            "greater_is_better": True,
-            "save_steps": 1,
-            "save_total_limit": 3,
-            "eval_steps": 1,
-        },
-    ),
+    "sft": ("sft_full", {**BEST, "save_steps": 1, "save_total_limit": 3, "eval_steps": 1}),
     "sft, packed": ("sft_packed", {"eval_steps": 1}),
     "strided": ("strided_full", {}),
     "strided, adapter": ("strided", {}),
     "structured": ("structured_full", {}),
-    "grpo": (
-        "grpo_synced_reference",
-        {"trl": {**TRL, "max_completion_length": 8, "beta": 0.1, "reward_funcs": ["tests.run.test_sharded.reward"]}},
-    ),
+    "grpo": ("grpo_synced_reference", {"trl": REWARDED}),
 }
+COMMON = {"gradient_accumulation_steps": 1, "adam_epsilon": 1e-4, "max_steps": 3, "save_steps": 2, "logging_steps": 1}
+COMMON |= {"lr_scheduler": "constant", "auto_resume_from_checkpoints": False}
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/cfm_loss", "reward", "kl", "eval_ce_loss", "eval_cfm_loss")
 
 
@@ -80,13 +72,10 @@ def trained(inputs, tmp_path_factory):
         if key not in made:
             out = tmp_path_factory.mktemp("sharded") / "out"
             method, keys = RUNS[name]
-            rows = METHODS[method][2].get("micro_batch_size", 2) * METHODS[method][2].get(
-                "gradient_accumulation_steps", 1
-            )
-            common = {"micro_batch_size": rows // count, "gradient_accumulation_steps": 1, "adam_epsilon": 1e-4}
-            common |= {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "lr_scheduler": "constant"}
-            common |= {"auto_resume_from_checkpoints": False}
-            ended = run_processes(config_of(method, inputs, out, **{**common, **keys, **changes}), count, prepare)
+            rows = METHODS[method][2].get("micro_batch_size", 2)
+            rows *= METHODS[method][2].get("gradient_accumulation_steps", 1)
+            keys = {**COMMON, "micro_batch_size": rows // count, **keys, **changes}
+            ended = run_processes(config_of(method, inputs, out, **keys), count, prepare)
             assert [process.code for process in ended] == [0] * count, ended[0].output + ended[-1].output
             (weights,) = out.glob("*model.safetensors")
             logs = json.loads((out / "trainer_state.json").read_text())["log_history"]
@@ -117,7 +106,7 @@ def test_two_processes_train_as_one(trained, inputs, name):
 
 
 @pytest.mark.parametrize("name", ["strided", "strided, adapter"])
-def test_checkpoints_resume_with_any_number_of_processes(trained, name):
+def test_checkpoints_resume_with_any_number_of_processes_and_are_merged(trained, name, tmp_path):
     one, parts = trained(name, 1), trained(name, 2, **PARTS)
     whole = trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE)
     assert_same(parts, one)
@@ -128,28 +117,21 @@ def test_checkpoints_resume_with_any_number_of_processes(trained, name):
     assert {path.name.replace("_0.", ".") for path in (whole[0] / "checkpoint-2").glob("[!_]*[!1].*")} == of_one
     for saved, count, kind in ((parts, 1, {}), (parts, 2, PARTS), (whole, 1, {}), (one, 2, WHOLE), (one, 2, PARTS)):
         assert_same(trained(name, count, resume_from_checkpoint=str(saved[0] / "checkpoint-2"), **kind), one)
-
-
-@pytest.mark.parametrize("name", ["strided", "strided, adapter"])
-def test_a_merged_checkpoint_equals_one_that_was_saved_whole(trained, name, tmp_path):
-    parts, whole = trained(name, 2, **PARTS)[0], trained(name, 2, check_that_one_process_reads_the_weights, **WHOLE)[0]
-    merged = merge_sharded(parts / "checkpoint-2", tmp_path / "merged").folder
+    merged = merge_sharded(parts[0] / "checkpoint-2", tmp_path / "merged").folder
     found = {path.name: path.read_bytes() for path in merged.iterdir()}
-    expected = {path.name: path.read_bytes() for path in (whole / "checkpoint-2").iterdir() if path.name in found}
+    expected = {path.name: path.read_bytes() for path in (whole[0] / "checkpoint-2").iterdir() if path.name in found}
     assert found == expected and any(file.endswith("model.safetensors") for file in found)
     if name == "strided":
         assert AutoModelForCausalLM.from_pretrained(merged).config.hidden_size == 16
-        damaged = tmp_path / "damaged"
-        shutil.copytree(parts / "checkpoint-2", damaged)
-        (damaged / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
+        shutil.copytree(parts[0] / "checkpoint-2", tmp_path / "damaged")
+        (tmp_path / "damaged" / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
         with pytest.raises(ModelError, match="incomplete or damaged: __1_0.distcp is missing"):
-            merge_sharded(damaged)
+            merge_sharded(tmp_path / "damaged")
 
 
 def test_the_command(trained, inputs, tmp_path):
-    config = config_of("strided_full", inputs, tmp_path / "out")
-    keys = config.model_dump(exclude_unset=True) | {"micro_batch_size": 1, "gradient_accumulation_steps": 1, **PARTS}
-    keys |= {"max_steps": 3, "save_steps": 2, "logging_steps": 1, "lr_scheduler": "constant", "adam_epsilon": 1e-4}
+    config = config_of("strided_full", inputs, tmp_path / "out", micro_batch_size=1, **COMMON, **PARTS)
+    keys = config.model_dump(exclude_unset=True)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
     run_module("ebft", 2, "train", str(tmp_path / "run.yaml"))
     weights = load_file(tmp_path / "out" / "model.safetensors")
