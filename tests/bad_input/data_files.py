@@ -70,12 +70,8 @@ CHAT = {"type": "ebft_strided_chat.transform", "template": "chatml"}
 PAIR = {"type": "ebft_strided_structured.transform"}
 SFT = {"rl": None, "ebft": None}
 STREAM = SFT | {"streaming": True}
-STRUCTURED = {
-    "ebft": {"mode": "structured"},
-    "trl": {"num_generations": 2, "max_completion_length": 4},
-    "micro_batch_size": 2,
-    "chat_template": "chatml",
-}
+STRUCTURED = {"ebft": {"mode": "structured"}, "trl": {"num_generations": 2, "max_completion_length": 4},
+              "micro_batch_size": 2, "chat_template": "chatml"}  # fmt: skip
 
 
 def structured(name: str, content: list, *expect: str, type: str = "ebft_opencode.transform") -> Case:
@@ -123,8 +119,7 @@ READ_IN_TWO_WAYS = [
     *both("only a header with tabs", "text\tb\n", "no rows", file="d.tsv"),
     *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
     *both("a column twice with tabs", "text\ttext\na\tb\n", "'text' occurs 2 times", file="d.TSV"),
-    *both("an empty csv", "", "empty", file="d.csv"),
-    *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
+    *both("an empty csv", "", "empty", file="d.csv"), *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
     *both("an open quote", 'text\n"a"\n"b"\n"c\n' + "d\n" * 3, "line 4", "quote", file="d.csv"),
     *both("csv in UTF-16", "text\nabc\n".encode("utf-16"), "UTF-8", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "line 3002", "UTF-8", file="d.csv"),
@@ -137,18 +132,12 @@ READ_IN_TWO_WAYS = [
 ]  # fmt: skip
 
 JSON = [
-    rows("empty jsonl", "", "empty"),
-    rows("blank jsonl", "\n\n  \n", "empty"),
-    rows("null", "null\n", "line 1"),
-    rows("null in json", "null", file="d.json"),
-    rows("number in json", "5", file="d.json"),
-    rows("string in json", '"text"', file="d.json"),
-    rows("true in json", "true", file="d.json"),
+    rows("empty jsonl", "", "empty"), rows("blank jsonl", "\n\n  \n", "empty"), rows("null", "null\n", "line 1"),
+    rows("null in json", "null", file="d.json"), rows("number in json", "5", file="d.json"),
+    rows("string in json", '"text"', file="d.json"), rows("true in json", "true", file="d.json"),
     rows("list of nulls", "[null, null]", "dropped 2 without text", file="d.json"),
-    rows("list of numbers", "[1, 2]", "row 0", file="d.json"),
-    rows("empty list", "[]", "empty", file="d.json"),
-    rows("empty object", "{}\n"),
-    rows("empty objects in a list", "[{}, {}]", file="d.json"),
+    rows("list of numbers", "[1, 2]", "row 0", file="d.json"), rows("empty list", "[]", "empty", file="d.json"),
+    rows("empty object", "{}\n"), rows("empty objects in a list", "[{}, {}]", file="d.json"),
     rows("cut off", GOOD_LINE + '{"text": "abc', "line 2"),
     rows("object over lines", '{ "text":\n  "a" b}', "line 2: not valid JSON", "at column 7", file="d.json"),
     rows("first row not JSON", '{"text": "a" b}\n' + GOOD_LINE, "line 1: not valid JSON", "at column 14"),
@@ -156,11 +145,9 @@ JSON = [
     rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1", "Write it as a text. Correct"),
     rows("cut off list", '[{"text": "a"}, {"text": ', "line 1", file="d.json"),
     rows("single quotes", GOOD_LINE + "{'text': 'a'}\n", "line 2"),
-    rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"),
-    rows("list per line", "[1, 2]\n[3, 4]\n"),
+    rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"), rows("list per line", "[1, 2]\n[3, 4]\n"),
     rows("not UTF-8", GOOD_LINE.encode() + b'{"text": "\xff\xfe"}\n', "line 2", "UTF-8"),
-    rows("UTF-16", GOOD_LINE.encode("utf-16"), "UTF-8"),
-    rows("binary", bytes(range(256)) * 4, "UTF-8"),
+    rows("UTF-16", GOOD_LINE.encode("utf-16"), "UTF-8"), rows("binary", bytes(range(256)) * 4, "UTF-8"),
     rows("HTML", "<!DOCTYPE html><html><body>404</body></html>\n", "line 1"),
     rows("git LFS pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1\n", "line 1"),
     rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
@@ -169,9 +156,8 @@ JSON = [
     rows("object as text", [{"text": {"a": "b"}}] * 3, "text", "row 0"),
     rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
     rows("long line that is not JSON", GOOD_LINE + "x" * 50_000, "line 2"),
-    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n'),
-    rows("NaN as text", '{"text": NaN}\n'),
-]
+    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n'), rows("NaN as text", '{"text": NaN}\n'),
+]  # fmt: skip
 
 TABLES = [
     rows("empty csv", "", "empty", file="d.csv"),
@@ -179,36 +165,27 @@ TABLES = [
     rows("csv without a header", "a b c\nd e f\n", "text", file="d.csv"),
     rows("csv with an open quote", 'text\n"abc\n' + "def\n" * 3, file="d.csv"),
     rows("csv not UTF-8", b"text\ncaf\xe9\n", "UTF-8", file="d.csv"),
-    rows("parquet that is text", "hello", file="d.parquet"),
-    rows("empty parquet", b"", file="d.parquet"),
+    rows("parquet that is text", "hello", file="d.parquet"), rows("empty parquet", b"", file="d.parquet"),
     rows("cut off parquet", truncated, file="d.parquet"),
     rows("parquet without rows", parquet({"text": []}), file="d.parquet"),
     rows("parquet without text", parquet({"a": [1]}), "text", file="d.parquet"),
-    rows("arrow that is text", "hello", file="d.arrow"),
-    rows("empty arrow", b"", file="d.arrow"),
+    rows("arrow that is text", "hello", file="d.arrow"), rows("empty arrow", b"", file="d.arrow"),
     rows("json read as parquet", GOOD_LINE, ds_type="parquet"),
     rows("text read as json", TEXT, ds_type="json", file="d.txt"),
-    rows("text not UTF-8", b"caf\xe9 \xff", "UTF-8", file="d.txt"),
-    rows("empty text", "", file="d.txt"),
+    rows("text not UTF-8", b"caf\xe9 \xff", "UTF-8", file="d.txt"), rows("empty text", "", file="d.txt"),
     dataset("damaged save_to_disk", "saved", path="saved", files={"saved": saved}),
     dataset("save_to_disk with a broken state", "saved", path="saved", files={"saved/state.json": "{"}),
-]
+]  # fmt: skip
 
 REPLIED = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there, you."}]}]
 COMPARED = [{"messages": REPLIED[0]["messages"][:1], "chosen": "Hello there.", "rejected": "No."}]
 BODY = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}\n"
-FAILING = {
-    "{{ 1 // 0 }}": "modulo by zero",
-    "{{ 'a' | nothing }}": "No filter named 'nothing'",
-    "{{ nothing.a }}": "undefined",
-    "{{ raise_exception('not so') }}": "not so",
-    "{{ 10.0 ** 400 }}": "out of range",
-    "{{ 'a' * 10**15 }}": "Memory",
-    "{{ 'a' + 5 }}": "concatenate",
-    "{{ 5 is nothing }}": "No test named 'nothing'",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
-    "{% for n in range(10**9) %}{% endfor %}": "Range",
-}
+FAILING = {"{{ 1 // 0 }}": "modulo by zero", "{{ 'a' | nothing }}": "No filter named 'nothing'",
+           "{{ nothing.a }}": "undefined", "{{ raise_exception('not so') }}": "not so",
+           "{{ 10.0 ** 400 }}": "out of range", "{{ 'a' * 10**15 }}": "Memory", "{{ 'a' + 5 }}": "concatenate",
+           "{{ 5 is nothing }}": "No test named 'nothing'",
+           "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
+           "{% for n in range(10**9) %}{% endfor %}": "Range"}  # fmt: skip
 TEMPLATES = [
     bad(f"template with {text} in {type}", "c.jsonl", "row 0", "t.jinja", "line 2", said, files={
         "c.jsonl": COMPARED if "default" in type else REPLIED, "t.jinja": BODY + text},
@@ -234,8 +211,7 @@ PLACES = [
     dataset("missing folder", "./nothing", path="./nothing"),
     dataset("empty folder", "folder", path="folder", files={"folder": Path.mkdir}),
     dataset("folder of unknown files", "folder", ".xyz", path="folder", files={"folder/a.xyz": "a"}),
-    dataset("empty path", "datasets.0.path", path=""),
-    dataset("blank path", "datasets.0.path", path=" "),
+    dataset("empty path", "datasets.0.path", path=""), dataset("blank path", "datasets.0.path", path=" "),
     dataset("the root folder", "path", path="/proc/self/nothing"),
     dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
     dataset("FIFO of text", "d.txt", path="d.txt", files={"d.txt": os.mkfifo}),
@@ -251,24 +227,21 @@ PLACES = [
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
     dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
     dataset("data_files outside", "nothing", path=".", data_files=["rows.jsonl", "nothing.jsonl"]),
-    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"),
-    dataset("long path", "path", path="a" * 5000),
+    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"), dataset("long path", "path", path="a" * 5000),
     dataset("Hub id that is not there", "nobody/nothing", path="nobody/nothing"),
     dataset("unknown split", "rows.jsonl", "validation", split="validation"),
     dataset("slice past the end", "rows.jsonl", "train[100:200]", "4 rows", split="train[100:200]"),
     dataset("slice from past the end", "rows.jsonl", "train[100:]", split="train[100:]"),
     dataset("empty slice", "train[2:2]", split="train[2:2]"),
-    dataset("reversed slice", "train[3:1]", split="train[3:1]"),
-    dataset("malformed slice", "train[1", split="train[1"),
+    dataset("reversed slice", "train[3:1]", split="train[3:1]"), dataset("malformed slice", "train[1", split="train[1"),
     dataset("slice of 200%", "train[150%:200%]", split="train[150%:200%]"),
     dataset("second part empty", "train[100:200]", split="train[:2]+train[100:200]"),
-    dataset("missing column", "text", "row 0", field="body"),
-    dataset("missing nested column", "row 0", field="text.a"),
+    dataset("missing column", "text", "row 0", field="body"), dataset("missing nested column", "row 0", field="text.a"),
     dataset("second file broken", "b.jsonl", "line 1", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": "{"}),
     dataset("columns of two files differ in type", "d", path="d",
             files={"d/a.jsonl": [{"text": "a"}], "d/b.csv": "text\n5\n"}),
-    bad("second entry broken", "b.jsonl", config={"datasets": [
-        {"path": "rows.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "completion"}]},
+    bad("second entry broken", "b.jsonl",
+        config={"datasets": [{"path": "rows.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "completion"}]},
         files={"b.jsonl": "{"}),
     bad("test_datasets broken", "b.jsonl", config={"test_datasets": [{"path": "b.jsonl", "type": "completion"}]},
         files={"b.jsonl": "{"}),
@@ -329,34 +302,35 @@ VALID = [
           files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
     good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
          config=entry(path="d.jsonl"), files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
-    good("NUL in a text", why="it is a character that tokenizers read",
-         config=entry(path="d.csv"), files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
-    good("fewer fields than columns", why="missing fields are empty",
-         config=entry(path="d.csv"), files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
+    good("NUL in a text", why="it is a character that tokenizers read", config=entry(path="d.csv"),
+         files={"d.csv": "text\n" + "a b c d \0 e f g h i j k l\n" * 2}),
+    good("fewer fields than columns", why="missing fields are empty", config=entry(path="d.csv"),
+         files={"d.csv": "text,b\n" + "a b c d e f g h i j k l\n" * 2}),
     good("compressed csv", why="the datasets library unpacks it", config=entry(path="d.csv"),
          files={"d.csv": gzip.compress(b"text\n" + b"a b c d e f g h i j k l\n" * 2)}),
-    *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text}) for name, text in (
-        ("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
-        ("stream: the first row has other columns", '{"other": "a"}\n' + GOOD_LINE * 2),
-        ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE),
-        ("stream: 10,000 columns", json.dumps({"text": TEXT * 2} | {f"c{n}": n for n in range(10_000)})))),
+    *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text})
+      for name, text in (("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
+                         ("stream: the first row has other columns", '{"other": "a"}\n' + GOOD_LINE * 2),
+                         ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE), ("stream: 10,000 columns", json.dumps({
+                             "text": TEXT * 2
+                         } | {f"c{n}": n for n in range(10_000)})))),
     valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
     valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
           warns=("dropped 1 without text",)),
     valid("two objects on a line", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip() * 2}, warns=("2 documents",)),
     valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
-    valid("rows", path="rows.jsonl"),
-    valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
-    *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text}) for text in (
-        '{ "text":\n' + json.dumps(TEXT * 2) + "}", '\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
-        '{"n": [\n1], "text": ' + json.dumps(TEXT * 2) + "}",
-        '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
+    valid("rows", path="rows.jsonl"), valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
+    *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text})
+      for text in ('{ "text":\n' + json.dumps(TEXT * 2) + "}",
+                   '\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
+                   '{"n": [\n1], "text": ' + json.dumps(TEXT * 2) + "}",
+                   '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
     valid("a list of objects", path="d.json", files={"d.json": json.dumps(ROWS)}),
     valid("blank lines between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "\n\n" + GOOD_LINE}),
     valid("byte order mark", path="d.jsonl", files={"d.jsonl": b"\xef\xbb\xbf" + GOOD_LINE.encode()}),
     valid("Windows line ends", path="d.jsonl", files={"d.jsonl": GOOD_LINE.replace("\n", "\r\n").encode() * 2}),
     valid("no newline at the end", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip()}),
-    valid("some texts null", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": None}]}, 
+    valid("some texts null", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": None}]},
           warns=("dropped 1 without text",)),
     valid("some texts too short", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": "a"}]}, warns=("dropped 1",)),
     valid("rows with more columns", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": TEXT * 2, "id": 5}]}),
@@ -369,17 +343,15 @@ VALID = [
     valid("folder", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": ROWS}),
     valid("folder with other files", path="d", files={"d/a.jsonl": ROWS, "d/b.xyz": "x"}, warns=(".xyz",)),
     valid("the working directory", path=".", data_files="rows.jsonl"),
-    valid("slice that overlaps the end", split="train[2:200]"),
-    valid("a percentage", split="train[:50%]"),
-    valid("two slices", split="train[:1]+train[2:3]"),
-    valid("negative slice", split="train[-2:]"),
+    valid("slice that overlaps the end", split="train[2:200]"), valid("a percentage", split="train[:50%]"),
+    valid("two slices", split="train[:1]+train[2:3]"), valid("negative slice", split="train[-2:]"),
     valid("symlink", path="link.jsonl", files={"link.jsonl": lambda path: path.symlink_to("rows.jsonl")}),
     valid("pairs", path="pairs.jsonl", **PAIR),
     valid("some references empty", path="d.jsonl", **PAIR,
           files={"d.jsonl": [*PAIRS, {"input": "a b c", "output": ""}]}, warns=("dropped 1",)),
     valid("home", path="~/rows.jsonl"),
-    good("structured pairs", config={
-        **STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
+    good("structured pairs",
+         config={**STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
 CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

@@ -302,14 +302,11 @@ MODELS = [
     model("dropout below 0", settings(attention_dropout=-0.1), "config.json: attention_dropout"),
     model("unknown rope", settings(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}),
           "config.json: rope_parameters.rope_type: transformers does not know 'magic'"),
-    model("no weights", remove(WEIGHTS), "safetensors"),
-    model("empty weights", write(WEIGHTS, b""), WEIGHTS),
+    model("no weights", remove(WEIGHTS), "safetensors"), model("empty weights", write(WEIGHTS, b""), WEIGHTS),
     model("weights are text", write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), WEIGHTS),
-    model("cut off weights", cut(WEIGHTS, 5000), WEIGHTS),
-    model("cut off header", cut(WEIGHTS, 20), WEIGHTS),
+    model("cut off weights", cut(WEIGHTS, 5000), WEIGHTS), model("cut off header", cut(WEIGHTS, 20), WEIGHTS),
     model("one tensor missing", without("layers.1.mlp.up_proj"), "layers.1.mlp.up_proj"),
-    model("no output layer", without("lm_head"), "lm_head"),
-    model("no norm", without("model.norm"), "model.norm"),
+    model("no output layer", without("lm_head"), "lm_head"), model("no norm", without("model.norm"), "model.norm"),
     model("a layer missing", without("layers.1."), "layers.1"),
     model("all tensors renamed", renamed("model.", "network."), "model."),
     model("a tensor renamed", renamed("q_proj", "query"), "q_proj"),
@@ -325,9 +322,9 @@ MODELS = [
     model("dtype of integers", settings(dtype="int32"), "config.json: dtype: invalid value 'int32'"),
     model("bool weights", stored_as("bool"), "stored as bool", "no quantization_config"),
     model("one int8 tensor", stored_as("int8", "layers.0.mlp.up"), "int8 (model.layers.0.mlp.up_proj.weight)"),
-    model("float8 weights with scales", then(
-        stored_as("float8_e4m3fn", "q_proj"), with_more(model__layers__0__self_attn__q_proj__weight_scale_inv=[1, 1])),
-        "float8_e4m3fn with scales", "weight_scale_inv", "quantization_config"),
+    model("float8 weights with scales", then(stored_as("float8_e4m3fn", "q_proj"),
+                                             with_more(model__layers__0__self_attn__q_proj__weight_scale_inv=[1, 1])),
+          "float8_e4m3fn with scales", "weight_scale_inv", "quantization_config"),
     model("unknown quantisation", settings(quantization_config={"quant_method": "magic"}), "does not know", "'magic'"),
     model("quantisation is text", settings(quantization_config="gptq"), "config.json: quantization_config", "'gptq'"),
     model("no method of quantisation", settings(quantization_config={"bits": 4}), "config.json", "quant_method"),
@@ -451,11 +448,8 @@ GENERATION_CONFIGS = [
 ]  # fmt: skip
 
 VALID = [
-    intact("as it is", unchanged),
-    intact("lora", unchanged, **LORA),
-    intact("tied output layer", tied),
-    intact("tied output layer, lora", tied, **LORA),
-    intact("shards", sharded),
+    intact("as it is", unchanged), intact("lora", unchanged, **LORA), intact("tied output layer", tied),
+    intact("tied output layer, lora", tied, **LORA), intact("shards", sharded),
     intact("index without an entry", entries(lambda key, file: "layers.1.mlp.up_proj" not in key),
            why="all tensors of the files that the index names are read"),
     intact("exchanged shards", exchanged, why="tensors are found by their names in the files, not by the index"),
@@ -465,30 +459,32 @@ VALID = [
            why="config.json with fewer layers is how a model is shortened"),
     intact("tensors of another model", with_more(encoder__w=[3], vision__w=[4]), warns=("2 tensors", "encoder.w"),
            why="the text model of a multimodal one is stored with the other parts"),
-    intact("integer buffers", tensors(lambda found: found | {
-        "model.layers.0.self_attn.bias": found["model.norm.weight"][:4].bool()}), warns=("does not use",)),
-    intact("half precision", stored_as("float16")),
-    intact("double precision", stored_as("float64")),
+    intact("integer buffers",
+           tensors(lambda found: found | {"model.layers.0.self_attn.bias": found["model.norm.weight"][:4].bool()}),
+           warns=("does not use",)),
+    intact("half precision", stored_as("float16")), intact("double precision", stored_as("float64")),
     intact("float8 weights without scales", stored_as("float8_e4m3fn", "q_proj"), warns=("stored as float8_e4m3fn",)),
     intact("one layer of zeros", values(lambda own: own * 0, "layers.1.mlp.down"), why="added layers start like this"),
     intact("equal embeddings of some tokens", values(lambda own: own * (own[:, :1] > 0), "embed_tokens"),
            why="tokens that were not in the training data"),
     intact("two tensors of tied layers", settings(tie_word_embeddings=True),
            warns=("tie_word_embeddings: true", "differs"), why="transformers uses both; servers may not"),
-    intact("equal tensors of tied layers", then(settings(tie_word_embeddings=True), tensors(
-        lambda found: found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}))),
+    intact("equal tensors of tied layers", then(settings(tie_word_embeddings=True), tensors(lambda found: found | {
+        "lm_head.weight": found["model.embed_tokens.weight"].clone()
+    }))),
     intact("no quantisation", null("quantization_config")),
     intact("integer rope_theta", settings(rope_parameters={"rope_type": "default", "rope_theta": 10000})),
     intact("longest text is not known", settings("tokenizer_config.json", model_max_length=10**30)),
     intact("longest text is null", settings("tokenizer_config.json", model_max_length=None)),
     intact("fewer embeddings than tokens", smaller_vocabulary(400), warns=("512 tokens", "400", "112 of them"),
            why="tokens are added to the tokenizer of a base model before it is trained"),
-    intact("more embeddings than tokens", then(settings(vocab_size=800), tensors(lambda found: {
-        key: own.repeat(2, 1)[:800] if len(own) == 512 else own for key, own in found.items()}))),
+    intact("more embeddings than tokens", then(settings(vocab_size=800), tensors(lambda found: {key: own.repeat(2, 1)[
+        :800
+    ] if len(own) == 512 else own for key, own in found.items()}))),
     intact("fewer layers than weights", settings(num_hidden_layers=1), warns=("does not use", "layers.1")),
     intact("unknown key in config.json", settings(favourite_colour="green")),
-    intact("buffers beside the weights", tensors(lambda found: found | {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": found["model.norm.weight"][:4].clone()})),
+    intact("buffers beside the weights", tensors(lambda found: found | {"model.layers.0.self_attn.rotary_emb.inv_freq":
+                                                                            found["model.norm.weight"][:4].clone()})),
     intact("safetensors beside a pickle", write("pytorch_model.bin", b"not read")),
     intact("a saved adapter", adapter(), **SAVED),
     intact("adapter: other settings in the config", adapter(), warns=("lora_r: 16 has no effect", "has 2"), **SAVED,
@@ -502,8 +498,8 @@ VALID = [
     intact("an adapter with another base", adapter(base_model_name_or_path="elsewhere"), **SAVED),
     intact("an adapter of a newer PEFT", adapter(some_new_option=None), **SAVED),
     intact("a new padding token", unchanged, special_tokens={"pad_token": "<pad>"}),
-    intact("dropout of other kinds", then(
-        settings(resid_pdrop=False, embd_pdrop=True, attention_dropout=0.1), null("classifier_dropout"))),
+    intact("dropout of other kinds",
+           then(settings(resid_pdrop=False, embd_pdrop=True, attention_dropout=0.1), null("classifier_dropout"))),
     intact("a chat template", unchanged, chat_template="chatml"),
     intact("a file of a chat template", write("t.jinja", "{{ messages }}"), chat_template="model/t.jinja"),
     good("home", config={"base_model": "~/model"}),

@@ -12,12 +12,8 @@ from tests.bad_input.user_code import OK_TRANSFORM, transform
 
 pytestmark = pytest.mark.slow
 
-NAMES = (
-    (configs, "FIFO"),
-    (configs, "billion laughs in merge keys"),
-    (data_files, "null in json"),
-    (user_code, "transform: exits with 0"),
-)
+NAMES = ((configs, "FIFO"), (configs, "billion laughs in merge keys"), (data_files, "null in json"),
+         (user_code, "transform: exits with 0"))  # fmt: skip
 CASES = [case for module, name in NAMES for case in module.CASES if case.name == name]
 SECONDS = 300  # such a process ends after a few seconds on an idle machine
 
@@ -26,21 +22,15 @@ DYING = [
     transform("crashes in C", "import faulthandler; faulthandler._sigsegv()"),
     transform("ends the process", "import os; os._exit(0)"),
     transform("kills the process", "import os; os.kill(os.getpid(), 9)"),
-    good(
-        "transform: starts a process",
-        files={"own.py": OK_TRANSFORM.format(body="import os\n        if os.fork() == 0: os._exit(0)")},
-        config=entry(type="own.transform"),
-    ),
-]
+    good("transform: starts a process",
+         files={"own.py": OK_TRANSFORM.format(body="import os\n        if os.fork() == 0: os._exit(0)")},
+         config=entry(type="own.transform")),
+]  # fmt: skip
 
 
 def test_the_end_of_the_process_is_named(tmp_path, tiny_llama_dir):
-    expected = [
-        (-11, 'own.py", line 4 in step'),
-        (1, "row 0 called os._exit(0)."),
-        (-9, "row 0 sends signal 9"),
-        (0, "Model saved"),
-    ]
+    expected = [(-11, 'own.py", line 4 in step'), (1, "row 0 called os._exit(0)."), (-9, "row 0 sends signal 9"),
+                (0, "Model saved")]  # fmt: skip
     for number, (case, (code, text)) in enumerate(zip(DYING, expected)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -80,6 +70,5 @@ def run(case, folder):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "TERM": "dumb"}
     command = [sys.executable, "-m", "ebft", *case.command.split()]
     paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
-    return subprocess.run(
-        command, cwd=folder, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=SECONDS
-    )
+    return subprocess.run(command, cwd=folder, env={**environment, "PYTHONPATH": paths}, capture_output=True, text=True,
+                          timeout=SECONDS)  # fmt: skip

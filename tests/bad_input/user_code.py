@@ -27,25 +27,16 @@ def module(name: str, text: str, *expect: str, **rest: Any) -> Case:
     return bad(f"module: {name}", *expect, files={"own.py": text}, config=entry(type="own.transform"), **rest)
 
 
-def reward(
-    name: str,
-    body: str,
-    *expect: str,
-    ok: bool = False,
-    trl: dict | None = None,
-    warns: tuple[str, ...] = (),
-    why: str = "",
-    **config: Any,
-) -> Case:
+def reward(name: str, body: str, *expect: str, ok: bool = False, trl: dict | None = None, warns: tuple[str, ...] = (),
+           why: str = "", **config: Any) -> Case:  # fmt: skip
     """A reward function with this body."""
     text = "import math\n\n\ndef score(prompts, completions, **columns):\n    " + body.replace("\n", "\n    ") + "\n"
     trl = GRPO["trl"] | (trl or {})
     make = good if ok else bad
     name = f"reward: {name}{' in workers' if 'reward_num_workers' in trl else ''}"
     rest = {"warns": warns, "why": why} if ok else {}
-    return make(
-        name, *expect, files={"my_rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True, **rest
-    )
+    return make(name, *expect, files={"my_rewards.py": text}, config={**GRPO, "trl": trl, **config}, trains=True,
+                **rest)  # fmt: skip
 
 
 def plugin(name: str, body: str, *expect: str, **rest: Any) -> Case:
@@ -123,8 +114,7 @@ MODULES = [
     module("exits on import", "import sys\nsys.exit(0)\n", "own.py", "line 2", "exit"),
     module("imports nothing", "import nothing_at_all\n", "own.py", "line 1", "nothing_at_all"),
     module("imports a name", "from json import nothing\n", "own.py", "line 1", "nothing"),
-    module("not UTF-8", b"x = 'caf\xe9'\n", "own.py"),
-    module("NUL", b"x = 1\0\n", "own"),
+    module("not UTF-8", b"x = 'caf\xe9'\n", "own.py"), module("NUL", b"x = 1\0\n", "own"),
     module("a constant", "transform = 5\n", "own", "transform"),
     module("a class", "class transform:\n    pass\n", "own", "transform"),
     module("returns None", "def transform(cfg, **kw): pass\n", "own.transform", "transform_fn"),

@@ -15,35 +15,73 @@ from typer.main import get_command
 from ebft.config.schema import RunConfig
 from ebft.tools.cli import app
 from ebft.tools.cli.train import leave_process_group, what_next
-from tests.cli.conftest import ENVIRONMENT, plain
+from tests.cli.conftest import ENVIRONMENT, flat, plain
 from tests.run.test_methods import run_file
 
 __all__ = ["run_file"]
+RUN = "base_model: nowhere/model\ndatasets:\n  - {path: some/data, type: completion}\nmax_steps: 7\n"
+LORA = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true"]
 
 
 @pytest.fixture
-def good(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("base_model: nowhere/model\ndatasets:\n  - {path: some/data, type: completion}\nmax_steps: 7\n")
-    return path
+def good(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    return tmp_path / "run.yaml"
 
 
-def test_help_is_fast_and_imports_no_torch():
-    code = (
-        "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\n"
-        "try:\n    ebft.tools.cli.main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
-        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    )
+COMPLETION = {"_EBFT_COMPLETE": "complete_bash", "COMP_WORDS": "ebft train run.yaml ebft.str", "COMP_CWORD": "3"}
+
+
+@pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
+def test_help_and_completion_are_fast(environment):
+    code = "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\nebft.cli.main()"
+    if environment:
+        code = "import sys, ebft.tools.cli\nsys.argv = ['ebft']\nebft.cli.app(prog_name='ebft')"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT)
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT | environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (b"ebft.stride=" if environment else b"learning_rate") in done.stdout
     # CPU seconds, since others may be using the machine; they then count for more, so this is twice what it takes.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_train_help_names_every_top_level_key(ebft):
-    text = plain(ebft("train", "--help").output)
-    assert [name for name in RunConfig.model_fields if not re.search(rf"\b{name}\b", text)] == []
+LIGHT = """
+import os, sys
+import ebft, ebft.config, ebft.tools.cli
+from ebft.config.schema import RunConfig
+from ebft.data.transforms.names import check_transform
+from ebft.errors import DataError
+
+for arguments in ("--help", "train --help", "vllm-serve --help", "fetch", "fetch --help"):
+    sys.argv = ["ebft", *arguments.split()]
+    try:
+        ebft.tools.cli.main()
+    except SystemExit as stop:
+        assert not stop.code
+sys.argv, os.environ["_EBFT_COMPLETE"] = ["ebft"], "complete_bash"
+for words in ("train run.yaml ebft.str", "show . --sort al", "quantize . --type i", "evaluate run.yaml --model smol"):
+    os.environ |= {"COMP_WORDS": f"ebft {words}", "COMP_CWORD": str(len(words.split()))}
+    try:
+        ebft.tools.cli.app(prog_name="ebft")
+    except SystemExit as stop:
+        assert not stop.code
+config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
+check_transform("ebft_opencode.transform", config.required_rows)
+for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
+    try:
+        check_transform(name, config.required_rows)
+    except DataError:
+        continue
+    sys.exit(f"{name} was taken")
+sys.exit(sorted({"torch", "transformers", "datasets", "gguf", "ebft.data.load"} & set(sys.modules)) or 0)
+"""
+
+
+def test_help_lists_completion_and_checks_of_configs_import_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-5:] == ["ebft.stride=", "alignment", "int8", "int4", "smollm2-135m"]
 
 
 def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
@@ -54,112 +92,79 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
     section = schema["$defs"][value(schema["properties"]["ebft"])["$ref"].rpartition("/")[2]]
     assert value(section["properties"]["mode"])["enum"] == ["structured", "strided"]
     assert all("description" in option for option in section["properties"].values())
-    result = ebft("config", "--json-schema", "stride")
-    assert result.exit_code == 2 and "Leave out" in plain(result.output)
 
 
-def test_config_prints_every_key(ebft):
-    text = plain(ebft("config").output)
-    for name in ("base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"):
-        assert name in text
+@pytest.mark.parametrize(("arguments", "code", "texts"), [
+    ("config", 0, ["base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"]),
+    ("config stride", 0, ["ebft.stride", "-learning_rate"]),
+    ("config strde", 2, ["No key contains 'strde'"]),
+    ("config --josn-schema", 2, ["No such option: --josn-schema"]),
+    ("config --json-schema stride", 2, ["Leave out"]),
+    ("config --check run.yaml", 0, ["max_steps: 7", "is valid"]),
+    ("config --check run.yaml seed=7", 0, ["seed: 7"]),
+    ("config --check run.yaml --learning_rate 1e-4", 2, ["learning_rate=VALUE"]),
+    ("config --check run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
+    ("config --check run.yaml rl=grpo", 2, ["rl: grpo needs trl.reward_funcs"]),
+    ("config --check run.yaml ebft.feature_layers=0.5", 2, ["ebft.feature_layers"]),
+    ("train run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
+    ("train run.yaml max_steps=many", 2, ["max_steps: invalid value 'many'"]),
+    ("train run.yaml --learning-rate=1e-4", 2, ["overrides are written without dashes: learning_rate=1e-4"]),
+    ("--show-completion bash", 0, ["complete"]),
+])  # fmt: skip
+def test_what_commands_say(ebft, good, monkeypatch, arguments, code, texts):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the tests may run without a shell
+    result = ebft(*arguments.split())
+    said = plain(result.stderr if code else result.output)
+    assert result.exit_code == code and "Traceback" not in said
+    for text in texts:
+        found = said.startswith(text[1:]) if text[0] == "^" else text.lstrip("-") in said
+        assert found == (text[0] != "-"), (text, said)
 
 
-def test_config_can_search(ebft):
-    text = plain(ebft("config", "stride").output)
-    assert "ebft.stride" in text and "learning_rate" not in text
+SHOWN = {"vllm-serve": ["vllm.python=", "--verbose"],
+         "preprocess": ["ebft preprocess run.yaml --debug", "last_run_prepared", "--html"],
+         "train": RunConfig.model_fields}  # fmt: skip
 
 
-def test_a_search_without_a_match_says_so(ebft):
-    result = ebft("config", "strde")
-    assert result.exit_code == 2 and "No key contains 'strde'" in plain(result.stderr)
-
-
-def test_an_override_with_dashes_is_corrected(ebft, tmp_path):
-    (tmp_path / "run.yaml").write_text("base_model: some/model\n")
-    result = ebft("config", "--check", tmp_path / "run.yaml", "--learning_rate", "1e-4")
-    assert result.exit_code == 2 and "learning_rate=VALUE" in plain(result.stderr)
-    result = ebft("config", "--josn-schema")
-    assert result.exit_code == 2 and "No such option: --josn-schema" in plain(result.stderr)
-
-
-@pytest.mark.parametrize("name", [command.name for command in app.registered_commands])
-def test_the_help_of_every_command_has_examples(ebft, name):
-    text = plain(ebft(name, "--help").output)
-    assert f"ebft {name}" in text.partition("Examples:")[2]
+def test_the_help_of_every_command_has_examples(ebft):
+    names = [command.name for command in app.registered_commands]
+    every = plain(ebft("--help").output)
+    for name in names:
+        text = plain(ebft(name, "--help").output)
+        assert name in every and f"ebft {name}" in text.partition("Examples:")[2]
+        patterns = [rf"\b{word}\b" if word.isidentifier() else re.escape(word) for word in SHOWN.get(name, ())]
+        assert [pattern for pattern in patterns if not re.search(pattern, text)] == []
 
 
 def test_options_have_the_same_name_in_all_commands():
     """The convention in ebft.tools.cli.arguments: former and other names are hidden."""
     options = {name: get_command(app).commands[name].params for name in get_command(app).commands}
     shown = {(name, *option.opts) for name in options for option in options[name] if not getattr(option, "hidden", 0)}
-    writes = [name for name in ("evaluate", "fetch", "merge-lora", "quantize", "quickstart")]
-    assert all((name, "--output") in shown for name in writes)
+    assert {(name, "--output") for name in ("evaluate", "fetch", "merge-lora", "quantize", "quickstart")} <= shown
     assert not [names for names in shown if {"--to", "--dest", "--debug-num"} & set(names)]
     assert {("show", "--count", "-n"), ("preprocess", "--count", "-n")} <= shown
     assert {(name, "--base-model") for name in ("inference", "merge-lora")} <= shown
 
 
-def test_the_script_of_the_completion_is_printed(ebft, monkeypatch):
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the tests may run without a shell
-    assert ebft("--show-completion", "bash").exit_code == 0
-
-
-def test_version(ebft):
-    result = ebft("--version")
-    assert result.exit_code == 0 and re.fullmatch(r"ebft \d+\.\d+\.\d+\n", result.output)
-
-
-def test_check_says_what_differs(ebft, good):
-    result = ebft("config", "--check", good)
-    assert result.exit_code == 0
-    assert "max_steps: 7" in result.output and "is valid" in result.output
-
-
-def test_an_error_is_one_message_and_exit_code_2(ebft, good):
-    good.write_text(good.read_text() + "learning_rte: 1\n")
-    for arguments in (("config", "--check", good), ("train", good)):
-        result = ebft(*arguments)
-        assert result.exit_code == 2
-        message = plain(result.stderr)
-        assert message.startswith("Error: ") and "'learning_rate'" in message and "Traceback" not in message
-
-
-def test_check_refuses_what_cannot_be_trained(ebft, good):
-    good.write_text(good.read_text() + "rl: grpo\n")
-    result = ebft("config", "--check", good)
-    assert result.exit_code == 2 and "rl: grpo needs trl.reward_funcs" in plain(result.stderr)
-
-
-def test_an_override_reaches_the_config(ebft, good):
-    result = ebft("train", good, "max_steps=many")
-    assert result.exit_code == 2 and "max_steps: invalid value 'many'" in plain(result.stderr)
-
-
-def test_an_option_with_dashes_says_how_it_is_written(ebft, good):
-    result = ebft("train", good, "--learning-rate=1e-4")
-    assert result.exit_code == 2 and "overrides are written without dashes: learning_rate=1e-4" in plain(result.stderr)
-
-
 def test_ctrl_c_says_how_to_go_on(ebft, good, monkeypatch):
     from ebft.run import training
 
-    def interrupted(config, command):
-        raise training.TrainingInterrupted(f"Stopped at step 4. Resume with: {command}")
+    def ends_with(error):
+        def train(config, command):
+            raise error(command)
 
-    monkeypatch.setattr(training, "train", interrupted)
+        monkeypatch.setattr(training, "train", train)
+
+    ends_with(lambda command: training.TrainingInterrupted(f"Stopped at step 4. Resume with: {command}"))
     result = ebft("train", good, "max_steps=4", "wandb_name=my run")
     assert result.exit_code == 130
     assert f"Resume with: {['ebft', 'train', str(good), 'max_steps=4', 'wandb_name=my run']}" in plain(result.stderr)
     monkeypatch.setenv("WORLD_SIZE", "1")  # of a launcher, whose command is unknown
     assert "Resume with: None" in plain(ebft("train", good).stderr)
     monkeypatch.delenv("WORLD_SIZE")
-
-    def preempted(config, command):
-        raise training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM)
-
-    monkeypatch.setattr(training, "train", preempted)
+    ends_with(lambda command: training.TrainingInterrupted("Stopped at step 4.", signal.SIGTERM))
     assert ebft("train", good).exit_code == 143
-    monkeypatch.setattr(training, "train", lambda config, command: (_ for _ in ()).throw(KeyboardInterrupt))
+    ends_with(lambda command: KeyboardInterrupt())
     result = ebft("train", good)
     assert result.exit_code == 130 and "nothing was saved" in plain(result.stderr)
 
@@ -173,44 +178,27 @@ def test_a_stopped_quickstart_has_one_instruction(ebft, tmp_path, monkeypatch):
 
     monkeypatch.setattr(main, "quickstart", stopped)
     result = ebft("quickstart", "--output", tmp_path / "out")
-    said = " ".join(plain(result.stderr).split())
-    assert (
-        result.exit_code == 143
-        and "Run the same command to start again; complete data and base models are kept" in said
-        and "Resume by" not in said
-    )
+    assert result.exit_code == 143 and "Resume by" not in flat(result.stderr)
+    assert "Run the same command to start again; complete data and base models are kept" in flat(result.stderr)
 
 
-def test_warnings_are_one_line(good):
-    good.write_text(good.read_text() + "pad_to_sequence_len: true\n")
-    command = [sys.executable, "-m", "ebft", "config", "--check", str(good)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 0
-    assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect") and done.stderr.count("\n") == 1
-
-
-def test_python_runs_the_command_as_a_module():
-    done = subprocess.run([sys.executable, "-m", "ebft", "--version"], capture_output=True, text=True, env=ENVIRONMENT)
+def test_python_runs_the_command_as_a_module_whose_warnings_are_one_line(good):
+    good.write_text(RUN + "pad_to_sequence_len: true\n")
+    run = lambda *words: subprocess.run([sys.executable, *words], capture_output=True, text=True, env=ENVIRONMENT)
+    done = run("-m", "ebft", "--version")
     assert done.returncode == 0 and plain(done.stdout) == f"ebft {version('ebft')}\n", done.stderr
+    done = run("-m", "ebft", "config", "--check", str(good))
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("Warning: pad_to_sequence_len: True has no effect")
 
 
-def test_check_takes_the_overrides_of_train(ebft, good):
-    result = ebft("config", "--check", good, "ebft.feature_layers=0.5")
-    assert result.exit_code == 2 and "ebft.feature_layers" in plain(result.stderr)
-    result = ebft("config", "--check", good, "seed=7")
-    assert result.exit_code == 0 and "seed: 7" in plain(result.stdout)
-
-
-def test_training_leaves_no_process_group_to_the_exit_of_the_interpreter(tmp_path):
+def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch, tmp_path):
     from torch import distributed
 
     leave_process_group()  # none there: nothing happens
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", world_size=1, rank=0)
     leave_process_group()
     assert not distributed.is_initialized()
-
-
-def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
     done, result = [], SimpleNamespace(output_dir="out", describe_outcome=lambda evaluate: "Outcome: it learned.")
     monkeypatch.setattr("ebft.run.training.train", lambda config, command: done.append("train") or result)
     monkeypatch.setattr("ebft.tools.cli.train.leave_process_group", lambda: done.append("leave"))
@@ -221,8 +209,7 @@ def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch):
 
 def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_file, tmp_path):
     out = tmp_path / "the run"
-    lora = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true"]
-    keys = [*lora, "max_steps=2", "eval_steps=1", "ebft.log_completions=true", f"output_dir={out}"]
+    keys = [*LORA, "max_steps=2", "eval_steps=1", "ebft.log_completions=true", f"output_dir={out}"]
     ended = ebft("train", run_file, *keys)
     assert ended.exit_code == 0, ended.stderr
     said = plain(ended.stderr)
@@ -241,21 +228,32 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
 
 
 def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
-    required = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
-    plain_text = [f"Next: ebft inference {tmp_path} --completion"]
-    assert what_next(RunConfig.from_dict(required), tmp_path) == plain_text
-    required["datasets"].append({"path": "other/data", "type": "chat_template"})
-    assert what_next(RunConfig.from_dict(required), tmp_path) == [f"Next: ebft inference {tmp_path}"]
+    entries = [{"path": "some/data", "type": "completion"}, {"path": "other/data", "type": "chat_template"}]
+    for data, option in ((entries[:1], " --completion"), (entries, "")):
+        config = RunConfig.from_dict({"base_model": "some/model", "datasets": data})
+        assert what_next(config, tmp_path) == [f"Next: ebft inference {tmp_path}{option}"]
 
 
 @pytest.mark.slow
-def test_adapter_of_a_gguf_file_is_merged_by_the_commands_that_training_prints(ebft, write_config, tiny_gguf, tmp_path):
-    model, out = shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"), tmp_path / "out"
-    lora = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true", "max_steps=1"]
-    trained = ebft("train", write_config("strided"), f"base_model={tmp_path}", "gguf_file=tiny.gguf", *lora,
-                   f"output_dir={out}")  # fmt: skip
-    refused = ebft("merge-lora", out)
-    assert f"`ebft fetch {model} --output DIR`, and merge with --base-model DIR" in plain(refused.stderr)
+def test_adapter_on_a_gguf_file_is_measured_and_merged(ebft, write_config, tiny_gguf, tmp_path):
+    """Its adapter_config names the file: with the config of its run and with another, and merged as training prints."""
+    model, out, config = shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"), tmp_path / "out", write_config("strided")
+    gguf, result = [f"base_model={tmp_path}", "gguf_file=tiny.gguf"], tmp_path / "result.json"
+    trained = ebft("train", config, *gguf, *LORA, "max_steps=1", f"output_dir={out}")
+    assert trained.exit_code == 0 and "config file" not in trained.stderr, trained.output + trained.stderr
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    found = []
+    for base in (gguf, [f"base_model={model}"], []):
+        models = ["--model", model, "--model", out, "--output", result]
+        ended = ebft("evaluate", config, *base, "evaluation.max_new_tokens=4", *models)
+        assert ended.exit_code == 0, ended.output + ended.stderr
+        written = json.loads(result.read_text())
+        found.append([entry["metrics"]["ce_loss"] for entry in written["models"]])
+        named = written["settings"]["base_model"]
+        assert named.endswith(".gguf") == bool(base), "the file, not its folder, is the feature space"
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] == pytest.approx(found[2], abs=1e-6)
+    said = f"`ebft fetch {model} --output DIR`, and merge with --base-model DIR"
+    assert said in plain(ebft("merge-lora", out).stderr)
     for command in trained.stderr.partition("Next: ")[2].splitlines()[0].split("; "):
         if "inference" not in command:
             done = ebft(*shlex.split(command)[1:])

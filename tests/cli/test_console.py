@@ -23,8 +23,7 @@ def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     rows.write_text(rows.read_text() + '\n{"input": "nothing", "output": ""}')
     lora = ["adapter=lora", "lora_r=2", "lora_alpha=4", "lora_target_linear=true", "dataset_prepared_path="]
     keys = [*lora, "max_steps=2", "val_set_size=2", "eval_steps=1", "logging_steps=1", f"output_dir={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "ebft", "train", str(run_file), *keys]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    done = in_shell(["train", str(run_file), *keys])
     assert done.returncode == 0, done.stderr
     for written in (done.stdout, done.stderr):
         assert not any(sign in written for sign in ("\r", "it/s", "s/it", "%|"))
@@ -39,15 +38,14 @@ def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     assert adapter.startswith("Adapter: LoRA on 14 modules: down_proj (2), gate_proj (2), k_proj (2), ")
 
 
-def test_messages_begin_on_a_separate_line(monkeypatch):
+def test_messages_begin_on_a_separate_line(monkeypatch, capsys):
     class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+        isatty = lambda self: True
 
     stderr = Terminal()
-    monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
-    with warnings.catch_warnings():
+    with monkeypatch.context() as patched, warnings.catch_warnings():
+        patched.setattr(sys, "stderr", stderr)
+        patched.setattr(warnings, "showwarning", warnings.showwarning)
         console.show_warnings()
         bar = tqdm(total=6, file=stderr, ncols=40, disable=False, position=0)
         warnings.showwarning("a warning", UserWarning, "", 0)
@@ -56,8 +54,6 @@ def test_messages_begin_on_a_separate_line(monkeypatch):
     assert before.endswith("\r") and before.rstrip("\r").rpartition("\r")[2].isspace()
     assert after.startswith("a warning\n\r") and "0/6" in after
 
-
-def test_a_last_message_ends_the_bars(monkeypatch, capsys):
     import ebft.over_transformers  # noqa: F401 (training imports it)
 
     def stopped():
@@ -78,45 +74,32 @@ def test_variables_of_the_user_stay(monkeypatch):
     assert console.os.environ["TQDM_DISABLE"] == "" and console.os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
-        (["bf16=true", "torch_dtype=float32"], "features are computed in bfloat16"),
-        (["fp16=true"], "features are computed in float16, so differences between samples below 0.002 of"),
-        (["bf16=true", "ebft.whitening_space=sample"], ""),
-        (["bf16=true", "ebft.use_whitening=false"], ""),
-        ([], ""),
-    ],
-)
+@pytest.mark.parametrize(("keys", "expected"), [
+    (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
+    (["bf16=true", "torch_dtype=float32"], "features are computed in bfloat16"),
+    (["fp16=true"], "features are computed in float16, so differences between samples below 0.002 of"),
+    (["bf16=true", "ebft.whitening_space=sample"], ""), (["bf16=true", "ebft.use_whitening=false"], ""), ([], ""),
+])  # fmt: skip
 def test_the_start_of_a_run_names_the_rounding_of_whitening(run_file, keys, expected):
     found = _whitening(load_config(run_file, ["ebft.use_whitening=true", "bf16=false", *keys]))
     assert expected in found and bool(found) == bool(expected)
 
 
-PIPES = {  # shell redirections, with the exit status of a listing command
-    "| head -1": 141,
-    ">&-": 1,
-    "> /dev/full": 1,
-    "2>&-": 0,
-    "2> /dev/full": 0,
-    "<&-": 0,
-}
-
-
-def in_shell(words, redirection, **options):
+def in_shell(words, redirection=""):
     command = f"set -o pipefail; {sys.executable} -m ebft {shlex.join(words)} {redirection}"
-    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT, **options)
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(("redirection", "status"), PIPES.items())
+@pytest.mark.parametrize(("redirection", "status", "unbuffered"), [  # with the exit status of a listing command
+    *((end, 141, switch) for end, switch in (("| head -1", ""), ("| head -1", "1"))),
+    (">&-", 1, ""), ("> /dev/full", 1, ""), ("> /dev/full", 1, "1"), ("2>&-", 0, ""), ("2> /dev/full", 0, "1"),
+    ("<&-", 0, ""),
+])  # fmt: skip
 def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffered, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
     done = in_shell(["config"], redirection)
-    assert done.returncode == status
     said = "Error: The standard output cannot be written: " if status == 1 else ""
-    assert done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
+    assert done.returncode == status and done.stderr.startswith(said) and done.stderr.count("\n") == bool(said)
 
 
 @pytest.mark.slow
@@ -132,8 +115,7 @@ def test_training_goes_on_without_its_output(run_file, tmp_path, redirection):
 
 
 def test_files_do_not_get_the_descriptors_of_closed_streams(tmp_path):
-    code = (
-        f"from ebft.printed import open_streams; open_streams(); open({str(tmp_path / 'f')!r}, 'w').fileno() > 2 or 1/0"
-    )
+    code = "from ebft.printed import open_streams; open_streams(); "
+    code += f"open({str(tmp_path / 'f')!r}, 'w').fileno() > 2 or 1/0"
     command = f"{sys.executable} -c {shlex.quote(code)} >&- 2>&- <&-"
     assert subprocess.run(["bash", "-c", command], env=ENVIRONMENT).returncode == 0

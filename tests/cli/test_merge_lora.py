@@ -1,4 +1,4 @@
-"""`ebft merge-lora` from a config and from a folder."""
+"""`ebft merge-lora` from a config and from a folder, and `ebft merge-sharded`."""
 
 import importlib.util
 import json
@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import plain
 from tests.export.models import save_adapter, with_adapter
+from tests.export.test_sharded import parts  # noqa: F401  a fixture
 
 
 @pytest.fixture
@@ -18,35 +19,27 @@ def run(tiny_llama_dir, tmp_path):
     output = tmp_path / "output"
     save_adapter(output, tiny_llama_dir, target_modules=["q_proj"])
     AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(output)
-    config = {
-        "base_model": str(tiny_llama_dir),
-        "adapter": "lora",
-        "lora_r": 4,
-        "lora_alpha": 8,
-        "lora_target_modules": ["q_proj"],
-        "sequence_len": 64,
-        "rl": "ebft",
-        "ebft": {"mode": "strided"},
-        "datasets": [{"path": "unused", "type": "completion"}],
-        "output_dir": str(output),
-    }
-    path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    config = {"base_model": str(tiny_llama_dir), "adapter": "lora", "lora_r": 4, "lora_alpha": 8}
+    config |= {"lora_target_modules": ["q_proj"], "sequence_len": 64, "rl": "ebft", "ebft": {"mode": "strided"}}
+    config |= {"datasets": [{"path": "unused", "type": "completion"}], "output_dir": str(output)}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "run.yaml"
+
+
+def assert_merged(folder, base, adapter):
+    merged = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = with_adapter(base, adapter).merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("from_folder", [False, True], ids=["config", "folder"])
-def test_an_adapter_is_merged(run, from_folder, ebft, tiny_llama_dir):
+def test_an_adapter_is_merged(run, from_folder, ebft, refused, tiny_llama_dir):
     output = run.parent / "output"
     result = ebft("merge-lora", output if from_folder else run)
-    assert result.exit_code == 0, result.output
-    assert "1 shard," in result.output and "Peak memory" in result.output
+    assert result.exit_code == 0 and "1 shard," in result.output and "Peak memory" in result.output, result.output
     assert str(output / "merged") in result.output.replace("\n", "")
-    merged = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
-    expected = with_adapter(tiny_llama_dir, output).merge_and_unload().state_dict()
-    assert all(torch.equal(merged[name], expected[name]) for name in expected)
-    again = ebft("merge-lora", run)
-    assert again.exit_code == 2 and "is not empty" in plain(again.output)
+    assert_merged(output / "merged", tiny_llama_dir, output)
+    assert "is not empty" in refused("merge-lora", run)
 
 
 def test_another_adapter_and_folder(run, ebft, tiny_llama_dir, tmp_path):
@@ -54,34 +47,34 @@ def test_another_adapter_and_folder(run, ebft, tiny_llama_dir, tmp_path):
     arguments = ("--lora-model-dir", other, "--output", tmp_path / "to", "--max-shard-size", "50KB")
     result = ebft("merge-lora", run, *arguments)
     assert result.exit_code == 0, result.output
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "to").state_dict()
-    expected = with_adapter(tiny_llama_dir, other).merge_and_unload().state_dict()
-    assert all(torch.equal(merged[name], expected[name]) for name in expected)
+    assert_merged(tmp_path / "to", tiny_llama_dir, other)
     assert (tmp_path / "to" / "model.safetensors.index.json").is_file()
 
 
-def test_errors(run, ebft, tmp_path):
-    assert "is a folder: overrides" in ebft("merge-lora", tmp_path, "seed=1").output
-    assert "does not contain an adapter" in ebft("merge-lora", tmp_path).output
-    result = ebft("merge-lora", run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules=")
-    assert result.exit_code == 2 and "full model, which needs no merging" in result.output.replace("\n", " ")
-    assert "--lora-model-dir requires a config" in ebft("merge-lora", tmp_path, "--lora-model-dir", "a").output
-    assert "Cannot read config file" in ebft("merge-lora", tmp_path / "absent.yaml").output
-    assert "neither a config file nor a folder" in ebft("merge-lora", tmp_path / "absent").output
-    result = ebft("merge-lora", tmp_path / "output", "--base-model", tmp_path / "absent")
-    assert result.exit_code == 2 and "does not exist" in result.output
-
-
-def test_the_folder_of_an_adapter_on_quantised_weights_requires_its_config(run, ebft, tmp_path):
-    (tmp_path / "output" / "checkpoint-2").mkdir()
-    (tmp_path / "output" / "checkpoint-2" / "ebft_run.json").write_text(json.dumps({"adapter": "qlora"}))
-    result = ebft("merge-lora", tmp_path / "output")
-    assert result.exit_code == 2 and "Give the config of the run" in result.output.replace("\n", " ")
-
-
-def test_after_training_on_quantised_weights_bitsandbytes_is_required(run, ebft, monkeypatch):
-    find = importlib.util.find_spec
+def test_errors(run, refused, tmp_path, monkeypatch):
+    output, find = tmp_path / "output", importlib.util.find_spec
+    for arguments, message in (
+        ([tmp_path, "seed=1"], "is a folder: overrides"), ([tmp_path], "does not contain an adapter"),
+        ([run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules="], "full model, which needs no merging"),
+        ([tmp_path, "--lora-model-dir", "a"], "--lora-model-dir requires a config"),
+        ([tmp_path / "absent.yaml"], "Cannot read config file"),
+        ([tmp_path / "absent"], "neither a config file nor a folder"),
+        ([output, "--base-model", tmp_path / "absent"], "does not exist"),
+    ):  # fmt: skip
+        assert message in refused("merge-lora", *arguments)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "bitsandbytes" else find(name, *_))
-    result = ebft("merge-lora", run, "adapter=qlora", "load_in_4bit=true")
-    assert result.exit_code == 2 and "requires the package bitsandbytes" in " ".join(result.output.split())
-    assert not (run.parent / "output" / "merged").exists()
+    said = refused("merge-lora", run, "adapter=qlora", "load_in_4bit=true")
+    assert "requires the package bitsandbytes" in said and not (output / "merged").exists()
+    (output / "checkpoint-2").mkdir()
+    (output / "checkpoint-2" / "ebft_run.json").write_text(json.dumps({"adapter": "qlora"}))
+    assert "Give the config of the run" in refused("merge-lora", output)
+
+
+def test_parts_of_a_sharded_model_are_merged(ebft, refused, parts, tmp_path):  # noqa: F811
+    result = ebft("merge-sharded", parts, "--output", tmp_path / "merged")
+    assert result.exit_code == 0, result.output
+    assert f"Merged model saved in {tmp_path / 'merged'}" in result.stdout and "21 weights" in result.stdout
+    assert "is a pickle file" in plain(result.stderr)
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+    for arguments in ([tmp_path], [parts, "--output", tmp_path / "merged"], [parts, "--max-shard-size", "many"]):
+        assert refused("merge-sharded", *arguments).startswith("Error: ")

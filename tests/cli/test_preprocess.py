@@ -15,21 +15,12 @@ def run_file(tiny_llama_dir, tmp_path, monkeypatch):
     rows = [{"input": f"question {i} is", "output": f" answer <b>{i}</b> and no other"} for i in range(8)]
     rows.append({"input": "nothing", "output": ""})
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = {
-        "base_model": str(tiny_llama_dir),
-        "special_tokens": {"pad_token": "<|end|>"},
-        "rl": "ebft",
-        "ebft": {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "ce_coef": 0.1},
-        "trl": {"num_generations": 2, "max_completion_length": 4},
-        "datasets": [{"path": "rows.jsonl", "type": "ebft_strided_structured.transform"}],
-        "sequence_len": 64,
-        "val_set_size": 2,
-        "micro_batch_size": 2,
-        "max_steps": 1,
-        "save_strategy": "no",
-        "ddp": True,  # a matter of training
-        "output_dir": "out",
-    }
+    config = {"base_model": str(tiny_llama_dir), "special_tokens": {"pad_token": "<|end|>"}, "rl": "ebft"}
+    config["ebft"] = {"mode": "strided", "context_length": 4, "stride": 4, "generate_max_len": 2, "ce_coef": 0.1}
+    config["trl"] = {"num_generations": 2, "max_completion_length": 4}
+    config["datasets"] = [{"path": "rows.jsonl", "type": "ebft_strided_structured.transform"}]
+    config |= {"sequence_len": 64, "val_set_size": 2, "micro_batch_size": 2, "max_steps": 1, "save_strategy": "no"}
+    config |= {"ddp": True, "output_dir": "out"}  # `ddp` is a matter of training
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     return tmp_path / "run.yaml"
 
@@ -58,7 +49,7 @@ def test_debug_shows_rows_and_what_was_dropped(ebft, run_file, again):
     if again:  # the same from stored rows
         ebft("preprocess", run_file)
     result = ebft("preprocess", run_file, "--debug", "--count", "1", "--html", "rows.html")
-    text = plain(result.stdout)
+    text, html = plain(result.stdout), run_file.with_name("rows.html").read_text()
     assert result.exit_code == 0, result.output
     line = "datasets: 9 documents produced 8 rows; dropped 1 without a reference"
     assert plain(result.output).count(line) == 1
@@ -67,59 +58,43 @@ def test_debug_shows_rows_and_what_was_dropped(ebft, run_file, again):
     assert "<|begin|>(-100, 0)" in text and "<|end|>(1, 1)" in text and "[anchor " in text
     assert re.search(r'\n  prompt \(tokens 0-\d+\): "<\|begin\|>question \d is"\n  reference \(tokens ', text)
     assert text.count("\n  end of turn (token") == 2 and "Generation prompt" not in text  # there is no chat template
-    html = run_file.with_name("rows.html").read_text()
-    assert (
-        html.count("<td>end of turn</td>") == 2
-        and "<b>" not in html.partition("<h2>")[2]
-        and "&lt;" in html
-        and "anchor " in html
-    )
-    assert "Rows written to rows.html" in text
+    assert html.count("<td>end of turn</td>") == 2 and "<b>" not in html.partition("<h2>")[2]
+    assert "&lt;" in html and "anchor " in html and "Rows written to rows.html" in text
 
 
 def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_file):
     for name in ("--count", "-n", "--debug-num"):
         assert "row 1 of 6" in plain(ebft("preprocess", run_file, name, "1").stdout)
-    text = plain(ebft("preprocess", run_file, "--html", "rows.html").stdout)
-    assert "row 1 of 6" not in text and "Rows written to rows.html" in text
-    assert "row 5 of 6 for training" in run_file.with_name("rows.html").read_text()
+    text = plain(ebft("preprocess", run_file, "chat_template=chatml", "--html", "rows.html").stdout)
+    html = run_file.with_name("rows.html").read_text()
+    assert "row 1 of 6" not in text and "Rows written to rows.html" in text and "row 5 of 6 for training" in html
+    assert "Generation prompt of the chat template: " in html
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
-        (["sample_packing=true"], r"\ndocument 2 of \d+  prompt: "),
-        (["rl=", "sample_packing=true"], r"\ndocument 2 of \d+  prompt: \d+ tokens; in the cross-entropy: "),
-        (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
-        (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "expected"), [
+    (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
+    (["sample_packing=true"], r"\ndocument 2 of \d+  prompt: "),
+    (["rl=", "sample_packing=true"], r"\ndocument 2 of \d+  prompt: \d+ tokens; in the cross-entropy: "),
+    (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
+    (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
+    (["chat_template=chatml"], r'Generation prompt of the chat template: "<\|im_start\|>assistant\\n"'),
+])  # fmt: skip
 def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     result = ebft("preprocess", run_file, *overrides, "--debug")
     assert result.exit_code == 0, result.output
-    assert re.search(expected, plain(result.stdout))
+    found = re.findall(expected, plain(result.stdout))
+    assert len(found) == 1 if overrides == ["chat_template=chatml"] else found
 
 
-def test_the_generation_prompt_is_named_once(ebft, run_file):
-    result = ebft("preprocess", run_file, "chat_template=chatml", "--debug", "--html", "rows.html")
-    line = r'Generation prompt of the chat template: "<|im_start|>assistant\n"'
-    assert result.exit_code == 0 and plain(result.stdout).count(line) == 1, result.output
-    assert "Generation prompt of the chat template: " in run_file.with_name("rows.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("type", "row", "trained"),
-    [
-        ("alpaca", {"instruction": "Add", "input": "", "output": "3"}, r"\(-100,\d+\)3\(20,20\)<\|end\|>\(1,1\)row"),
-        ({"field_instruction": "q", "field_output": "a"}, {"q": "Add", "a": "3"}, r"3\(20,20\)<\|end\|>\(1,1\)"),
-        ("alpaca_chat.load_qa", {"question": "Add", "answer": "3"}, r"\\n\(-100,\d+\)3\(20,20\)<\("),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "3"}]},
-         r"\\n\(-100,\d+\)3\(20,20\)<\("),
-        ("input_output", {"segments": [{"text": "A", "label": False}, {"text": "3", "label": True}]},
-         r"A\(-100,34\)3\(20,20\)row"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("type", "row", "trained"), [
+    ("alpaca", {"instruction": "Add", "input": "", "output": "3"}, r"\(-100,\d+\)3\(20,20\)<\|end\|>\(1,1\)row"),
+    ({"field_instruction": "q", "field_output": "a"}, {"q": "Add", "a": "3"}, r"3\(20,20\)<\|end\|>\(1,1\)"),
+    ("alpaca_chat.load_qa", {"question": "Add", "answer": "3"}, r"\\n\(-100,\d+\)3\(20,20\)<\("),
+    ("sharegpt", {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "3"}]},
+     r"\\n\(-100,\d+\)3\(20,20\)<\("),
+    ("input_output", {"segments": [{"text": "A", "label": False}, {"text": "3", "label": True}]},
+     r"A\(-100,34\)3\(20,20\)row"),
+])  # fmt: skip
 def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
     config = yaml.safe_load(run_file.read_text())
     config |= {"rl": None, "ebft": None, "trl": None, "chat_template": "chatml", "sequence_len": 120}
@@ -131,25 +106,13 @@ def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
     assert re.search(trained, plain(result.stdout).replace("\n", "").replace(" ", "")), result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
-        (["datasets.0.type=nothing.at_all"], "was not found"),
-        (["sequence_len=6"], "No usable rows are left"),
-        (["val_set_size=9"], "leaves 0 usable documents for training"),
-        (["--html", "no/such/folder.html"], "the folder no/such does not exist"),
-        (["learning_rte=1"], "learning_rate"),
-    ],
-)
-def test_errors_are_one_message_and_leave_no_rows(ebft, run_file, tmp_path, arguments, message):
-    result = ebft("preprocess", run_file, *arguments)
-    assert result.exit_code == 2 and plain(result.stderr).count("Error: ") == 1 and message in plain(result.stderr)
-    base = tmp_path / "last_run_prepared"
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
+    (["datasets.0.type=nothing.at_all"], "was not found"), (["sequence_len=6"], "No usable rows are left"),
+    (["val_set_size=9"], "leaves 0 usable documents for training"),
+    (["--html", "no/such/folder.html"], "the folder no/such does not exist"), (["learning_rte=1"], "learning_rate"),
+])  # fmt: skip
+def test_errors_are_one_message_and_leave_no_rows(refused, run_file, tmp_path, arguments, message):
+    said, base = refused("preprocess", run_file, *arguments), tmp_path / "last_run_prepared"
+    assert said.count("Error: ") == 1 and message in said
     assert not base.exists() or not [path for path in base.iterdir() if path.is_dir()]
-
-
-def test_help_has_examples(ebft):
-    text = plain(ebft("preprocess", "--help").output)
-    assert "ebft preprocess run.yaml --debug" in text and "last_run_prepared" in text and "--html" in text
-    assert "preprocess" in plain(ebft("--help").output)

@@ -1,10 +1,11 @@
+"""`ebft show` and `ebft report`."""
+
 import json
 import re
 
 import pytest
 
-from tests.cli.conftest import plain
-from tests.dashboard.runs import append, prompt_entry, strided_entry, write_run
+from tests.dashboard.runs import append, log_line, prompt_entry, strided_entry, write_run
 
 
 @pytest.fixture
@@ -14,20 +15,15 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_newest_rollouts_beside_their_references(ebft, run):
+def test_the_newest_rollouts_beside_their_references(ebft, run, tmp_path_factory):
     result = ebft("show", run)
     assert result.exit_code == 0 and "\x1b" not in result.stdout
     blocks = result.stdout.strip().split("\n\n")
-    assert len(blocks) == 5
-    assert blocks[0] == (
+    assert len(blocks) == 5 and blocks[0] == (
         "step 8, token 5  reward +8.500  alignment +8.700  diversity +1.200  advantage +0.250  length 8\n"
-        "prompt      def add(a, b):\n            \n"
-        "reference       return a + b\n"
+        "prompt      def add(a, b):\n            \n" "reference       return a + b\n"
         "completion  completion 1 of step 8"
-    )
-
-
-def test_a_folder_of_runs_names_them(ebft, run, tmp_path_factory):
+    )  # fmt: skip
     parent = tmp_path_factory.mktemp("runs")
     (parent / "first").symlink_to(run)
     assert "Give the output_dir of a run. Runs in it: first." in ebft("show", parent).stderr
@@ -46,15 +42,13 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
     entry["prompt"][0]["content"] = entry["ground_truth"] = HOSTILE
     entry["samples"][0] |= {"replies": [HOSTILE], "rewards": {HOSTILE: 0.5}}
     append(folder / "rollouts.jsonl", entry)
-    (folder / "run.yaml").write_text(
-        json.dumps({"base_model": HOSTILE, HOSTILE: 1, "datasets": [{"path": HOSTILE, "type": HOSTILE}]})
-    )
+    values = {"base_model": HOSTILE, HOSTILE: 1, "datasets": [{"path": HOSTILE, "type": HOSTILE}]}
+    (folder / "run.yaml").write_text(json.dumps(values))
     commands = [
         *(["show", folder, *options] for options in ([], ["--json"], ["--sort", HOSTILE], ["--full", "--best"])),
         *(["config", "--check", folder / "run.yaml"], ["doctor", folder / "run.yaml"], ["config", HOSTILE]),
         *(["report", folder], ["report", folder / "none"], ["fetch", HOSTILE], ["inference", folder / "none"]),
-        ["train", folder / "run.yaml", f"{HOSTILE}=1"],
-        ["evaluate", folder / "run.yaml", "--model", HOSTILE],
+        *(["train", folder / "run.yaml", f"{HOSTILE}=1"], ["evaluate", folder / "run.yaml", "--model", HOSTILE]),
     ]
     for command in commands:
         result = ebft(*command)
@@ -63,24 +57,20 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
     assert f"rewards/{HOSTILE}" in json.loads(ebft("show", folder, "--json").stdout)[0]["terms"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "completions"),
-    [
-        (["--best"], ["completion 1 of step 8", "completion 0 of step 8"]),
-        (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
-        (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
-        (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
-        (["--step", "3"], ["completion 1 of step 3", "completion 0 of step 3"]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "completions"), [
+    (["--best"], ["completion 1 of step 8", "completion 0 of step 8"]),
+    (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
+    (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
+    (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
+    (["--step", "3"], ["completion 1 of step 3", "completion 0 of step 3"]),
+])  # fmt: skip
 def test_the_choice_as_json(ebft, run, arguments, completions):
-    result = ebft("show", run, *arguments, "--count", "2", "--json")
-    found = json.loads(result.stdout)
+    found = json.loads(ebft("show", run, *arguments, "--count", "2", "--json").stdout)
     assert [sample["completion"] for sample in found] == completions
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
 
 
-def test_equal_completions_are_shown_once(ebft, tmp_path):
+def test_equal_completions_are_shown_once_and_terms_of_reward_functions(ebft, tmp_path):
     entry = strided_entry(1, rewards=(0.1, 0.1, 0.4))
     for sample in entry["blocks"][0]["samples"][:2]:
         sample["completion"] = "the same"
@@ -89,39 +79,28 @@ def test_equal_completions_are_shown_once(ebft, tmp_path):
     assert shown.count("the same") == 1 and "(×2)" in shown and "completion 2 of step 1" in shown
     listed = json.loads(ebft("show", tmp_path, "--worst", "--count", "2", "--json").stdout)
     assert [sample["completion"] for sample in listed] == ["the same"] * 2 and "copies" not in listed[0]
-
-
-def test_terms_of_reward_functions(ebft, tmp_path):
     append(tmp_path / "rollouts.jsonl", prompt_entry(2))
     result = ebft("show", tmp_path, "--sort", "rewards/short")
     assert result.exit_code == 0 and "user: What is 2 + 2?" in result.stdout and "rewards/short +0.500" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--best", "--worst"], "exclude each other"),
-        (["--json", "--interactive"], "exclude each other"),
-        (["--interactive"], "requires a terminal"),
-        (
-            ["--sort", "rewad"],
-            "no rollout has a term 'rewad'. Did you mean 'reward'? Choose from reward, alignment, diversity",
-        ),
-        (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
-    ],
-)
-def test_what_cannot_be_shown(ebft, run, arguments, message):
-    result = ebft("show", run, *arguments)
-    assert result.exit_code == 2 and message in plain(result.stderr) and "Traceback" not in result.stderr
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--best", "--worst"], "exclude each other"), (["--json", "--interactive"], "exclude each other"),
+    (["--interactive"], "requires a terminal"),
+    (["--sort", "rewad"],
+     "no rollout has a term 'rewad'. Did you mean 'reward'? Choose from reward, alignment, diversity"),
+    (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
+])  # fmt: skip
+def test_what_cannot_be_shown(refused, run, arguments, message):
+    assert message in refused("show", run, *arguments)
 
 
-def test_a_run_without_rollouts(ebft, tmp_path):
+def test_a_run_without_rollouts(refused, tmp_path):
     write_run(tmp_path)
     (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
-    result = ebft("show", tmp_path)
-    assert result.exit_code == 2 and "Set ebft.log_completions: true in the config" in plain(result.stderr)
+    assert "Set ebft.log_completions: true in the config" in refused("show", tmp_path)
     (tmp_path / "rollouts.jsonl").write_text("broken\n")
-    assert "no rollouts yet, or its files cannot be read" in plain(ebft("show", tmp_path).stderr)
+    assert "no rollouts yet, or its files cannot be read" in refused("show", tmp_path)
 
 
 def test_the_pager_gets_the_rollouts(run):
@@ -130,3 +109,19 @@ def test_the_pager_gets_the_rollouts(run):
 
     output, status = in_terminal(["show", str(run), "--worst", "--interactive"], {"PAGER": "cat"})
     assert status == 0 and "completion 0 of step 0" in output and output.count("advantage") == 18
+
+
+def test_a_report_is_written_for_any_run(ebft, refused, tmp_path):
+    assert "has none of run.json, metrics.jsonl and rollouts.jsonl" in refused("report", tmp_path)
+    write_run(tmp_path, step=1)
+    append(tmp_path / "metrics.jsonl", log_line(1))
+    result = ebft("report", tmp_path)
+    assert result.exit_code == 0 and result.stdout.strip() == str(tmp_path / "report.html")
+    assert "running, step 1 of 100" in (tmp_path / "report.html").read_text()
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").mkdir()
+    for name, message in (("other.json", "is not a result of `ebft evaluate --output`"),
+                          ("nope.json", f"the file {tmp_path / 'nope.json'} does not exist")):  # fmt: skip
+        assert message in refused("report", tmp_path, "--evaluation", tmp_path / name)
+    assert "The report cannot be written" in refused("report", tmp_path)

@@ -12,7 +12,6 @@ from ebft.errors import RunError
 from ebft.monitor.run_state import is_alive, read_run
 from ebft.tools.cli import tui
 from ebft.tools.dashboard.training import Training
-from tests.cli.conftest import plain
 from tests.dashboard.runs import append, log_line, write_run
 from tests.run.test_methods import run_file
 from tests.terminal import Terminal, ebft_command
@@ -50,25 +49,31 @@ def test_a_finished_run_in_a_terminal(in_terminal, tmp_path):
     assert terminal.end() == 0
 
 
-@pytest.mark.parametrize("command", [("tui",), ("train", "--tui")])
-def test_without_a_terminal_it_says_so(ebft, run_file, tmp_path, command):
+def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
     write_run(tmp_path / "out")
-    target = tmp_path / "out" if command == ("tui",) else run_file
-    result = ebft(command[0], target, *command[1:])
-    assert result.exit_code == 2 and "requires a terminal" in plain(result.stderr)
-    assert not (tmp_path / "out" / "train.log").exists()
-
-
-def test_without_textual_it_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(tui, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match=r"ebft tui requires the package textual: pip install 'ebft\[tui\]'"):
-        tui.check_terminal("ebft tui")
-
-
-def test_a_folder_that_is_no_run(ebft, tmp_path, monkeypatch):
+    for command in (["tui", tmp_path / "out"], ["train", run_file, "--tui"]):
+        assert "requires a terminal" in refused(*command) and not (tmp_path / "out" / "train.log").exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(tui, "find_spec", lambda name: None)
+        with pytest.raises(RunError, match=r"ebft tui requires the package textual: pip install 'ebft\[tui\]'"):
+            tui.check_terminal("ebft tui")
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
-    result = ebft("tui", tmp_path / "none")
-    assert result.exit_code == 2 and "does not exist" in plain(result.stderr)
+    assert "does not exist" in refused("tui", tmp_path / "none")
+    for count in ("2", "many"):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        with pytest.raises(RunError, match="--tui starts the processes itself"):
+            tui.train_with_dashboard([], tmp_path)
+
+
+def test_a_log_that_cannot_be_written_and_one_of_the_user(tmp_path):
+    (tmp_path / "train.log").mkdir()
+    with pytest.raises(RunError, match="Training cannot be started with its log in .*train.log"):
+        Training([], tmp_path)
+    (tmp_path / "train.log").rmdir()
+    (tmp_path / "train.log").write_text("mine")
+    with pytest.raises(RunError, match="train.log is not the log of a run, and is kept"):
+        Training([], tmp_path)
+    assert (tmp_path / "train.log").read_text() == "mine"
 
 
 @pytest.mark.slow
@@ -117,7 +122,7 @@ def test_training_goes_on_if_the_dashboard_is_killed(in_terminal, run_file, tmp_
 
 
 @pytest.mark.slow
-def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, monkeypatch, capsys):
+def test_training_goes_on_or_shows_its_last_lines_if_the_dashboard_ends(run_file, tmp_path, monkeypatch, capsys):
     from ebft.tools.dashboard.tui import TrainingDashboard
 
     def fail(self):
@@ -129,34 +134,6 @@ def test_a_dashboard_that_fails_leaves_the_training_alone(run_file, tmp_path, mo
     printed = capsys.readouterr()
     assert "a bug" in printed.err and f"Model saved in {tmp_path / 'out'}" in printed.out
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
-
-
-@pytest.mark.slow
-def test_training_that_fails_shows_its_last_lines(run_file, tmp_path, monkeypatch, capsys):
-    from ebft.tools.dashboard.tui import TrainingDashboard
-
-    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     monkeypatch.setattr(TrainingDashboard, "run", lambda self: "closed")
-    assert tui.train_with_dashboard([str(run_file), "base_model=does/not-exist"], tmp_path / "out") == 2
+    assert tui.train_with_dashboard([str(run_file), "base_model=does/not-exist"], tmp_path / "failed") == 2
     assert "does/not-exist" in capsys.readouterr().err
-
-
-def test_a_log_that_cannot_be_written(tmp_path):
-    (tmp_path / "train.log").mkdir()
-    with pytest.raises(RunError, match="Training cannot be started with its log in .*train.log"):
-        Training([], tmp_path)
-
-
-def test_a_log_of_the_user_is_kept(tmp_path):
-    (tmp_path / "train.log").write_text("mine")
-    with pytest.raises(RunError, match="train.log is not the log of a run, and is kept"):
-        Training([], tmp_path)
-    assert (tmp_path / "train.log").read_text() == "mine"
-
-
-@pytest.mark.parametrize("count", ["2", "many"])
-def test_several_processes_are_refused(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(tui, "check_terminal", lambda command: None)
-    monkeypatch.setenv("WORLD_SIZE", count)
-    with pytest.raises(RunError, match="--tui starts the processes itself"):
-        tui.train_with_dashboard([], tmp_path)

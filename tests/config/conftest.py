@@ -1,8 +1,17 @@
 """The smallest config, as values and as a file."""
 
+import warnings
+
 import pytest
 
 MINIMAL = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
+
+
+def warned(make, **keys):
+    """A config and its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return make(**keys), [str(warning.message) for warning in caught]
 
 
 @pytest.fixture

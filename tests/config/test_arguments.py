@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 
 from ebft.config.options import StridedOptions
@@ -8,10 +10,66 @@ from ebft.run.trainer import training_kwargs
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True)
+AMPERE = Machine(has_accelerator=True, supports_bf16=True, supports_tf32=True)
+TWO = Machine(has_accelerator=True, supports_bf16=True, processes=2)
+EVAL = {"val_set_size": 2}
+FSDP = {"offload_params": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True}
+FSDP["final_state_dict_type"] = "FULL_STATE_DICT"
+RESHARD = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}}
+LAYERS = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
+WRAPPED = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "cpu_offload": True}
+DETAILS = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+SAME = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 8, "neftune_noise_alpha": 5.0, "torch_compile": True}
+SAME |= {"torch_compile_backend": "inductor", "torch_compile_mode": "default", "trackio_space_id": "me/space"}
+BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
 def kwargs(config, machine=CPU, rows=100, has_eval=False):
     return training_kwargs(config, machine, rows, has_eval)
+
+
+@pytest.mark.parametrize(("keys", "machine", "expected"), [  # `...`: left to transformers
+    ({}, CPU, {"use_cpu": True, "bf16": False, "lr_scheduler_type": "cosine", "eval_strategy": ..., "optim_args": ...,
+               "load_best_model_at_end": ..., **dict.fromkeys((
+                   "max_steps", "warmup_steps", "tf32", "data_seed", "run_name", "push_to_hub"), ...)}),
+    ({}, GPU, {"use_cpu": False, "bf16": True}), ({"fp16": True}, GPU, {"bf16": False}),
+    ({"bf16": True}, CPU, {"bf16": True}), ({"bf16": False}, GPU, {"bf16": False}),
+    ({"micro_batch_size": 3, "num_epochs": 2, "optimizer": "sgd", "lr_scheduler": "linear", "wandb_name": "a"}, CPU,
+     {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "num_train_epochs": 2, "optim": "sgd",
+      "lr_scheduler_type": "linear", "run_name": "a"}),
+    ({}, CPU, {"save_strategy": "epoch", "save_steps": ...}),
+    ({"save_steps": 7}, CPU, {"save_strategy": "steps", "save_steps": 7}),
+    ({"save_steps": 0.5}, CPU, {"save_strategy": "steps", "save_steps": 0.5}),
+    ({"save_strategy": "no"}, CPU, {"save_strategy": "no", "save_steps": ...}),
+    ({"saves_per_epoch": 5, "micro_batch_size": 2, "gradient_accumulation_steps": 5}, CPU,
+     {"save_strategy": "steps", "save_steps": 2}),
+    ({"saves_per_epoch": 500}, CPU, {"save_strategy": "steps", "save_steps": 1}),
+    ({"saves_per_epoch": 5}, TWO, {"save_steps": 10}),  # counts all processes
+    (EVAL, CPU, {"eval_strategy": "epoch", "load_best_model_at_end": ...}),
+    ({**EVAL, "eval_steps": 3}, CPU, {"eval_steps": 3}),
+    ({"saves_per_epoch": 0, "evals_per_epoch": 0, **EVAL}, CPU, {"save_strategy": "no", "eval_strategy": "no"}),
+    ({"gradient_checkpointing": True, **DETAILS}, CPU, DETAILS),
+    (DETAILS, CPU, {"gradient_checkpointing_kwargs": ...}),
+    ({"fsdp": ["full_shard", "offload"], "fsdp_config": LAYERS}, CPU, {"fsdp": True, "fsdp_config": WRAPPED}),
+    ({"fsdp": "shard_grad_op auto_wrap"}, CPU, {"fsdp_config": {"reshard_after_forward": False}}),
+    ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp": True, "fsdp_config": FSDP}, CPU, RESHARD),
+    ({"fsdp_version": 2, "fsdp_config": FSDP}, CPU, RESHARD),
+    ({"hub_model_id": "me/model", "hub_private_repo": True}, CPU,
+     {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}),
+    ({"cosine_min_lr_ratio": 0.25}, CPU,
+     {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.25}}),
+    (SAME, CPU, SAME), ({"warmup_steps": 0.1}, CPU, {"warmup_steps": 0.1}),
+    ({"batch_size": 8, "micro_batch_size": 2}, CPU, BATCH),
+    ({"batch_size": 8, "gradient_accumulation_steps": 4}, CPU, BATCH),
+    ({"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4}, CPU, BATCH),
+    ({"optimizer": "sgd", "optim_args": {"momentum": 0.9, "dampening": 0.1}}, CPU,
+     {"optim_args": "momentum=0.9,dampening=0.1"}),
+    ({"tf32": True}, GPU, {"tf32": ...}), ({"tf32": True}, AMPERE, {"tf32": True}),
+    ({"fp16": True, "bf16": False}, GPU, {"fp16": True}),
+])  # fmt: skip
+def test_keys_become_arguments_of_transformers(make, keys, machine, expected):
+    found = kwargs(make(**keys), machine, has_eval="val_set_size" in keys)
+    assert {name: found.get(name, ...) for name in expected} == expected
 
 
 def test_transformers_knows_every_argument(make, tmp_path):
@@ -21,47 +79,35 @@ def test_transformers_knows_every_argument(make, tmp_path):
     args = TrainingArguments(**kwargs(config))
     assert args.warmup_steps == 0.1 and args.train_sampling_strategy == "group_by_length"
     assert args.max_steps == 3 and args.num_train_epochs == 1
+    assert kwargs(make(deepspeed="zero2"))["deepspeed"]["zero_optimization"]["stage"] == 2
+    assert make(torch_compile="auto").torch_compile is False
 
 
-def test_names_are_translated(make):
-    found = kwargs(make(micro_batch_size=3, num_epochs=2, optimizer="sgd", lr_scheduler="linear", wandb_name="a"))
-    assert found["per_device_train_batch_size"] == 3 and found["per_device_eval_batch_size"] == 3
-    assert (found["num_train_epochs"], found["optim"], found["lr_scheduler_type"]) == (2, "sgd", "linear")
-    assert found["run_name"] == "a"
+@pytest.mark.parametrize(("keys", "loads_best"), [
+    ({"eval_steps": 2, "save_steps": 4}, True), ({"eval_steps": 0.1, "save_steps": 0.2}, True),
+    ({"evals_per_epoch": 4, "saves_per_epoch": 2}, True), ({}, True),  # both every epoch
+    ({"eval_steps": 2, "save_strategy": "best"}, True), ({"eval_steps": 2, "save_steps": 3}, None),
+    ({"eval_steps": 2, "save_steps": 0.5}, None), ({"eval_steps": 2}, None), ({"saves_per_epoch": 0}, None),
+    ({"eval_steps": 2, "save_steps": 4, "load_best_model_at_end": False}, False),
+])  # fmt: skip
+def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best):
+    from transformers import TrainingArguments
+
+    config = make(early_stopping_patience=2, **EVAL, **keys)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = kwargs(config, has_eval=True)
+    assert found.get("load_best_model_at_end") is loads_best
+    assert any("the result is the last model" in str(each.message) for each in caught) == (loads_best is None)
+    TrainingArguments(**found)
 
 
-def test_unset_keys_are_left_to_transformers(make):
-    assert not {"max_steps", "warmup_steps", "tf32", "data_seed", "run_name", "push_to_hub"} & set(kwargs(make()))
-
-
-@pytest.mark.parametrize(
-    ("keys", "machine", "expected"),
-    [
-        ({}, CPU, False),
-        ({}, GPU, True),
-        ({"fp16": True}, GPU, False),
-        ({"bf16": True}, CPU, True),
-        ({"bf16": False}, GPU, False),
-    ],
-)
-def test_bf16(make, keys, machine, expected):
-    assert kwargs(make(**keys), machine)["bf16"] is expected
-
-
-@pytest.mark.parametrize(
-    ("variable", "keys", "machine", "message"),
-    [
-        (
-            "bf16",
-            {"bf16": False},
-            GPU,
-            "ACCELERATE_MIXED_PRECISION is bf16, which contradicts bf16: false of the config",
-        ),
-        ("bf16", {}, CPU, "contradicts bf16: auto .* Set bf16: true in the config, or unset"),
-        ("fp16", {"bf16": True}, GPU, "contradicts fp16: false .* Set fp16: true"),
-        ("fp8", {}, CPU, "ACCELERATE_MIXED_PRECISION is fp8"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "keys", "machine", "message"), [
+    ("bf16", {"bf16": False}, GPU, "ACCELERATE_MIXED_PRECISION is bf16, which contradicts bf16: false of the config"),
+    ("bf16", {}, CPU, "contradicts bf16: auto .* Set bf16: true in the config, or unset"),
+    ("fp16", {"bf16": True}, GPU, "contradicts fp16: false .* Set fp16: true"),
+    ("fp8", {}, CPU, "ACCELERATE_MIXED_PRECISION is fp8"),
+])  # fmt: skip
 def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, machine, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     with pytest.raises(ConfigError, match=message):
@@ -69,68 +115,6 @@ def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, 
     for same in ("no", "bf16"):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", same)
         assert kwargs(make(bf16=True))["bf16"] is True
-
-
-def test_cpu_without_an_accelerator(make):
-    assert kwargs(make(), CPU)["use_cpu"] is True and kwargs(make(), GPU)["use_cpu"] is False
-
-
-@pytest.mark.parametrize(
-    ("keys", "strategy", "steps"),
-    [
-        ({}, "epoch", None),
-        ({"save_steps": 7}, "steps", 7),
-        ({"save_steps": 0.5}, "steps", 0.5),
-        ({"save_strategy": "no"}, "no", None),
-        ({"saves_per_epoch": 5, "micro_batch_size": 2, "gradient_accumulation_steps": 5}, "steps", 2),
-        ({"saves_per_epoch": 500}, "steps", 1),
-    ],
-)
-def test_when_to_save(make, keys, strategy, steps):
-    found = kwargs(make(**keys))
-    assert (found["save_strategy"], found.get("save_steps")) == (strategy, steps)
-
-
-def test_per_epoch_counts_all_processes(make):
-    machine = Machine(has_accelerator=True, supports_bf16=True, processes=2)
-    assert kwargs(make(saves_per_epoch=5), machine)["save_steps"] == 10
-
-
-def test_evaluation_needs_data(make):
-    assert "eval_strategy" not in kwargs(make())
-    assert kwargs(make(val_set_size=2), has_eval=True)["eval_strategy"] == "epoch"
-    assert kwargs(make(val_set_size=2, eval_steps=3), has_eval=True)["eval_steps"] == 3
-
-
-def test_gradient_checkpointing_arguments(make):
-    details = {"use_reentrant": True}
-    on = kwargs(make(gradient_checkpointing=True, gradient_checkpointing_kwargs=details))
-    assert on["gradient_checkpointing_kwargs"] == details
-    assert "gradient_checkpointing_kwargs" not in kwargs(make(gradient_checkpointing_kwargs=details))
-
-
-def test_fsdp_in_older_and_newer_words(make):
-    older = kwargs(
-        make(fsdp=["full_shard", "offload"], fsdp_config={"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"})
-    )
-    assert older["fsdp"] is True
-    assert older["fsdp_config"] == {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "cpu_offload": True}
-    assert kwargs(make(fsdp="shard_grad_op auto_wrap"))["fsdp_config"] == {"reshard_after_forward": False}
-    assert "fsdp" not in kwargs(make(fsdp=False))
-    given = {"offload_params": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True}
-    for switch in ({"fsdp_version": 2}, {"fsdp": True}):
-        found = kwargs(make(**switch, fsdp_config={**given, "final_state_dict_type": "FULL_STATE_DICT"}))
-        assert found["fsdp"] is True
-        assert found["fsdp_config"] == {"cpu_offload": True, "reshard_after_forward": False}
-
-
-def test_deepspeed_configs_of_the_package(make):
-    assert kwargs(make(deepspeed="zero2"))["deepspeed"]["zero_optimization"]["stage"] == 2
-
-
-def test_hub(make):
-    found = kwargs(make(hub_model_id="me/model", hub_private_repo=True))
-    assert found["push_to_hub"] is True and found["hub_model_id"] == "me/model" and found["hub_private_repo"] is True
 
 
 def test_every_ebft_option_reaches_the_trainer(make):

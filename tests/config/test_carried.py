@@ -4,27 +4,24 @@ import warnings
 
 import pytest
 
-from ebft.config.load import load_config, parse_yaml
+from ebft.config.load import load_config
 from ebft.errors import ConfigError
-from tests.config.carried.configs import COMMON_LINES, CONFIGS
+from tests.config.carried.configs import COMMON, CONFIGS
 
 # The configs that do not load, and what the message says.
-REFUSED = {
-    "llama-3 relora": "relora is not supported: ReLoRA merges the adapter",
-    "llama-3 loftq": "peft is not supported: LoftQ replaces",
-    "llama-3 context parallel": "context_parallel_size: 4 is not supported: sequences are not split",
-    "llama-3 vision": "processor_type is not supported: models are trained on text only",
-}
+REFUSED = {"llama-3 relora": "relora is not supported: ReLoRA merges the adapter",
+           "llama-3 loftq": "peft is not supported: LoftQ replaces",
+           "llama-3 context parallel": "context_parallel_size: 4 is not supported: sequences are not split",
+           "llama-3 vision": "processor_type is not supported: models are trained on text only"}  # fmt: skip
 
 
 def values_of(name):
     """The keys of a config; those of a later part, and at last its own, replace earlier ones."""
     base_model, parts, own = CONFIGS[name]
     values = {"base_model": base_model}
-    for text in (COMMON_LINES, *parts, own):
-        found = parse_yaml(text)
-        plugins = [*values.get("plugins", []), *found.pop("plugins", [])]
-        values |= {**found, **({"plugins": plugins} if plugins else {})}
+    for keys in (COMMON, *parts, own):
+        plugins = [*values.get("plugins", []), *keys.get("plugins", [])]
+        values |= {**keys, **({"plugins": plugins} if plugins else {})}
     return values
 
 

@@ -22,30 +22,19 @@ def load(path):
         return load_config(path), [str(warning.message) for warning in caught]
 
 
-def test_all_nine_are_here():
+def test_configs_of_the_guide_load_unmodified():
     assert len(GUIDE) == 9
+    for path in GUIDE:
+        config, messages = load(path)
+        starts = WARNINGS.get(path.stem, [])
+        assert all(message.startswith(start) for message, start in zip(messages, starts, strict=True))
+        assert config.rl == "ebft" and (config.method.name == "strided mode") == (path.stem in STRIDED)
 
 
-@pytest.mark.parametrize("path", GUIDE, ids=lambda path: path.stem)
-def test_a_config_of_the_guide_loads_unmodified(path):
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_loads_without_a_warning_and_trains_all_weights_in_float32(path):
     config, messages = load(path)
-    expected = WARNINGS.get(path.stem, [])
-    assert len(messages) == len(expected)
-    for message, start in zip(messages, expected):
-        assert message.startswith(start)
-    assert config.rl == "ebft"
-    assert (config.method.name == "strided mode") == (path.stem in STRIDED)
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_loads_without_a_warning(path):
-    assert load(path)[1] == []
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_that_trains_all_weights_keeps_them_in_float32(path):
-    config, _ = load(path)
-    assert config.adapter is not None or config.torch_dtype == "float32"
+    assert messages == [] and (config.adapter is not None or config.torch_dtype == "float32")
 
 
 def test_the_paper_recipe_with_lora_is_the_full_one_but_for_the_adapter():
@@ -53,9 +42,6 @@ def test_the_paper_recipe_with_lora_is_the_full_one_but_for_the_adapter():
     different = {key for key in full if full[key] != lora[key]}
     adapter = {"adapter", "lora_r", "lora_alpha", "lora_target_linear"}
     assert different - adapter == {"torch_dtype", "learning_rate", "output_dir"}
-
-
-def test_the_paper_recipe_has_a_constant_rate_and_the_authors_batch():
     full, _ = load(FOLDER / "paper_full.yaml")
     assert full.learning_rate == 1e-6
     assert (full.lr_scheduler, full.warmup_ratio) == ("constant_with_warmup", 0.03)
@@ -81,9 +67,6 @@ def test_values_arrive():
     assert config.torch_compile is False and config.attn_implementation is None
     assert config.special_tokens.pad_token == "<|end_of_text|>"
     assert config.datasets[0].split == "train[:5000]"
-
-
-def test_flags_and_empty_values():
     config, _ = load(HERE / "configs" / "llama-1b-strided-structured.yaml")
     assert config.attn_implementation == "flex_attention"
     config, _ = load(HERE / "configs" / "llama-1b-opencode-novllm.yaml")

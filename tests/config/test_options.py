@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from ebft.config.load import load_config
 from ebft.config.options import EBFTSection, StridedOptions
 from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
+from ebft.config.schema import RunConfig
 from ebft.config.section import section_of_options
 from ebft.errors import ConfigError
+from tests.config.conftest import MINIMAL
 
 
 @dataclass
@@ -35,48 +36,30 @@ def test_a_class_with_options_has_their_fields_defaults_and_help():
     assert Options().feature_layers is not Options().feature_layers
 
 
-def test_the_trainer_config_declares_nothing_of_its_own(tmp_path):
+def test_the_trainer_config_and_the_yaml_section_have_the_same_defaults(tmp_path):
     from ebft.strided import StridedEBFTConfig
 
-    config = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True)
-    for name, default in dataclasses.asdict(StridedOptions()).items():
-        assert getattr(config, name) == default
+    defaults, config = dataclasses.asdict(StridedOptions()), StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert defaults == {name: getattr(config, name) for name in defaults}
+    assert defaults.items() <= EBFTSection().model_dump().items()
+    assert Options(feature_layers=(0, 1)).feature_layers == [0.0, 1.0]  # converted values are written back
+    loaded = RunConfig.from_dict({**MINIMAL, "rl": "ebft", "ebft": {"mode": "strided", "stride": 3}})
+    assert pickle.loads(pickle.dumps(loaded)) == loaded  # to be sent to another process
 
 
-def test_the_yaml_section_has_the_same_defaults():
-    section = EBFTSection().model_dump()
-    assert dataclasses.asdict(StridedOptions()).items() <= section.items()
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"),
-    [
-        ("stride", 0, "at least 1"),
-        ("context_length", 0, "at least 1"),
-        ("generate_max_len", 0, "at least 1"),
-        ("n_samples_per_prompt", 0, "at least 1"),
-        ("stride", 2.5, "an integer"),
-        ("temperature", -0.1, "at least 0"),
-        ("top_p", 0.0, "above 0"),
-        ("top_p", 1.1, "at most 1"),
-        ("feature_layers", [], "at least 1 element"),
-        ("feature_layers", [1.5], "at most 1"),
-        ("embed_method", "middle_token", "'completion_mean'"),
-        ("whitening_space", "both", "'sample'"),
-        ("advantage_estimator", "ppo", "'group_norm'"),
-        ("rloo_baseline", "none", "'independent'"),
-        ("min_completion_prefix", -1, "at least 0"),
-        ("use_whitening", "very", "true or false"),
-    ],
-)
+@pytest.mark.parametrize(("option", "value", "allowed"), [
+    ("stride", 0, "at least 1"), ("context_length", 0, "at least 1"), ("generate_max_len", 0, "at least 1"),
+    ("n_samples_per_prompt", 0, "at least 1"), ("stride", 2.5, "an integer"), ("temperature", -0.1, "at least 0"),
+    ("top_p", 0.0, "above 0"), ("top_p", 1.1, "at most 1"), ("feature_layers", [], "at least 1 element"),
+    ("feature_layers", [1.5], "at most 1"), ("embed_method", "middle_token", "'completion_mean'"),
+    ("whitening_space", "both", "'sample'"), ("advantage_estimator", "ppo", "'group_norm'"),
+    ("rloo_baseline", "none", "'independent'"), ("min_completion_prefix", -1, "at least 0"),
+    ("use_whitening", "very", "true or false"),
+])  # fmt: skip
 def test_a_value_out_of_bounds_names_the_option(option, value, allowed):
     with pytest.raises(ConfigError, match=option) as caught:
         Options(**{option: value})
     assert allowed in str(caught.value)
-
-
-def test_converted_values_are_written_back():
-    assert Options(feature_layers=(0, 1)).feature_layers == [0.0, 1.0]
 
 
 def test_a_single_sample_is_settled_once():
@@ -85,8 +68,7 @@ def test_a_single_sample_is_settled_once():
         resolve_single_sample(options)
     assert (options.advantage_estimator, options.diversity_coef) == ("reinforce", 0.0)
     assert not options.use_whitening
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         resolve_single_sample(options)
         resolve_single_sample(Options(n_samples_per_prompt=2))
 
@@ -95,8 +77,3 @@ def test_greedy_training_is_refused():
     check_trainable(Options())
     with pytest.raises(ConfigError, match="temperature: 0.*Set temperature above 0"):
         check_trainable(Options(temperature=0))
-
-
-def test_a_config_can_be_sent_to_another_process(write):
-    config = load_config(write("rl: ebft\nebft: {mode: strided, stride: 3}\n"))
-    assert pickle.loads(pickle.dumps(config)) == config

@@ -1,62 +1,42 @@
-"""What `ebft config --check` says about a dataset's `type`, and that built-in ones cost no heavy import."""
-
-import subprocess
-import sys
-import warnings
+"""What `ebft config --check` says about a dataset's `type`."""
 
 import pytest
 
 from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
 from ebft.data.transforms.names import built_in, check_transform
 from ebft.errors import DataError
+from tests.config.conftest import warned
 
-MODES = {
-    "tokens": [{"rl": None}, {"rl": "ebft", "ebft": {"mode": "strided"}}],
-    "prompts": [{"rl": "grpo"}, {"rl": "ebft"}],
-    "comparisons": [{"reward_model": True}],
-    "steps": [{"process_reward_model": True}],
-}
+MODES = {"tokens": [{"rl": None}, {"rl": "ebft", "ebft": {"mode": "strided"}}],
+         "prompts": [{"rl": "grpo"}, {"rl": "ebft"}], "comparisons": [{"reward_model": True}],
+         "steps": [{"process_reward_model": True}]}  # fmt: skip
 NAMES = [(f"{name}.{key}", rows) for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()]
 
 
-@pytest.mark.parametrize(("name", "rows"), NAMES)
-def test_built_in_transforms_fit_their_modes(make, name, rows):
-    for keys in MODES[rows]:
-        check_transform(name, make(**keys).required_rows)
-    other = "prompts" if rows == "tokens" else "tokens"
-    for keys in MODES[other]:
-        with pytest.raises(DataError, match=f"datasets.type: '{name}' returns rows of .* trains on rows of"):
+def test_built_in_transforms_fit_their_modes(make):
+    for name, rows in NAMES:
+        for keys in MODES[rows]:
             check_transform(name, make(**keys).required_rows)
+        for keys in MODES["prompts" if rows == "tokens" else "tokens"]:
+            with pytest.raises(DataError, match=f"datasets.type: '{name}' returns rows of .* trains on rows of"):
+                check_transform(name, make(**keys).required_rows)
+    for name, other in EQUIVALENT_TRANSFORMS.items():
+        assert {dict(NAMES)[name], dict(NAMES)[other]} == {"tokens", "prompts"}
 
 
-@pytest.mark.parametrize(
-    ("keys", "name", "message"),
-    [
-        ({"rl": None}, "ebft_opencode", r"SFT \(rl is not set\) trains on rows of input_ids and labels"),
-        (MODES["tokens"][1], "ebft_opencode", "strided mode trains on rows of input_ids and labels. Use ebft_pretrain"),
-        (
-            {"rl": "grpo"},
-            "completion",
-            "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, ",
-        ),
-        ({"rl": "ebft"}, "completion", "structured mode .* trains on rows of prompt and ground_truth"),
-        (
-            {"rl": "ebft"},
-            "ebft_reasoning.transfrom",
-            "Available functions: transform, transform_answer_only, transform_split",
-        ),
-        ({"rl": "ebft"}, "ebft_opencoed.transform", "the module was not found.*Did you mean 'ebft_opencode'"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "name", "message"), [
+    ({"rl": None}, "ebft_opencode", r"SFT \(rl is not set\) trains on rows of input_ids and labels"),
+    (MODES["tokens"][1], "ebft_opencode", "strided mode trains on rows of input_ids and labels. Use ebft_pretrain"),
+    ({"rl": "grpo"}, "completion",
+     "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, "),
+    ({"rl": "ebft"}, "completion", "structured mode .* trains on rows of prompt and ground_truth"),
+    ({"rl": "ebft"}, "ebft_reasoning.transfrom",
+     "Available functions: transform, transform_answer_only, transform_split"),
+    ({"rl": "ebft"}, "ebft_opencoed.transform", "the module was not found.*Did you mean 'ebft_opencode'"),
+])  # fmt: skip
 def test_what_cannot_be_used_says_why(make, keys, name, message):
     with pytest.raises(DataError, match=message):
         check_transform(name, make(**keys).required_rows)
-
-
-def test_counterparts_give_the_other_rows():
-    rows = {f"{name}.{key}": rows for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()}
-    for name, other in EQUIVALENT_TRANSFORMS.items():
-        assert {rows[name], rows[other]} == {"tokens", "prompts"}
 
 
 @pytest.mark.parametrize("name", [*EQUIVALENT_TRANSFORMS, "ebft_opencode"])
@@ -67,12 +47,10 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
     for keys in MODES["prompts" if given == "tokens" else "tokens"]:
         entries = [{"path": path, "type": name} for path in ("a", "b")]
         first = {} if section == "datasets" else {"datasets": [{"path": "c", "type": "own.transform"}]}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            config = make(**first, **{section: entries}, **keys)
+        config, messages = warned(make, **first, **{section: entries}, **keys)
         used = EQUIVALENT_TRANSFORMS[f"{module}.{function}"]
         assert [entry.type for entry in getattr(config, section)] == [used, used]
-        messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
+        messages = [text for text in messages if ".type: " in text]
         assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} is replaced with {used}: ")
         assert " trains on rows of " in messages[0]
         check_transform(used, config.required_rows)
@@ -87,24 +65,3 @@ def test_what_has_no_counterpart_stays(make, name):
     assert config.datasets[0].type == name
     with pytest.raises(DataError, match="returns rows of"):
         check_transform(name, config.required_rows)
-
-
-def test_checking_imports_nothing_heavy():
-    code = """
-import sys
-from ebft.config.schema import RunConfig
-from ebft.data.transforms.names import check_transform
-from ebft.errors import DataError
-config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
-rows = config.required_rows
-check_transform("ebft_opencode.transform", rows)
-for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
-    try:
-        check_transform(name, rows)
-    except DataError:
-        continue
-    sys.exit(f"{name} was taken")
-sys.exit(sorted({"torch", "transformers", "datasets", "ebft.data.load"} & set(sys.modules)) or 0)
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr

@@ -60,23 +60,13 @@ def test_a_method_is_one_file_and_one_line(tiny_llama_dir, tmp_path):
     (tmp_path / "weighted.py").write_text(METHOD)
     rows = [{"text": f"line {number} of a text that is long enough"} for number in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = {
-        "base_model": str(tiny_llama_dir),
-        "rl": "weighted",
-        "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
-        "special_tokens": {"pad_token": "<|end|>"},
-        "sequence_len": 32,
-        "max_steps": 1,
-        "save_strategy": "no",
-        "output_dir": str(tmp_path / "out"),
-    }
+    config = {"base_model": str(tiny_llama_dir), "rl": "weighted",
+              "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
+              "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 32, "max_steps": 1, "save_strategy": "no",
+              "output_dir": str(tmp_path / "out")}  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     (tmp_path / "main.py").write_text(RUN)
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "main.py"), str(tmp_path / "run.yaml")],
-        capture_output=True,
-        text=True,
-        cwd=root,
-    )
+    done = subprocess.run([sys.executable, str(tmp_path / "main.py"), str(tmp_path / "run.yaml")], capture_output=True,
+                          text=True, cwd=root)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,7 +1,6 @@
 """The keys that select reward models, what contradicts them, and what the commands do with such a config."""
 
 import json
-import warnings
 
 import pytest
 
@@ -10,6 +9,7 @@ from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
 from ebft.tools.evaluation.run import evaluate
 from tests.cli.conftest import ebft, plain  # noqa: F401 (a fixture)
+from tests.config.conftest import warned
 from tests.reward_models.conftest import config_of, make, model_dir  # noqa: F401 (fixtures)
 
 FLAGS = ("reward_model", "process_reward_model")
@@ -30,57 +30,47 @@ def test_a_flag_selects_the_method(flag):
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rl": "grpo"}, "rl: grpo and {flag}: true select different methods"),
-        (dict.fromkeys(FLAGS, True), "reward_model: true and process_reward_model: true select different"),
-        ({"model_type": "AutoModelForCausalLM"}, "model_type: AutoModelForCausalLM does not match {flag}: true"),
-        ({"load_in_8bit": True, "adapter": "lora"}, "load_in_8bit is not supported with {flag}: true. Remove it"),
-        ({"deepspeed": "zero2"}, "deepspeed is not supported with {flag}: true"),
-        ({"sample_packing": True}, "sample_packing is not supported with {flag}: true"),
-        ({"group_by_length": True}, "group_by_length is not supported with {flag}: true"),
-        ({"gguf_file": "model.gguf"}, "model.gguf is a GGUF file, which is not supported with {flag}: true"),
-        ({"budget": {"generated_tokens": 5}}, "budget.generated_tokens has no effect with {flag}: true"),
-        ({"metric_for_best_model": "perplexity", "val_set_size": 2}, "Choose from loss, accuracy"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"rl": "grpo"}, "rl: grpo and {flag}: true select different methods"),
+    (dict.fromkeys(FLAGS, True), "reward_model: true and process_reward_model: true select different"),
+    ({"model_type": "AutoModelForCausalLM"}, "model_type: AutoModelForCausalLM does not match {flag}: true"),
+    ({"load_in_8bit": True, "adapter": "lora"}, "load_in_8bit is not supported with {flag}: true. Remove it"),
+    ({"deepspeed": "zero2"}, "deepspeed is not supported with {flag}: true"),
+    ({"sample_packing": True}, "sample_packing is not supported with {flag}: true"),
+    ({"group_by_length": True}, "group_by_length is not supported with {flag}: true"),
+    ({"gguf_file": "model.gguf"}, "model.gguf is a GGUF file, which is not supported with {flag}: true"),
+    ({"budget": {"generated_tokens": 5}}, "budget.generated_tokens has no effect with {flag}: true"),
+    ({"metric_for_best_model": "perplexity", "val_set_size": 2}, "Choose from loss, accuracy"),
+])  # fmt: skip
 def test_a_contradiction_names_both_keys(flag, keys, message):
     with pytest.raises(ConfigError, match=message.format(flag=flag)):
         config(flag, **keys)
 
 
-def test_the_number_of_labels_must_fit():
-    with pytest.raises(ConfigError, match="num_labels: 2 is invalid with reward_model: true, .* Set 1"):
-        config("reward_model", num_labels=2)
-    with pytest.raises(ConfigError, match="num_labels: 1 is invalid with process_reward_model: true.* Set 2 or more"):
-        config("process_reward_model", num_labels=1)
+STEPS = {"path": "x", "type": "stepwise_supervised", "step_separator": "!", "max_completion_length": 3}
+
+
+@pytest.mark.parametrize(("flag", "keys", "message"), [
+    ("reward_model", {"num_labels": 2}, "num_labels: 2 is invalid with reward_model: true, .* Set 1"),
+    ("process_reward_model", {"num_labels": 1},
+     "num_labels: 1 is invalid with process_reward_model: true.* Set 2 or more"),
+    (None, {"reward_model": "a/b"}, "reward_model: invalid value 'a/b'; expected true or false.*trl.reward_funcs"),
+    (None, {"datasets": [{**STEPS, "type": "completion"}]},
+     "max_completion_length, step_separator: not read by type: completion, only"),
+    ("process_reward_model", {"datasets": [{**STEPS, "step_separator": ""}]}, "step_separator"),
+])  # fmt: skip
+def test_values_that_do_not_fit_the_method(flag, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        config(flag, **keys)
+
+
+def test_keys_without_effect_give_one_warning():
+    assert config("process_reward_model", datasets=[STEPS]).datasets[0].step_separator == "!"
+    for flag in FLAGS:
+        messages = warned(config, flag=flag, trl={"beta": 0.1}, ebft={"stride": 2}, train_on_inputs=True)[1]
+        assert messages == [f"ebft, trl, train_on_inputs: no effect with {flag}: true."]
     with pytest.warns(UserWarning, match="num_labels has no effect: SFT"):
         config(num_labels=2)
-
-
-def test_the_name_of_a_reward_model_is_not_a_flag():
-    with pytest.raises(
-        ConfigError, match="reward_model: invalid value 'a/b'; expected true or false.*trl.reward_funcs"
-    ):
-        config(reward_model="a/b")
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_sections_of_other_methods_give_one_warning(flag):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config(flag, trl={"beta": 0.1}, ebft={"stride": 2}, train_on_inputs=True)
-    assert [str(each.message) for each in caught] == [f"ebft, trl, train_on_inputs: no effect with {flag}: true."]
-
-
-def test_keys_of_steps_are_read_by_their_transform_alone():
-    entry = {"path": "x", "type": "stepwise_supervised", "step_separator": "!", "max_completion_length": 3}
-    assert config("process_reward_model", datasets=[entry]).datasets[0].step_separator == "!"
-    with pytest.raises(ConfigError, match="max_completion_length, step_separator: not read by type: completion, only"):
-        config(datasets=[{**entry, "type": "completion"}])
-    with pytest.raises(ConfigError, match="step_separator"):
-        config("process_reward_model", datasets=[{**entry, "step_separator": ""}])
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
@@ -89,29 +79,29 @@ def test_ebft_evaluate_refuses_and_names_what_to_use(make, kind):  # noqa: F811
         evaluate(make(kind))
 
 
-def test_debug_shows_both_texts_and_the_scored_token(ebft, make, tmp_path):  # noqa: F811
+def test_debug_shows_what_is_scored(ebft, make, tmp_path):  # noqa: F811
     make("outcome")
     found = ebft("preprocess", tmp_path / "run.yaml", "--debug", "-n", "1")
-    text = plain(found.stdout)
-    assert found.exit_code == 0, found.output
-    assert "chosen" in text and "rejected" in text and r"scored at: token" in text and r"'\\n'" in text
-    assert "<|im_start|>(-100, 2)" in text
-
-
-def test_debug_shows_the_class_of_each_step(ebft, make, tmp_path):  # noqa: F811
+    texts = ("chosen", "rejected", "scored at: token", r"'\\n'", "<|im_start|>(-100, 2)")
+    assert found.exit_code == 0 and all(text in plain(found.stdout) for text in texts), found.output
     make("process", val_set_size=0, eval_steps=None, shuffle_merged_datasets=False)
     text = plain(ebft("preprocess", tmp_path / "run.yaml", "--debug", "-n", "2").stdout)
     assert "classes of steps: 1, 0" in text  # of the second row
     assert r"\n(1, " in text and r"\n(0, " in text and "A(-100, " in text
 
 
-@pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_training_names_no_command_that_refuses_the_model(ebft, make, tmp_path, kind):  # noqa: F811
+@pytest.mark.parametrize(("kind", "flag", "tag", "task"), [
+    ("outcome", "reward_model", "reward-model", "text-classification"),
+    ("process", "process_reward_model", "process-reward-model", "token-classification")])  # fmt: skip
+def test_training_names_the_method_and_no_command_that_refuses_the_model(ebft, make, tmp_path, kind, flag, tag, task):  # noqa: F811
     make(kind)
     found = ebft("train", tmp_path / "run.yaml")
     text = plain(found.output)
     assert found.exit_code == 0 and "Outcome: " in text and "Report: " in text
     assert "ebft evaluate" not in text and "ebft inference" not in text
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"- {tag}\n" in card and f"pipeline_tag: {task}" in card
+    assert json.loads((tmp_path / "out" / "ebft_run.json").read_text())[flag] is True
 
 
 @pytest.mark.slow
@@ -121,22 +111,6 @@ def test_doctor_measures_a_step(ebft, make, tmp_path, kind):  # noqa: F811
     found = ebft("doctor", tmp_path / "run.yaml")
     assert found.exit_code == 0, found.output
     assert "step" in plain(found.stdout)
-
-
-@pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_the_card_and_the_run_file_name_the_method(make, tmp_path, kind):  # noqa: F811
-    from ebft import train
-
-    result = train(make(kind))
-    card = (tmp_path / "out" / "README.md").read_text()
-    tag, task = {
-        "outcome": ("reward-model", "text-classification"),
-        "process": ("process-reward-model", "token-classification"),
-    }[kind]
-    assert f"- {tag}\n" in card and f"pipeline_tag: {task}" in card
-    flag = "reward_model" if kind == "outcome" else "process_reward_model"
-    assert json.loads((tmp_path / "out" / "ebft_run.json").read_text())[flag] is True
-    assert "eval_accuracy" in result.metrics
 
 
 def test_a_checkpoint_of_another_method_is_refused(make, tmp_path):  # noqa: F811

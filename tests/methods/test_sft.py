@@ -23,16 +23,10 @@ def make(tiny_llama_dir, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def config(**keys):
-        values = {
-            "base_model": str(tiny_llama_dir),
-            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
-            "special_tokens": {"pad_token": "<|end|>"},
-            "sequence_len": 64,
-            "micro_batch_size": 2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "output_dir": str(tmp_path / "out"),
-        }
+        values = {"base_model": str(tiny_llama_dir),
+                  "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
+                  "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 64, "micro_batch_size": 2,
+                  "logging_steps": 1, "save_strategy": "no", "output_dir": str(tmp_path / "out")}  # fmt: skip
         return RunConfig.from_dict({**values, **keys})
 
     return config
@@ -60,6 +54,7 @@ def test_one_step_over_all_documents_is_that_of_padded_batches(make, keys, tmp_p
     plain = {"sample_packing": False, "batch_flattening": False}
     ours, padded = (train(make(**{**keys, **changes})).trainer for changes in ({}, plain))
     assert ours.state.max_steps == padded.state.max_steps == 1
+    assert packed(ours) == (keys.get("sample_packing", False),) * 2 and packed(padded) == (False, False)
     for name in ("loss", "grad_norm", "eval_ce_loss", "eval_ce_loss_all"):
         a, b = (next(log[name] for log in t.state.log_history if name in log) for t in (ours, padded))
         assert a == pytest.approx(b, rel=1e-5), name
@@ -67,19 +62,17 @@ def test_one_step_over_all_documents_is_that_of_padded_batches(make, keys, tmp_p
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("keys", "packed"),
-    [
-        ({}, (False, False)),
-        ({"sample_packing": True}, (True, True)),
-        ({"sample_packing": True, "eval_sample_packing": False}, (True, False)),
-        ({"eval_sample_packing": True}, (False, True)),
-    ],
-)
-def test_held_out_documents_are_packed_as_the_others_unless_set(make, keys, packed):
+def packed(trainer):
+    return tuple(isinstance(rows, PackedRows) for rows in (trainer.train_dataset, trainer.eval_dataset))
+
+
+@pytest.mark.parametrize(("keys", "expected"), [
+    ({"sample_packing": True, "eval_sample_packing": False}, (True, False)),
+    ({"eval_sample_packing": True}, (False, True)),
+])  # fmt: skip
+def test_held_out_documents_are_packed_as_the_others_unless_set(make, keys, expected):
     trainer = train(make(max_steps=1, val_set_size=4, eval_steps=1, **keys)).trainer
-    found = tuple(isinstance(rows, PackedRows) for rows in (trainer.train_dataset, trainer.eval_dataset))
-    assert found == packed and any("eval_ce_loss" in log for log in trainer.state.log_history)
+    assert packed(trainer) == expected and any("eval_ce_loss" in log for log in trainer.state.log_history)
 
 
 def test_flattening_is_an_alternative_to_packing(make):

@@ -9,7 +9,7 @@ from ebft.errors import ConfigError, DataError
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.run.trainer import training_arguments
 from ebft.run.training import train
-from tests.preferences.runs import METHODS, PAIRED, WITH_REFERENCE, config_of
+from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of
 
 
 def arguments(method, tmp_path, **changes):
@@ -40,144 +40,116 @@ def test_keys_of_each_method(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sample_packing": True}, "sample_packing: true is not supported by rl: {method}"),
-        ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
-        ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
-        ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
-        ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
-        ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"sample_packing": True}, "sample_packing: true is not supported by rl: {method}"),
+    ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
+    ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
+    ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
+    ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
+    ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
+])  # fmt: skip
 def test_what_no_method_supports(method, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message.format(method=method)):
         config_of(method, tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    ("method", "changes", "message"),
-    [
-        ("dpo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing has no effect with dpo_loss_type: sigmoid"),
-        ("dpo", {"dpo_loss_weights": [1.0, 2.0]}, "dpo_loss_weights has 2 weights for 1 losses"),
-        ("dpo", {"dpo_loss_type": "exo_pair"}, "exo_pair needs dpo_label_smoothing above 0"),
-        ("dpo", {"dpo_loss_type": "aot", "dpo_use_weighting": True}, "dpo_use_weighting is not supported with"),
-        ("dpo", {"dpo_loss_type": "sigmoyd"}, "dpo_loss_type"),
-        ("dpo", {"dpo_label_smoothing": 0.5}, "dpo_label_smoothing: .*expected a value below 0.5"),
-        ("ipo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing is incompatible with rl: ipo"),
-        ("ipo", {"dpo_loss_type": "hinge"}, "dpo_loss_type is incompatible with rl: ipo"),
-        ("kto", {"micro_batch_size": 1}, "micro_batch_size: 1 is not supported by rl: kto"),
-        ("kto", {"eval_batch_size": 1, "val_set_size": 2}, "eval_batch_size: 1 is not supported by rl: kto"),
-        ("orpo", {"orpo_alpha": 0.1, "rl_beta": 0.2}, "two names of the same weight"),
-        ("dpo", {"lora_modules_to_save": ["lm_head"], "fsdp": True}, "is not supported with fsdp by rl: dpo"),
-        (
-            "kto",
-            {"lora_target_modules": ["lm_head"], "lora_target_linear": False},
-            "selects lm_head, which is not supp",
-        ),
-        ("dpo", {"lora_target_modules": ".*(proj|head)", "lora_target_linear": False}, "selects lm_head, which is not"),
-        ("dpo", {"max_prompt_len": 3}, "max_prompt_len.*rows whose prompt and completions do not fit"),
-        ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),
-        ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
-        ("dpo", {"dpo_generate_during_eval": True}, "dpo_generate_during_eval.*do not sample"),
-        ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*log-probabilities in chunks without it"),
-        ("dpo", {"dpo_padding_free": True}, "dpo_padding_free is not supported: remove it; TRL's DPOTrainer pads"),
-        (
-            "dpo",
-            {"dpo_use_logits_to_keep": True},
-            "dpo_use_logits_to_keep is not supported: remove it; logits are only",
-        ),
-        (
-            "dpo",
-            {"rl_adapter_ref_model": True},
-            "rl_adapter_ref_model is not supported: .*the adapter of lora_model_dir",
-        ),
-        ("dpo", {"ref_model": "x"}, "ref_model is not supported: remove it; the reference model is base_model, or"),
-        ("dpo", {"dpo_beta": 0.1}, "Use 'rl_beta' instead"),
-        ("simpo", {"simpo_beta": 0.1}, "Use 'rl_beta' instead"),
-    ],
-)
+@pytest.mark.parametrize(("method", "changes", "message"), [
+    ("dpo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing has no effect with dpo_loss_type: sigmoid"),
+    ("dpo", {"dpo_loss_weights": [1.0, 2.0]}, "dpo_loss_weights has 2 weights for 1 losses"),
+    ("dpo", {"dpo_loss_type": "exo_pair"}, "exo_pair needs dpo_label_smoothing above 0"),
+    ("dpo", {"dpo_loss_type": "aot", "dpo_use_weighting": True}, "dpo_use_weighting is not supported with"),
+    ("dpo", {"dpo_loss_type": "sigmoyd"}, "dpo_loss_type"),
+    ("dpo", {"dpo_label_smoothing": 0.5}, "dpo_label_smoothing: .*expected a value below 0.5"),
+    ("ipo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing is incompatible with rl: ipo"),
+    ("ipo", {"dpo_loss_type": "hinge"}, "dpo_loss_type is incompatible with rl: ipo"),
+    ("kto", {"micro_batch_size": 1}, "micro_batch_size: 1 is not supported by rl: kto"),
+    ("kto", {"eval_batch_size": 1, "val_set_size": 2}, "eval_batch_size: 1 is not supported by rl: kto"),
+    ("orpo", {"orpo_alpha": 0.1, "rl_beta": 0.2}, "two names of the same weight"),
+    ("dpo", {"lora_modules_to_save": ["lm_head"], "fsdp": True}, "is not supported with fsdp by rl: dpo"),
+    ("kto", {"lora_target_modules": ["lm_head"], "lora_target_linear": False}, "selects lm_head, which is not supp"),
+    ("dpo", {"lora_target_modules": ".*(proj|head)", "lora_target_linear": False}, "selects lm_head, which is not"),
+    ("dpo", {"max_prompt_len": 3}, "max_prompt_len.*rows whose prompt and completions do not fit"),
+    ("dpo", {"rpo_alpha": 0.1}, r"rpo_alpha.*dpo_loss_type: \[sigmoid, sft\]"),
+    ("dpo", {"dpo_norm_loss": True}, "dpo_norm_loss.*dpo_loss_type: sigmoid_norm"),
+    ("dpo", {"dpo_generate_during_eval": True}, "dpo_generate_during_eval.*do not sample"),
+    ("dpo", {"dpo_use_liger_kernel": True}, "dpo_use_liger_kernel.*log-probabilities in chunks without it"),
+    ("dpo", {"dpo_padding_free": True}, "dpo_padding_free is not supported: remove it; TRL's DPOTrainer pads"),
+    ("dpo", {"dpo_use_logits_to_keep": True}, "dpo_use_logits_to_keep is not supported: remove it; logits are only"),
+    ("dpo", {"rl_adapter_ref_model": True}, "rl_adapter_ref_model is not supported: .*the adapter of lora_model_dir"),
+    ("dpo", {"ref_model": "x"}, "ref_model is not supported: remove it; the reference model is base_model, or"),
+    ("dpo", {"dpo_beta": 0.1}, "Use 'rl_beta' instead"),
+    ("simpo", {"simpo_beta": 0.1}, "Use 'rl_beta' instead"),
+])  # fmt: skip
 def test_what_one_method_does_not_support(method, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         config_of(method, tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    "given", [{"field_completion": "a"}, {"field_label": "a"}, {"completion_format": "{completion}"}]
-)
-def test_columns_of_other_rows(given, tmp_path):
-    name = next(iter(given))
-    with pytest.raises(ConfigError, match=f"datasets.type.{name} is not read by rl: dpo, which trains on pairs"):
-        config_of("dpo", tmp_path, datasets=[{"path": "x", "type": given}])
-    config_of("kto", tmp_path, datasets=[{"path": "x", "type": given}])
-    with pytest.raises(ConfigError, match="datasets.type.field_chosen is not read by rl: kto, which trains on compl"):
-        config_of("kto", tmp_path, datasets=[{"path": "x", "type": {"field_chosen": "a"}}])
+NOT_READ = "datasets.type.{} is not read by rl: dpo, which trains on pairs"
 
 
-def test_columns_of_chats_need_a_format_that_reads_them(tmp_path):
-    with pytest.raises(ConfigError, match="field_chosen is only read with type: chat_template.default"):
-        config_of("dpo", tmp_path, datasets=[{"path": "x", "type": "chatml.intel", "field_chosen": "a"}])
+@pytest.mark.parametrize(("method", "entry", "message"), [
+    *(("dpo", {"type": {name: value}}, NOT_READ.format(name)) for name, value in (
+        ("field_completion", "a"), ("field_label", "a"), ("completion_format", "{completion}"))),
+    ("kto", {"type": {"field_chosen": "a"}},
+     "datasets.type.field_chosen is not read by rl: kto, which trains on compl"),
+    ("dpo", {"type": "chatml.intel", "field_chosen": "a"},
+     "field_chosen is only read with type: chat_template.default"),
+])  # fmt: skip
+def test_columns_of_other_rows(method, entry, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config_of(method, tmp_path, datasets=[{"path": "x", **entry}])
+    if "pairs" in message:
+        config_of("kto", tmp_path, datasets=[{"path": "x", **entry}])
 
 
-@pytest.mark.parametrize(
-    ("method", "type", "message"),
-    [
-        (
-            "dpo",
-            "chat_template",
-            "'chat_template' returns rows of input_ids and labels, but rl: dpo trains on rows of pr",
-        ),
-        ("dpo", "chatml.argilla", "'chatml.argilla' returns rows of prompt, completion and label, but rl: dpo"),
-        ("kto", "chatml.icr", "'chatml.icr' returns rows of prompt, chosen and rejected, but rl: kto"),
-        (None, "chatml.intel", "returns rows of prompt, chosen and rejected or prompt, completion and label, but SFT"),
-        (None, {"field_prompt": "a"}, "the mapping of columns returns rows of"),
-        ("dpo", "chatml.intell", "intell"),
-        ("orpo", "orpo.chat_template", "'orpo.chat_template' is not supported: use chat_template.argilla"),
-        ("dpo", "user_defined.default", "not supported: write the columns as a mapping, type: {field_prompt: "),
-        (None, "pretrain", "'pretrain' is not supported: use completion, with field for the column"),
-        ("dpo", "zephyr.nectar", "'zephyr.nectar' is not supported: it samples pairs from a ranking"),
-    ],
-)
+@pytest.mark.parametrize(("method", "type", "message"), [
+    ("dpo", "chat_template", "'chat_template' returns rows of input_ids and labels, but rl: dpo trains on rows of pr"),
+    ("dpo", "chatml.argilla", "'chatml.argilla' returns rows of prompt, completion and label, but rl: dpo"),
+    ("kto", "chatml.icr", "'chatml.icr' returns rows of prompt, chosen and rejected, but rl: kto"),
+    (None, "chatml.intel", "returns rows of prompt, chosen and rejected or prompt, completion and label, but SFT"),
+    (None, {"field_prompt": "a"}, "the mapping of columns returns rows of"),
+    ("dpo", "chatml.intell", "intell"),
+    ("orpo", "orpo.chat_template", "'orpo.chat_template' is not supported: use chat_template.argilla"),
+    ("dpo", "user_defined.default", "not supported: write the columns as a mapping, type: {field_prompt: "),
+    (None, "pretrain", "'pretrain' is not supported: use completion, with field for the column"),
+    ("dpo", "zephyr.nectar", "'zephyr.nectar' is not supported: it samples pairs from a ranking"),
+])  # fmt: skip
 def test_formats_of_other_rows(method, type, message, tmp_path):
     changes = {} if method else {"rl": None}
     config = config_of(method or "dpo", tmp_path, datasets=[{"path": "x", "type": type}], **changes)
-    with pytest.raises(DataError, match=message):
-        check_runnable(config)
+    for use in (check_runnable, train):  # no model is loaded
+        with pytest.raises(DataError, match=message):
+            use(config)
 
 
-@pytest.mark.parametrize(
-    ("method", "type", "other"),
-    [
-        ("dpo", "passthrough.default", "passthrough"),
-        ("kto", "passthrough.default", "passthrough"),
-        ("orpo", "orpo.chat_template.argilla", "chat_template.argilla"),
-    ],
-)
+@pytest.mark.parametrize(("method", "type", "other"), [
+    ("dpo", "passthrough.default", "passthrough"), ("kto", "passthrough.default", "passthrough"),
+    ("orpo", "orpo.chat_template.argilla", "chat_template.argilla"),
+])  # fmt: skip
 def test_other_names_of_formats(method, type, other, tmp_path):
     config = config_of(method, tmp_path, datasets=[{"path": "x", "type": type}])
     assert config.datasets[0].type == other
     check_runnable(config)
 
 
-def test_keys_without_effect_give_one_warning(tmp_path):
-    with pytest.warns(UserWarning, match="ebft, trl: no effect with rl: dpo"):
-        config_of("dpo", tmp_path, ebft={"stride": 4}, trl={"temperature": 0.5})
-    with pytest.warns(UserWarning, match="lora_dropout: no effect with rl: kto"):
-        config_of("kto", tmp_path, lora_dropout=0.1)
-    with pytest.warns(UserWarning, match="orpo_alpha has no effect: rl: dpo does not read it"):
-        config_of("dpo", tmp_path, orpo_alpha=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+@pytest.mark.parametrize(("method", "keys", "message"), [
+    ("dpo", {"ebft": {"stride": 4}, "trl": {"temperature": 0.5}}, "ebft, trl: no effect with rl: dpo"),
+    ("kto", {"lora_dropout": 0.1}, "lora_dropout: no effect with rl: kto"),
+    ("dpo", {"orpo_alpha": 0.1}, "orpo_alpha has no effect: rl: dpo does not read it"),
+])  # fmt: skip
+def test_keys_without_effect_give_one_warning(method, keys, message, tmp_path):
+    with pytest.warns(UserWarning, match=message):
+        config_of(method, tmp_path, **keys)
+
+
+def test_what_is_accepted(tmp_path):
+    with warnings.catch_warnings(action="error"):
         for method in METHODS:
             config_of(method, tmp_path, rl_beta=0.2)
-
-
-@pytest.mark.parametrize("method", [*PAIRED, "kto"])
-def test_no_model_is_loaded_for_rows_of_another_kind(method, tmp_path):
-    other = "chatml.icr" if method == "kto" else "chatml.argilla"
-    with pytest.raises(DataError, match="returns rows of"):
-        train(config_of(method, tmp_path, base_model="does/not-exist", datasets=[{"path": "x", "type": other}]))
+    expression = r"^(?!lm_head).*_proj"  # leaves out the output layer
+    config = config_of("dpo", tmp_path, lora_target_linear=False, lora_target_modules=expression)
+    assert config.lora_target_modules == expression
 
 
 def test_reference_values_are_computed_by_one_process(tmp_path):
@@ -188,24 +160,12 @@ def test_reference_values_are_computed_by_one_process(tmp_path):
 
 
 @pytest.mark.parametrize("method", WITH_REFERENCE)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"target_modules": ["q_proj", "lm_head"]},
-        {"target_modules": ".*(proj|head)"},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ".*(proj|head)"}])
 def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(method, settings, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM", **settings}))
     config = config_of(method, tmp_path, base_model="does/not-exist", lora_model_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=f"lora_model_dir: the adapter in .* adapts lm_head, which .* rl: {method}"):
         train(config)
-
-
-def test_expressions_that_leave_out_the_output_layer_are_accepted(tmp_path):
-    expression = r"^(?!lm_head).*_proj"
-    config = config_of("dpo", tmp_path, lora_target_linear=False, lora_target_modules=expression)
-    assert config.lora_target_modules == expression
 
 
 def test_gdpo_is_grpo_with_another_aggregation(tmp_path):

@@ -3,6 +3,7 @@
 lp(x) is the sum of the log-probabilities of a completion's tokens after its prompt, n(x) their number.
 """
 
+import math
 import warnings
 
 import pytest
@@ -16,7 +17,7 @@ from ebft.models.load import load_model, load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.run.training import load_data
-from tests.preferences.runs import METHODS, WITH_REFERENCE, config_of, trained, write_inputs
+from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
 
 BETA = 0.3
 
@@ -57,21 +58,23 @@ def loss_of(trainer, rows):
         return trainer.compute_loss(trainer.model, inputs).item()
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ("dpo", {}),
-        ("ipo", {}),
-        ("dpo", {"dpo_loss_type": ["sigmoid", "hinge"], "dpo_loss_weights": [1.0, 0.25]}),
-        ("dpo", {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
-        ("dpo", {"dpo_loss_type": "exo_pair", "dpo_label_smoothing": 0.1}),
-        ("dpo", {"dpo_loss_type": "sigmoid_norm"}),
-        ("dpo", {"dpo_use_weighting": True}),
-        ("dpo", {"precompute_ref_log_probs": True}),
-    ],
-)
-def test_pairs_with_a_reference(method, changes, adapter, tmp_path):
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+
+
+@pytest.mark.parametrize(("method", "adapter", "changes"), [
+    ("dpo", True, {}), ("dpo", False, {}), ("ipo", True, {}), ("ipo", False, {}),
+    ("dpo", True, PRECOMPUTED), ("dpo", False, PRECOMPUTED),
+    ("dpo", True, {"dpo_use_weighting": True}), ("dpo", False, {"dpo_use_weighting": True}),
+    ("dpo", False, {"dpo_loss_type": ["sigmoid", "hinge"], "dpo_loss_weights": [1.0, 0.25]}),
+    ("dpo", True, {"dpo_loss_type": "robust", "dpo_label_smoothing": 0.2}),
+    ("dpo", True, {"dpo_loss_type": "exo_pair", "dpo_label_smoothing": 0.1}),
+    ("dpo", True, {"dpo_loss_type": "sigmoid_norm"}),
+    # Modules that are trained fully are those of the base model in the reference.
+    ("dpo", True, {"lora_modules_to_save": ["embed_tokens", "norm"]}),
+    ("ipo", True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+    ("dpo", True, {"lora_modules_to_save": ["lm_head"], **PRECOMPUTED}),
+])  # fmt: skip
+def test_pairs_with_a_reference(method, adapter, changes, tmp_path):
     trainer = trainer_of(method, write_inputs(tmp_path), adapter, **changes)
     rows = [trainer.train_dataset[index] for index in range(4)]
     policy, base = models(trainer, tmp_path)
@@ -104,34 +107,15 @@ def test_pairs_with_a_reference(method, changes, adapter, tmp_path):
     assert trainer.logged("eval")["rewards/accuracies"] == pytest.approx([(margins > 0).double().mean().item()])
 
 
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ("dpo", {"lora_modules_to_save": ["embed_tokens", "norm"]}),
-        ("ipo", {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
-        ("dpo", {"lora_modules_to_save": ["lm_head"], "precompute_ref_log_probs": True}),
-    ],
-)
-def test_modules_that_are_trained_fully_are_those_of_the_base_model_in_the_reference(method, changes, tmp_path):
-    test_pairs_with_a_reference(method, changes, True, tmp_path)
-
-
 def test_the_reference_of_a_continued_adapter_has_its_modules(tmp_path):
-    trained("dpo", write_inputs(tmp_path), lora_modules_to_save=["embed_tokens", "lm_head"])
+    trained("dpo", write_inputs(tmp_path), lora_modules_to_save=["embed_tokens", "lm_head"], max_steps=1)
     trainer = trainer_of("dpo", tmp_path, lora_model_dir=str(tmp_path / "out"))
     rows = [trainer.train_dataset[index] for index in range(4)]
     policy, base = models(trainer, tmp_path)
     reference = PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    margins = []
-    for row in rows:
-        sides = [row["chosen_ids"], row["rejected_ids"]]
-        chosen, rejected = (
-            logp(policy, row["prompt_ids"], ids) - logp(reference, row["prompt_ids"], ids) for ids in sides
-        )
-        margins.append(BETA * (chosen.sum() - rejected.sum()))
-    expected = -F.logsigmoid(torch.stack(margins)).mean().item()
-    assert loss_of(trainer, rows) == pytest.approx(expected, rel=2e-4)
-    assert torch.stack(margins).abs().min() > 1e-3
+    losses = torch.tensor([pair_loss("dpo", policy, reference, row) for row in rows])
+    assert loss_of(trainer, rows) == pytest.approx(losses.mean().item(), rel=2e-4)
+    assert (losses - math.log(2)).abs().min() > 5e-4  # the policy is not the reference
 
 
 def weight(model, prompt, completion):
@@ -143,15 +127,10 @@ def weight(model, prompt, completion):
     return (chosen - (2 * logps).logsumexp(-1)).mean()
 
 
-@pytest.mark.parametrize(
-    ("adapter", "changes"),
-    [
-        (True, {}),
-        (False, {}),
-        (True, {"precompute_ref_log_probs": True}),
-        (True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
-    ],
-)
+@pytest.mark.parametrize(("adapter", "changes"), [
+    (True, {}), (False, {}), (True, {"precompute_ref_log_probs": True}),
+    (True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+])  # fmt: skip
 def test_kto(adapter, changes, tmp_path):
     weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, **changes}
     trainer = trainer_of("kto", write_inputs(tmp_path), adapter, **weights)
@@ -192,14 +171,13 @@ def test_the_last_row_of_kto_is_compared_with_another_one(precompute, tmp_path):
         batches = list(loader)
         assert [len(batch["input_ids"]) for batch in batches] == sizes
         for batch in batches:
-            own, others = (
-                [
-                    ids[mask.bool()].tolist()
-                    for ids, mask in zip(batch[f"{kind}input_ids"], batch[f"{kind}completion_mask"])
-                ]
-                for kind in ("", "KL_")
-            )
+            own, others = (completions(batch, kind) for kind in ("", "KL_"))
             assert all(one != other for one, other in zip(own, others, strict=True))
+
+
+def completions(batch, kind):
+    masks = batch[f"{kind}completion_mask"].bool()
+    return [ids[mask].tolist() for ids, mask in zip(batch[f"{kind}input_ids"], masks)]
 
 
 def test_kto_needs_a_second_row(tmp_path):
@@ -208,38 +186,7 @@ def test_kto_needs_a_second_row(tmp_path):
         trainer_of("kto", tmp_path)
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_orpo(adapter, tmp_path):
-    weight = {"rl_beta": None, "orpo_alpha": BETA} if adapter else {}
-    trainer = trainer_of("orpo", write_inputs(tmp_path), adapter, **weight)
-    rows = [trainer.train_dataset[index] for index in range(4)]
-    policy, _ = models(trainer, tmp_path)
-    odds, texts = [], []
-    for row in rows:
-        means = [logp(policy, row["prompt_ids"], row[f"{side}_ids"]).mean() for side in ("chosen", "rejected")]
-        chosen, rejected = (mean - torch.log(1 - mean.exp()) for mean in means)
-        odds.append(F.logsigmoid(chosen - rejected))
-        whole = row["prompt_ids"] + row["chosen_ids"]
-        texts.append(-logp(policy, whole[:1], whole[1:]))
-    expected = torch.cat(texts).mean() - BETA * torch.stack(odds).mean()
-    assert loss_of(trainer, rows) == pytest.approx(expected.item(), rel=2e-4)
-
-
-@pytest.mark.parametrize("adapter", [True, False])
-def test_simpo(adapter, tmp_path):
-    trainer = trainer_of("simpo", write_inputs(tmp_path), adapter, simpo_gamma=0.7, cpo_alpha=0.2)
-    rows = [trainer.train_dataset[index] for index in range(4)]
-    policy, _ = models(trainer, tmp_path)
-    losses, chosen = [], []
-    for row in rows:
-        good, bad = (logp(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected"))
-        losses.append(-F.logsigmoid(BETA * (good.mean() - bad.mean()) - 0.7))
-        chosen.append(-good)
-    expected = torch.stack(losses).mean() + 0.2 * torch.cat(chosen).mean()
-    assert loss_of(trainer, rows) == pytest.approx(expected.item(), rel=2e-4)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINERS)
 def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
     """Three rows in batches of two: the last batch has one row."""
     trainer = trainer_of(method, write_inputs(tmp_path), val_set_size=3, eval_batch_size=2)
@@ -254,11 +201,8 @@ def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
         return BETA * logps.mean()
 
     if method == "kto":
-        by_label = {
-            label: [reward(row, "completion_ids") for row in rows if row["label"] is label] for label in (True, False)
-        }
-        assert by_label[True] and by_label[False]
-        margin = torch.stack(by_label[True]).mean() - torch.stack(by_label[False]).mean()
+        good, bad = ([reward(row, "completion_ids") for row in rows if row["label"] is kind] for kind in (True, False))
+        margin = torch.stack(good).mean() - torch.stack(bad).mean()
     else:
         margins = torch.stack([reward(row, "chosen_ids") - reward(row, "rejected_ids") for row in rows])
         margin = margins.mean()
@@ -267,7 +211,9 @@ def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
             gamma = 0.5 if method == "simpo" else 0.0
             assert found["eval_loss"] == pytest.approx(-F.logsigmoid(margins - gamma).mean().item(), rel=2e-4)
     assert found["eval_rewards/margins"] == pytest.approx(margin.item(), rel=1e-3, abs=1e-5)
-    assert all(f"eval_{name}" in found for name in trainer_metrics(method, tmp_path))
+    assert all(f"eval_{name}" in found
+               for name in config_of(method, tmp_path).method.held_out_metrics(config_of(method,
+                                                                                         tmp_path)))  # fmt: skip
 
 
 def token_mean(method, policy, rows):
@@ -282,42 +228,38 @@ def token_mean(method, policy, rows):
 
 
 # Losses with a mean over tokens, and its weight.
-WITH_TOKENS = {
-    "orpo": ({}, 1.0),
-    "simpo": ({"cpo_alpha": 0.5}, 0.5),
-    "dpo": ({"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.7]}, 0.7),
-}
+WITH_TOKENS = [
+    ("orpo", True, {"rl_beta": None, "orpo_alpha": BETA}, 1.0), ("orpo", False, {}, 1.0),
+    ("simpo", True, {"cpo_alpha": 0.5}, 0.5), ("simpo", False, {"cpo_alpha": 0.2, "simpo_gamma": 0.7}, 0.2),
+    ("dpo", True, {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.7]}, 0.7),
+]  # fmt: skip
 
 
-def pair_loss(method, policy, base, row):
-    good, bad = (logp(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in ("chosen", "rejected"))
+def pair_loss(method, policy, base, row, gamma=0.5):
+    sides = [row["chosen_ids"], row["rejected_ids"]]
+    good, bad = (logp(policy, row["prompt_ids"], ids) for ids in sides)
     if method == "dpo":
-        bases = [logp(base, row["prompt_ids"], row[f"{side}_ids"]).sum() for side in ("chosen", "rejected")]
+        bases = [logp(base, row["prompt_ids"], ids).sum() for ids in sides]
         return -F.logsigmoid(BETA * (good.sum() - bases[0] - bad.sum() + bases[1])).item()
     if method == "simpo":
-        return -F.logsigmoid(BETA * (good.mean() - bad.mean()) - 0.5).item()
+        return -F.logsigmoid(BETA * (good.mean() - bad.mean()) - gamma).item()
     odds = [mean - torch.log(1 - mean.exp()) for mean in (good.mean(), bad.mean())]
     return -BETA * F.logsigmoid(odds[0] - odds[1]).item()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("method", WITH_TOKENS)
-def test_the_held_out_loss_does_not_depend_on_the_batch_size(method, size, tmp_path):
+@pytest.mark.parametrize(("method", "adapter", "changes", "weight"), WITH_TOKENS)
+def test_losses_with_a_mean_over_tokens_in_batches_of_any_size(method, adapter, changes, weight, tmp_path):
     """Five rows of unequal lengths: the cross-entropy is a mean over tokens, the rest one over rows."""
-    changes, weight = WITH_TOKENS[method]
-    trainer = trainer_of(method, write_inputs(tmp_path), val_set_size=5, eval_batch_size=size, **changes)
-    rows = list(trainer.eval_dataset)
-    policy, base = models(trainer, tmp_path)
-    expected = torch.tensor([pair_loss(method, policy, base, row) for row in rows]).mean().item()
+    trainer = trainer_of(method, write_inputs(tmp_path), adapter, val_set_size=5, **changes)
+    rows, (policy, base) = list(trainer.eval_dataset), models(trainer, tmp_path)
+    losses = [pair_loss(method, policy, base, row, changes.get("simpo_gamma", 0.5)) for row in rows]
+    for count in (1, 4):  # outside of an evaluation
+        expected = sum(losses[:count]) / count + weight * token_mean(method, policy, rows[:count])
+        assert loss_of(trainer, rows[:count]) == pytest.approx(expected, rel=1e-5)
     tokens = token_mean(method, policy, rows)
-    found = trainer.evaluate()
-    assert found["eval_loss"] == pytest.approx(expected + weight * tokens, rel=1e-5)
-    assert found.get("eval_nll_loss", tokens) == pytest.approx(tokens, rel=1e-5)
-    lone = loss_of(trainer, rows[:1])  # outside of an evaluation
-    expected = pair_loss(method, policy, base, rows[0]) + weight * token_mean(method, policy, rows[:1])
-    assert lone == pytest.approx(expected, rel=1e-5)
-
-
-def trainer_metrics(method, folder):
-    config = config_of(method, folder)
-    return config.method.held_out_metrics(config)
+    for size in (1, 2, 3, 5):
+        trainer.args.per_device_eval_batch_size = size
+        assert len(trainer.get_eval_dataloader()) == math.ceil(5 / size)
+        found = trainer.evaluate()
+        assert found["eval_loss"] == pytest.approx(sum(losses) / 5 + weight * tokens, rel=1e-5)
+        assert found.get("eval_nll_loss", tokens) == pytest.approx(tokens, rel=1e-5)

@@ -16,14 +16,10 @@ from tests.run.crash import config_of, result, run_processes, write_inputs
 KINDS = [{}, {"fsdp": True}, {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}]
 
 
-@pytest.mark.parametrize(
-    ("rows", "batches", "copies"),
-    [
-        (8, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], [1, 1]),
-        (7, [[[0, 1], [4, 5], [6]], [[2, 3], [4, 5], [6]]], [1, 2, 2]),
-        (1, [[[0]], [[0]]], [2]),
-    ],
-)
+@pytest.mark.parametrize(("rows", "batches", "copies"), [
+    (8, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], [1, 1]), (7, [[[0, 1], [4, 5], [6]], [[2, 3], [4, 5], [6]]], [1, 2, 2]),
+    (1, [[[0]], [[0]]], [2]),
+])  # fmt: skip
 def test_rows_without_a_whole_batch_are_evaluated_by_all(rows, batches, copies):
     assert [held_out_batches(rows, 2, rank, 2) for rank in (0, 1)] == [(own, copies) for own in batches]
 
@@ -40,12 +36,8 @@ def inputs(tmp_path_factory):
 def run(method, inputs, out, count, prepare=lambda: None, **changes):
     """What a run of two steps logs, and its weights."""
     common = {"max_steps": 2, "eval_steps": 2, "logging_steps": 1, "val_set_size": 3, "learning_rate": 1e-2}
-    common |= {
-        "gradient_accumulation_steps": 1,
-        "eval_batch_size": 2 // count,
-        "micro_batch_size": 4 // count,
-        "lora_dropout": 0.0,
-    }
+    common |= {"gradient_accumulation_steps": 1, "eval_batch_size": 2 // count, "micro_batch_size": 4 // count,
+               "lora_dropout": 0.0}  # fmt: skip
     common |= {"adam_epsilon": 1e-4, "save_steps": 2, "lr_scheduler": "constant"}
     config = config_of(method, inputs, out, **common | changes)
     ended = run_processes(config, count, prepare)

@@ -12,27 +12,14 @@ from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 1}
-PAIRS = [
-    {
-        **({"system": "Be brief."} if number % 3 == 0 else {"system": None}),
-        "input": f"Say {'very ' * (number % 4)}well {number}",
-        "chosen": "yes" + " yes" * (number % 5),
-        "rejected": "no" * (1 + number % 3),
-    }
-    for number in range(12)
-]
-STEPS = [
-    {
-        "prompt": f"Add {number} and {number}",
-        "completions": [f"step {step}" + " more" * (number % 3) for step in range(1 + number % 4)],
-        "labels": [step % 2 == 0 for step in range(1 + number % 4)],
-    }
-    for number in range(12)
-]
-KINDS = {
-    "outcome": ({"reward_model": True}, PAIRS, "bradley_terry.chat_template"),
-    "process": ({"process_reward_model": True}, STEPS, "stepwise_supervised"),
-}
+PAIRS = [{**({"system": "Be brief."} if number % 3 == 0 else {"system": None}),
+          "input": f"Say {'very ' * (number % 4)}well {number}", "chosen": "yes" + " yes" * (number % 5),
+          "rejected": "no" * (1 + number % 3)} for number in range(12)]  # fmt: skip
+STEPS = [{"prompt": f"Add {number} and {number}",
+          "completions": [f"step {step}" + " more" * (number % 3) for step in range(1 + number % 4)],
+          "labels": [step % 2 == 0 for step in range(1 + number % 4)]} for number in range(12)]  # fmt: skip
+KINDS = {"outcome": ({"reward_model": True}, PAIRS, "bradley_terry.chat_template"),
+         "process": ({"process_reward_model": True}, STEPS, "stepwise_supervised")}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -53,23 +40,11 @@ def make(model_dir, tmp_path):
 def config_of(kind: str, model: Path, folder: Path, **keys) -> RunConfig:
     flag, rows, transform = KINDS[kind]
     (folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    values = {
-        "base_model": str(model),
-        **flag,
-        "datasets": [{"path": str(folder / f"{kind}.jsonl"), "type": transform}],
-        "val_set_size": 3,
-        "sequence_len": 200,
-        "micro_batch_size": 2,
-        "eval_batch_size": 2,
-        "max_steps": 2,
-        "eval_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "torch_dtype": "float32",
-        "learning_rate": 1e-2,
-        "output_dir": str(folder / "out"),
-        **keys,
-    }
+    values = {"base_model": str(model), **flag,
+              "datasets": [{"path": str(folder / f"{kind}.jsonl"), "type": transform}], "val_set_size": 3,
+              "sequence_len": 200, "micro_batch_size": 2, "eval_batch_size": 2, "max_steps": 2, "eval_steps": 2,
+              "logging_steps": 1, "save_strategy": "no", "torch_dtype": "float32", "learning_rate": 1e-2,
+              "output_dir": str(folder / "out"), **keys}  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
     with warnings.catch_warnings(action="ignore"):
         return load_config(folder / "run.yaml")

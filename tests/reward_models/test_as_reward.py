@@ -8,15 +8,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ebft import RunConfig, load_config, train
 from ebft.errors import ConfigError, EBFTError, ModelError
+from ebft.models.adapter import WEIGHTS
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.training import load_data
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.reward_funcs import load_reward_model
+from ebft.tools.inference.models import model_in_folder
 from tests.reward_models.conftest import LORA, config_of
 
 
@@ -33,19 +36,11 @@ def reward_dirs(model_dir, tmp_path_factory):
 
 def grpo(model_dir, folder, rewards, prompts=("Say yes", "Say something else")) -> RunConfig:
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": p}) + "\n" for p in map(chat, prompts)))
-    values = {
-        "base_model": str(model_dir),
-        "rl": "grpo",
-        "trl": {"reward_funcs": rewards, "num_generations": 2, "max_completion_length": 4},
-        "datasets": [{"path": str(folder / "prompts.jsonl"), "type": "ebft_chat_multiturn.transform"}],
-        "sequence_len": 64,
-        "micro_batch_size": 4,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "torch_dtype": "float32",
-        "output_dir": str(folder / "grpo"),
-    }
+    values = {"base_model": str(model_dir), "rl": "grpo",
+              "trl": {"reward_funcs": rewards, "num_generations": 2, "max_completion_length": 4},
+              "datasets": [{"path": str(folder / "prompts.jsonl"), "type": "ebft_chat_multiturn.transform"}],
+              "sequence_len": 64, "micro_batch_size": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no",
+              "torch_dtype": "float32", "output_dir": str(folder / "grpo")}  # fmt: skip
     (folder / "grpo.yaml").write_text(json.dumps(values))
     with warnings.catch_warnings(action="ignore"):
         return load_config(folder / "grpo.yaml")
@@ -69,8 +64,6 @@ def test_the_folder_of_an_adapter_with_new_tokens(model_dir, tmp_path):
 
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, model_dir, tmp_path, monkeypatch):
-    from ebft.structured import RolloutGRPOTrainer
-
     scored = []
     calculate = RolloutGRPOTrainer._calculate_rewards
 
@@ -94,14 +87,21 @@ def test_rewards_are_the_scores_of_prompt_and_completion(kind, reward_dirs, mode
     assert metrics["rewards/out/mean"] == pytest.approx(sum(last) / 4, rel=1e-4)
 
 
-def test_a_model_without_one_score_per_text_is_refused_before_anything_is_loaded(reward_dirs, model_dir, tmp_path):
-    for folder, reason in (
-        (reward_dirs["process"], "it classifies the tokens of steps"),
-        (model_dir, "it is not a seq"),
-    ):
+def test_models_that_cannot_give_rewards_are_refused_before_anything_is_loaded(reward_dirs, model_dir, tmp_path):
+    config, two = json.loads((reward_dirs["full"] / "config.json").read_text()), tmp_path / "two"
+    two.mkdir()
+    for labels in ({"0": "a", "1": "b"}, None):  # transformers does not write its default of two
+        (two / "config.json").write_text(json.dumps(config | {"id2label": labels}))
+        with pytest.raises(ConfigError, match="because it has 2 outputs per text"):
+            check_runnable(grpo(model_dir, tmp_path, [str(two)]))
+    for folder, reason in ((reward_dirs["process"], "it classifies the tokens"), (model_dir, "it is not a seq")):
         with pytest.raises(ConfigError, match=f"trl.reward_funcs: {folder} cannot give rewards, because {reason}"):
             check_runnable(grpo(model_dir, tmp_path, [str(folder)]))
     check_runnable(grpo(model_dir, tmp_path, [str(reward_dirs["full"])]))
+    (two / "config.json").write_text(json.dumps(config))
+    for name in ("none", "two"):  # without a folder, and without weights
+        with pytest.raises(ModelError, match=f"trl.reward_funcs: '.*/{name}' cannot be loaded: .*"):
+            load_reward_model(str(tmp_path / name))
 
 
 def test_messages_for_a_reward_model_without_a_chat_template(reward_dirs, model_dir, tmp_path):
@@ -119,13 +119,10 @@ def test_messages_for_a_reward_model_without_a_chat_template(reward_dirs, model_
     with pytest.raises(
         ModelError, match="bare has no chat template, but the prompts are messages. Set the chat_template"
     ):
-        RolloutGRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(model_dir),
-            load_reward_model(str(bare)),
-            RolloutGRPOConfig(output_dir=str(tmp_path), num_generations=2, report_to="none"),
-            train_dataset=Dataset.from_list([{"prompt": chat("yes")[:1]}] * 8),
-            processing_class=AutoTokenizer.from_pretrained(model_dir),
-        )
+        RolloutGRPOTrainer(AutoModelForCausalLM.from_pretrained(model_dir), load_reward_model(str(bare)),
+                           RolloutGRPOConfig(output_dir=str(tmp_path), num_generations=2, report_to="none"),
+                           train_dataset=Dataset.from_list([{"prompt": chat("yes")[:1]}] * 8),
+                           processing_class=AutoTokenizer.from_pretrained(model_dir))  # fmt: skip
 
 
 def without_kwargs(prompts, completions): ...
@@ -137,15 +134,12 @@ def other_column(completions, answer, **kwargs): ...
 def all_lists(prompts, completions, completion_ids, ground_truth, remaining_turns=None): ...
 
 
-@pytest.mark.parametrize(
-    ("name", "workers", "message"),
-    [
-        ("without_kwargs", 1, "unexpected keyword argument 'completion_ids'.*with \\*\\*kwargs"),
-        ("other_column", 1, "missing a required argument: 'answer'.*keep the columns that it reads"),
-        ("all_lists", 1, "unexpected keyword argument 'trainer_state'"),
-        ("all_lists", 2, None),
-    ],
-)
+@pytest.mark.parametrize(("name", "workers", "message"), [
+    ("without_kwargs", 1, "unexpected keyword argument 'completion_ids'.*with \\*\\*kwargs"),
+    ("other_column", 1, "missing a required argument: 'answer'.*keep the columns that it reads"),
+    ("all_lists", 1, "unexpected keyword argument 'trainer_state'"),
+    ("all_lists", 2, None),
+])  # fmt: skip
 def test_reward_functions_that_cannot_be_called_with_the_rows(name, workers, message, model_dir, tmp_path):
     config = grpo(model_dir, tmp_path, [f"{__name__}.{name}"])
     config.trl.reward_num_workers = workers
@@ -153,51 +147,19 @@ def test_reward_functions_that_cannot_be_called_with_the_rows(name, workers, mes
         load_data(config, load_tokenizer(config), None)
 
 
-def test_a_classifier_with_several_labels_is_refused(reward_dirs, model_dir, tmp_path):
-    config = json.loads((reward_dirs["full"] / "config.json").read_text())
-    (tmp_path / "two").mkdir()
-    for labels in ({"0": "a", "1": "b"}, None):  # transformers does not write its default of two
-        (tmp_path / "two" / "config.json").write_text(json.dumps(config | {"id2label": labels}))
-        with pytest.raises(ConfigError, match="because it has 2 outputs per text"):
-            check_runnable(grpo(model_dir, tmp_path, [str(tmp_path / "two")]))
+def test_a_reward_model_is_no_language_model(reward_dirs):
+    for kind, flag in (("full", "reward_model"), ("lora", "reward_model"), ("process", "process_reward_model")):
+        with pytest.raises(EBFTError, match=f"is a model of {flag}: true, so "):
+            model_in_folder(str(reward_dirs[kind]))
 
 
-def test_a_reward_model_that_cannot_be_loaded_names_the_key(reward_dirs, tmp_path):
-    with pytest.raises(ModelError, match="trl.reward_funcs: '.*/none' cannot be loaded: .*"):
-        load_reward_model(str(tmp_path / "none"))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_bytes((reward_dirs["full"] / "config.json").read_bytes())
-    with pytest.raises(ModelError, match="trl.reward_funcs: '.*/broken' cannot be loaded"):
-        load_reward_model(str(tmp_path / "broken"))
-
-
-@pytest.mark.parametrize("kind", ["full", "lora", "process"])
-def test_a_reward_model_is_no_language_model(kind, reward_dirs, model_dir):
-    from ebft.tools.inference.models import model_in_folder
-
-    flag = "process_reward_model" if kind == "process" else "reward_model"
-    with pytest.raises(EBFTError, match=f"is a model of {flag}: true, so "):
-        model_in_folder(str(reward_dirs[kind]))
-
-
-def test_training_continues_from_a_reward_model(reward_dirs, make):
-    trained = AutoModelForSequenceClassification.from_pretrained(reward_dirs["full"])
+def test_training_continues_from_a_reward_model_or_its_adapter(reward_dirs, make):
     steps = {"learning_rate": 1e-12, "max_steps": 1, "torch_dtype": "float32"}
+    trained = AutoModelForSequenceClassification.from_pretrained(reward_dirs["full"])
     model = train(make("outcome", base_model=str(reward_dirs["full"]), **steps)).trainer.model
     torch.testing.assert_close(model.score.weight, trained.score.weight)
-
-
-def test_training_continues_from_an_adapter(reward_dirs, make):
-    from ebft.models.adapter import WEIGHTS
-
-    keys = {**LORA, "lora_model_dir": str(reward_dirs["lora"]), "learning_rate": 1e-12, "max_steps": 1}
-    model = train(make("outcome", **keys)).trainer.model
-    from safetensors.torch import load_file
-
     saved = load_file(reward_dirs["lora"] / WEIGHTS)["base_model.model.score.weight"]
+    model = train(make("outcome", **LORA, lora_model_dir=str(reward_dirs["lora"]), **steps)).trainer.model
     torch.testing.assert_close(model.base_model.model.score.modules_to_save["default"].weight.data, saved)
-
-
-def test_a_head_with_another_number_of_labels_is_refused(reward_dirs, make):
     with pytest.raises(ModelError, match="has a head with 2 labels, but 3 are needed"):
         train(make("process", base_model=str(reward_dirs["process"]), num_labels=3))
