@@ -1,9 +1,47 @@
-"""A strided run config over given sources, and the tiny tokenizer itself, also with a chat template."""
+"""A strided run config over given sources, rows of transforms, and the tiny tokenizer, also with a chat template."""
 
 import copy
 import json
+import warnings
 
 import pytest
+from datasets import Dataset
+
+from ebft.config.schema import RunConfig
+from ebft.data.apply import tokenise
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def user(content, **keys):
+    return {"role": "user", "content": content, **keys}
+
+
+def assistant(content, **keys):
+    return {"role": "assistant", "content": content, **keys}
+
+
+def config_of(type, entry=None, path="x", **keys):
+    """The config of an SFT run, or with these keys, on one dataset."""
+    datasets = [{"path": str(path), "type": type, **(entry or {})}]
+    return RunConfig.from_dict({"base_model": "x", "datasets": datasets, **keys})
+
+
+def tokenised(tokenizer, type, *rows, entry=None, **keys):
+    """The rows of tokens that a transform makes of these rows."""
+    config = config_of(type, entry, **keys)
+    return tokenise(Dataset.from_list(list(rows)), config.datasets[0], config, tokenizer)
+
+
+def warned(function, *args, **keys):
+    """The warnings of a call."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function(*args, **keys)
+    return [str(warning.message) for warning in found]
 
 
 @pytest.fixture(scope="session")
@@ -17,27 +55,18 @@ def tokenizer(tiny_tokenizer_dir):
 def chatml(tokenizer):
     """The tokenizer with a ChatML template that puts no word of its own between the turns."""
     tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    tokenizer.chat_template = CHATML
     return tokenizer
 
 
 @pytest.fixture
 def make_config():
     """`make_config(path, type=..., entry={...}, **keys)`: a strided config with one dataset entry."""
-    from ebft.config.schema import RunConfig
 
     def make(path, type="ebft_pretrain.transform", entry=None, **keys):
-        values = {
-            "base_model": "unused",
-            "rl": "ebft",
-            "ebft": {"mode": "strided"},
-            "sequence_len": 64,
-            "datasets": [{"path": str(path), "type": type, **(entry or {})}],
-            **keys,
-        }
+        datasets = [{"path": str(path), "type": type, **(entry or {})}]
+        values = {"base_model": "unused", "rl": "ebft", "ebft": {"mode": "strided"}, "sequence_len": 64}
+        values |= {"datasets": datasets, **keys}
         return RunConfig.from_dict({key: value for key, value in values.items() if value is not None})
 
     return make
@@ -48,7 +77,7 @@ def write_jsonl(tmp_path):
     def write(rows, name="rows.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return path
 
     return write

@@ -5,13 +5,13 @@ import json
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from ebft.config.schema import RunConfig
 from ebft.data.apply import tokenise
 from ebft.data.conversation import Renderer
 from ebft.data.json_files import with_own_calls, without_added_keys
 from ebft.data.keys import DatasetEntry
 from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source
+from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
 
 TEMPLATE = (
@@ -22,7 +22,11 @@ TEMPLATE = (
 
 def chat(**arguments):
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    return {"messages": [user("Hi"), assistant("", tool_calls=[call])]}
+
+
+def arguments_of(messages):
+    return messages[1]["tool_calls"][0]["function"]["arguments"]
 
 
 def tool(**parameters):
@@ -36,15 +40,13 @@ CHATS = [chat(city="Oslo", days=3), chat(to="a"), chat(nested={"deep": [{"x": 1}
 def texts(tmp_path):
     """`texts(rows, "parquet", **entry)`: the rendered rows after they were written in this format."""
 
-    def run(rows, kind, **entry):
+    def run(rows, kind, type="chat_template", **entry):
         path = tmp_path / f"rows.{kind}"
         if kind == "parquet":
             Dataset.from_list(rows).to_parquet(path)
         else:
             path.write_text(json.dumps(rows, indent=2) if kind == "json" else "\n".join(map(json.dumps, rows)))
-        entry |= {"path": str(path), "type": "chat_template"}
-        config = RunConfig.from_dict({"base_model": "x", "datasets": [entry]})
-        tokenizer = make_chat_tokenizer()
+        config, tokenizer = config_of(type, entry, path), make_chat_tokenizer()
         tokenizer.chat_template = TEMPLATE
         found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
         return [tokenizer.decode(row["input_ids"]) for row in found]
@@ -52,24 +54,25 @@ def texts(tmp_path):
     return run
 
 
-def test_calls_have_the_arguments_of_their_row(texts):
-    assert texts(CHATS, "parquet") == texts(CHATS, "jsonl")
-    assert '"arguments": {"to": "a"}' in texts(CHATS, "parquet")[1]
-    assert '{"nested": {"deep": [{"x": 1}, {"y": 2}]}}' in texts(CHATS, "parquet")[2]
-
-
-def test_calls_under_another_name_in_the_data(texts):
-    def renamed(row):
-        calls = [
-            {("calls" if key == "tool_calls" else key): value for key, value in m.items()} for m in row["messages"]
-        ]
-        return {"messages": calls}
-
+def test_calls_and_tools_have_the_keys_of_their_row(texts):
+    expected = texts(CHATS, "jsonl")
+    assert texts(CHATS, "parquet") == expected
+    assert '"arguments": {"to": "a"}' in expected[1]
+    assert '{"nested": {"deep": [{"x": 1}, {"y": 2}]}}' in expected[2]
+    renamed = [
+        {"messages": [{"calls" if key == "tool_calls" else key: m[key] for key in m} for m in row["messages"]]}
+        for row in CHATS
+    ]
     names = {"message_property_mappings": {"role": "role", "content": "content", "tool_calls": "calls"}}
-    assert texts([renamed(row) for row in CHATS], "parquet", **names) == texts(CHATS, "jsonl")
+    assert texts(renamed, "parquet", **names) == expected
+    rows = [CHATS[0] | {"tools": [tool(a=1)]}, CHATS[1] | {"tools": [tool(b=2)]}]
+    assert texts(rows, "parquet") == texts(rows, "jsonl")
+    as_text = [row | {"tools": json.dumps([tool(a={"default": None})])} for row in CHATS]
+    for kind in ("parquet", "jsonl"):
+        assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
 
 
-def test_transforms_of_batches_get_no_added_keys(tmp_path, monkeypatch):
+def test_transforms_of_batches_get_no_added_keys(texts, tmp_path, monkeypatch):
     (tmp_path / "own_batched_chats.py").write_text("""
 def transform(cfg, **kwargs):
     def transform_fn(batch, tokenizer=None):
@@ -80,12 +83,8 @@ def transform(cfg, **kwargs):
     return transform_fn, {"batched": True, "remove_columns": "__all__"}
 """)
     monkeypatch.syspath_prepend(tmp_path)
-    Dataset.from_list(CHATS).to_parquet(tmp_path / "rows.parquet")
-    entry = {"path": str(tmp_path / "rows.parquet"), "type": "own_batched_chats.transform"}
-    config, tokenizer = RunConfig.from_dict({"base_model": "x", "datasets": [entry]}), make_chat_tokenizer()
-    found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
-    texts = [tokenizer.decode(row["input_ids"]) for row in found]
-    assert texts == ["{'city': 'Oslo', 'days': 3}", "{'to': 'a'}", "{'nested': {'deep': [{'x': 1}, {'y': 2}]}}"]
+    found = texts(CHATS, "parquet", "own_batched_chats.transform")
+    assert found == [str(arguments_of(row["messages"])) for row in CHATS]
 
 
 @pytest.mark.parametrize("others", [[], [chat(to="a")], [chat(a=1)]], ids=["alone", "other keys", "the same keys"])
@@ -93,25 +92,15 @@ def transform(cfg, **kwargs):
 def test_values_of_json_are_those_of_the_file(texts, kind, others):
     arguments = {"a": None, "b": {"c": [None, 0.1234567890123456, 2**70]}, "d": [1, 2.5], "e": "12", "f": [], "g": {}}
     parameters = {"x": {"default": None, "const": None}, "y": {"enum": ["1", None, 1]}}
-    rows = [chat(**arguments) | {"tools": [tool(**parameters)]}, *others]
-    text = texts(rows, kind)[0]
-    assert f'"arguments": {json.dumps(arguments)}' in text
-    assert f'"parameters": {json.dumps(parameters)}' in text
+    text = texts([chat(**arguments) | {"tools": [tool(**parameters)]}, *others], kind)[0]
+    assert f'"arguments": {json.dumps(arguments)}' in text and f'"parameters": {json.dumps(parameters)}' in text
 
 
 def test_json_next_to_parquet(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(chat(a=None)))
     Dataset.from_list([chat(b=1), chat(c=2)]).to_parquet(tmp_path / "b.parquet")
     found = read_source(DatasetEntry(path=str(tmp_path), type="chat_template"))["messages"]
-    assert [row[1]["tool_calls"][0]["function"]["arguments"] for row in found] == [{"a": None}, {"b": 1}, {"c": 2}]
-
-
-def test_descriptions_of_tools(texts):
-    rows = [CHATS[0] | {"tools": [tool(a=1)]}, CHATS[1] | {"tools": [tool(b=2)]}]
-    assert texts(rows, "parquet") == texts(rows, "jsonl")
-    as_text = [row | {"tools": json.dumps([tool(a={"default": None})])} for row in CHATS]
-    for kind in ("parquet", "jsonl"):
-        assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
+    assert list(map(arguments_of, found)) == [{"a": None}, {"b": 1}, {"c": 2}]
 
 
 def test_other_columns_keep_their_keys():
@@ -120,28 +109,26 @@ def test_other_columns_keep_their_keys():
     assert without_added_keys(features, "tools")(row) == row
 
 
-def test_prompts_have_the_keys_and_nulls_of_their_row(tmp_path):
+def test_prompts_have_the_keys_and_nulls_of_their_row(write_jsonl):
     calls = [{"a": None, "n": 0.1234567890123456}, {"b": {"c": [None]}}, {"a": 1}]
-    said = [{"role": role, "content": role} for role in ("user", "assistant", "tool")]
-    turns = [[{"role": "assistant", "tool_calls": chat(**own)["messages"][1]["tool_calls"]}, said[2]] for own in calls]
-    rows = [{"messages": [said[0], *turn, said[1], said[0], *turn, said[1]]} for turn in turns]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    entry = {"path": str(tmp_path / "rows.jsonl"), "type": "ebft_chat_multiturn"}
+    asked, said, result = user("user"), assistant("assistant"), {"role": "tool", "content": "tool"}
+    turns = [
+        [{"role": "assistant", "tool_calls": chat(**own)["messages"][1]["tool_calls"]}, result, said] for own in calls
+    ]
+    rows = [{"messages": [asked, *turn, asked, *turn]} for turn in turns]
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    config = {"base_model": "x", "datasets": [entry], "rl": "ebft", "shuffle_merged_datasets": False}
-    found, _ = load_prompts(RunConfig.from_dict(config), tokenizer)
+    config = config_of("ebft_chat_multiturn", path=write_jsonl(rows), rl="ebft", shuffle_merged_datasets=False)
+    found, _ = load_prompts(config, tokenizer)
     assert [row["prompt"] for row in found] == [row["messages"][:3] for row in rows]
     assert [row["remaining_turns"] for row in found] == [row["messages"][4:] for row in rows]
-    renderer = Renderer(tokenizer)
-    text = tokenizer.decode(renderer.prompt_ids(found[0]["prompt"]))
+    text = tokenizer.decode(Renderer(tokenizer).prompt_ids(found[0]["prompt"]))
     assert f'"arguments": {json.dumps(calls[0])}' in text
 
 
 def test_tool_calls_of_arrow_tables_have_their_own_keys():
     rows = Dataset.from_list([{"prompt": row["messages"], "n": 1} for row in CHATS])
-    assert rows[1]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["city"] is None
+    assert arguments_of(rows[1]["prompt"])["city"] is None
     found = with_own_calls({"a": rows, "b": None})
-    calls = lambda messages: messages[1]["tool_calls"]
-    assert [calls(row["prompt"]) for row in found["a"]] == [calls(row["messages"]) for row in CHATS]
+    assert [row["prompt"][1]["tool_calls"] for row in found["a"]] == [row["messages"][1]["tool_calls"] for row in CHATS]
     assert found["a"].features["n"] == Value("int64") and found["b"] is None

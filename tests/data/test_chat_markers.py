@@ -1,8 +1,10 @@
-"""Markers of chat formats that a tokenizer splits."""
+"""Special tokens, tokens that can end a turn, and markers of chat formats that a tokenizer splits."""
 
 import pytest
 
+from ebft.data.conversation import Renderer
 from ebft.data.rendering import split_by_template, split_markers
+from ebft.data.tokens import end_tokens, special_texts
 from ebft.errors import ModelError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.structured.conftest import make_chat_tokenizer
@@ -24,19 +26,16 @@ def test_markers_that_are_split(text, markers):
     assert split_markers(make_chat_tokenizer(), text) == markers
 
 
-@pytest.mark.parametrize("key", ["additional_special_tokens", "tokens"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_added_tokens_are_not_split(scheme, key):
-    tokenizer = space_tokenizer(scheme)
-    assert split_markers(tokenizer, "<|user|>") == ["<|user|>"]
-    if key == "tokens":
-        tokenizer.add_tokens(["<|user|>"])
-    else:
-        tokenizer.add_special_tokens({key: ["<|user|>"]})
-    assert split_markers(tokenizer, "<|user|>") == []
+def test_added_tokens_are_not_split(scheme):
+    for special in (True, False):
+        tokenizer = space_tokenizer(scheme)
+        assert split_markers(tokenizer, "<|user|>") == ["<|user|>"]
+        tokenizer.add_tokens(["<|user|>"], special_tokens=special)
+        assert split_markers(tokenizer, "<|user|>") == []
 
 
-def test_the_markers_of_a_template():
+def test_the_markers_of_a_template(monkeypatch):
     tokenizer = make_chat_tokenizer()
     assert split_by_template(tokenizer) == []
     tokenizer.chat_template = (
@@ -46,11 +45,28 @@ def test_the_markers_of_a_template():
     assert set(split_by_template(tokenizer)) == {"<|system|>", "<|reply|>", "<|done|>"}
     tokenizer.chat_template = None
     assert split_by_template(tokenizer) == []
-
-
-def test_a_template_without_end_is_refused(monkeypatch):
     monkeypatch.setattr("ebft.data.rendering._SECONDS", 0.2)
-    tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(ModelError, match=r"chat_template: .* takes more than 0.2 s"):
         split_by_template(tokenizer)
+
+
+def test_special_tokens_without_a_name_count():
+    tokenizer = make_chat_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
+    tokenizer.add_tokens(["<think>"])
+    assert set(tokenizer.all_special_tokens) == {"<|pad|>", "<|endoftext|>", "<|begin|>"}
+    special = {"<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"}
+    assert sorted(special_texts(tokenizer)) == sorted(special)
+    assert end_tokens(tokenizer) == set(tokenizer.convert_tokens_to_ids([*special, "<think>"]))
+
+
+def test_white_space_and_unknown_text_end_no_turn():
+    tokenizer = make_chat_tokenizer()
+    tokenizer.add_tokens(["\n", "\n\n"])
+    tokenizer.add_special_tokens({"unk_token": "<unk>"})
+    assert not end_tokens(tokenizer) & set(tokenizer.convert_tokens_to_ids(["\n", "\n\n", "<unk>"]))
+    tokenizer.unk_token = tokenizer.eos_token  # as of GPT-2
+    assert tokenizer.eos_token_id in end_tokens(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    assert Renderer(tokenizer).template.end_of_turn == "\n" and Renderer(tokenizer).end_of_turn_id is None

@@ -12,41 +12,25 @@ from ebft.data.apply import _Step
 from ebft.data.conversation import Renderer, without_end
 from ebft.data.rendering import ChatTemplate
 from ebft.errors import DataError
-from tests.structured.conftest import chat_tokenizer  # noqa: F401 - a fixture
+from tests.data.conftest import assistant, user
+from tests.structured.conftest import make_chat_tokenizer
 
-PROMPT = [{"role": "user", "content": "hello"}]
-TURNS = [
-    {"role": "user", "content": "and now?", "name": None},
-    {"role": "assistant", "content": "now this"},
-    {"role": "user", "content": "go on"},
-]
+PROMPT = [user("hello")]
+TURNS = [user("and now?", name=None), assistant("now this"), user("go on")]
 
 
-def decoded(tokenizer, ids):
-    return tokenizer.decode(ids)
+@pytest.fixture
+def chat_tokenizer():
+    return make_chat_tokenizer()
 
 
-def test_turns_as_the_template_puts_them(chat_tokenizer):  # noqa: F811
-    conversation = Renderer(chat_tokenizer).conversation(PROMPT, "first", TURNS)
-    leads = [decoded(chat_tokenizer, turn.lead_ids) for turn in conversation.turns]
-    assert leads == [
-        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_end|>\n<|im_start|>user\nand now?<|im_end|>\n<|im_start|>assistant\n",
-    ]
-    assert decoded(chat_tokenizer, conversation.reference_ids) == "first" + leads[1] + "now this"
+def parts(tokenizer, conversation):
+    """The texts before the replies, and the replies."""
+    turns = conversation.turns
+    return [tokenizer.decode(t.lead_ids) for t in turns], [tokenizer.decode(t.reference_ids) for t in turns]
 
 
-def test_a_text_prompt_has_the_tokenizers_special_tokens(tiny_tokenizer_dir):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_tokenizer_dir)
-    conversation = Renderer(tokenizer).conversation("def f", "(x):")
-    assert conversation.prompt_ids == tokenizer("def f")["input_ids"]
-    assert conversation.prompt_ids[0] == tokenizer.bos_token_id
-    assert conversation.reference_ids == tokenizer("(x):", add_special_tokens=False)["input_ids"]
-
-
-def test_one_terminating_token_is_left_out(chat_tokenizer):  # noqa: F811
+def test_one_terminating_token_is_left_out(chat_tokenizer):
     renderer = Renderer(chat_tokenizer)
     end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
     assert renderer.end_ids() == {end, eos}
@@ -56,41 +40,26 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):  # noqa: F811
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
 
 
-def test_template_arguments_reach_the_template(chat_tokenizer):  # noqa: F811
-    import copy
-
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template += "{% if thinking is defined %}<think>{% endif %}"
-    assert decoded(tokenizer, Renderer(tokenizer, {"thinking": True}).prompt_ids(PROMPT)).endswith("<think>")
-    assert not decoded(tokenizer, Renderer(tokenizer).prompt_ids(PROMPT)).endswith("<think>")
-
-
 @pytest.mark.parametrize(
     ("prompt", "turns", "message"),
     [
         ("text", TURNS, "requires a prompt of messages"),
         (PROMPT, [TURNS[1], TURNS[1]], "two consecutive assistant turns"),
-        (PROMPT, [TURNS[0], {"role": "assistant", "content": [{"type": "text"}]}], "part whose text is missing"),
+        (PROMPT, [TURNS[0], assistant([{"type": "text"}])], "part whose text is missing"),
         ([{"content": "a"}], None, "message 0 has no role"),
-        ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], None, "part of type 'image'"),
+        ([user([{"type": "image", "image": "x"}])], None, "part of type 'image'"),
         ("", None, "empty prompt"),
+        (PROMPT, None, "no chat template"),
     ],
 )
-def test_refuses(chat_tokenizer, prompt, turns, message):  # noqa: F811
+def test_refuses(chat_tokenizer, prompt, turns, message):
+    if message == "no chat template":
+        chat_tokenizer.chat_template = None
     with pytest.raises(DataError, match=message):
         Renderer(chat_tokenizer).conversation(prompt, "x", turns)
 
 
-def test_messages_need_a_template(chat_tokenizer):  # noqa: F811
-    import copy
-
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="no chat template"):
-        Renderer(tokenizer).prompt_ids(PROMPT)
-
-
-def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):  # noqa: F811
+def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
     monkeypatch.setattr(conversations, "REMEMBERED", 400)
     renderer = Renderer(chat_tokenizer)
     rows = [(prompt, truth, turns) for prompt in (PROMPT, "text") for truth in ("a", "b") for turns in (TURNS, None)]
@@ -103,64 +72,40 @@ def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_token
         renderer.conversation("text", "a", TURNS)
 
 
-def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):  # noqa: F811
-    import copy
-
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}{% endfor %}"
-    turns = [{"role": role, "content": role[0] + str(n)} for n in range(2) for role in ("user", "assistant")]
-    conversation = Renderer(tokenizer).conversation(PROMPT, "first", turns)
-    assert [decoded(tokenizer, turn.lead_ids) for turn in conversation.turns] == ["[1]hello", "[3]u0", "[5]u1"]
+def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):
+    chat_tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}{% endfor %}"
+    turns = [make(name + str(n)) for n in range(2) for make, name in ((user, "u"), (assistant, "a"))]
+    leads, _ = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "first", turns))
+    assert leads == ["[1]hello", "[3]u0", "[5]u1"]
 
 
-def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):  # noqa: F811
-    turns = [{"role": "user", "content": f"say {rendering._REPLY} again"}, {"role": "assistant", "content": "b"}]
-    lead = Renderer(chat_tokenizer).conversation(PROMPT, "a", turns).turns[1].lead_ids
-    assert f"user\nsay {rendering._REPLY} again" in decoded(chat_tokenizer, lead)
+def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):
+    turns = [user(f"say {rendering._REPLY} again"), assistant("b")]
+    leads, _ = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "a", turns))
+    assert f"user\nsay {rendering._REPLY} again" in leads[1]
 
 
-def test_a_turn_that_only_calls_a_tool_is_no_reply(chat_tokenizer):  # noqa: F811
-    import copy
-
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content else m.tool_calls[0].name }}{% endfor %}"
-    )
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]}
-    turns = [{"role": "user", "content": "now?"}, call, {"role": "tool", "content": "sun"}]
-    conversation = Renderer(tokenizer).conversation(PROMPT, "a", [*turns, {"role": "assistant", "content": "sunny"}])
-    assert [decoded(tokenizer, turn.reference_ids) for turn in conversation.turns] == [
-        "<assistant>a",
-        "<assistant>sunny",
-    ]
-    assert decoded(tokenizer, conversation.turns[1].lead_ids) == "<user>now?<assistant>weather<tool>sun"
-
-
-def test_turns_without_text_are_given(chat_tokenizer):  # noqa: F811
+def test_turns_without_text_are_given(chat_tokenizer):
     """Neither empty replies are sampled nor turns that only call tools, whether their content is empty or null."""
-    import copy
-
-    tokenizer = copy.deepcopy(chat_tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace(
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace(
         "{{ message.content }}", "{{ message.content }}{{ message.tool_calls[0].name if message.tool_calls }}"
     )
     call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
     for content in ({"content": ""}, {"content": None}, {}):
-        turns = [{"role": "user", "content": "now?"}, {**call, **content}, {"role": "tool", "content": "sun"}]
-        found = Renderer(tokenizer).conversation(PROMPT, "a", [*turns, {"role": "assistant", "content": "b"}])
-        assert [decoded(tokenizer, turn.reference_ids) for turn in found.turns] == ["a", "b"]
-        assert "assistant\nlook<|im_end|>" in decoded(tokenizer, found.turns[1].lead_ids)
-    empty = [{"role": "user", "content": "now?"}, {"role": "assistant", "content": " "}]
-    assert len(Renderer(tokenizer).conversation(PROMPT, "a", empty).turns) == 1
+        turns = [user("now?"), {**call, **content}, {"role": "tool", "content": "sun"}, assistant("b")]
+        leads, replies = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "a", turns))
+        assert replies == ["a", "b"] and "assistant\nlook<|im_end|>" in leads[1]
+    empty = [user("now?"), assistant(" ")]
+    assert len(Renderer(chat_tokenizer).conversation(PROMPT, "a", empty).turns) == 1
 
 
-def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokenizer):  # noqa: F811
-    turns = [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "b<|im_end|>"}]
-    messages = [*PROMPT, {"role": "assistant", "content": "a<|im_end|>"}, *turns]
+def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokenizer):
+    turns = [user("go on"), assistant("b<|im_end|>")]
     found = Renderer(chat_tokenizer).conversation(PROMPT, "a<|im_end|>", turns)
+    messages = [*PROMPT, assistant("a<|im_end|>"), *turns]
     whole = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     ours = [*found.prompt_ids, *found.reference_ids, found.end_id]
-    assert whole[: len(ours)] == ours and decoded(chat_tokenizer, ours).endswith("assistant\nb<|im_end|>")
+    assert whole[: len(ours)] == ours and chat_tokenizer.decode(ours).endswith("assistant\nb<|im_end|>")
 
 
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -176,20 +121,16 @@ def test_templates_that_cannot_be_rendered(chatml, text, problem, monkeypatch):
     tokenizer.chat_template = text
     for _ in range(2):  # at once when it is rendered again
         with pytest.raises(DataError, match=f"chat template of the tokenizer cannot render .*: {problem}"):
-            ChatTemplate(tokenizer)([{"role": "user", "content": "?"}])
+            ChatTemplate(tokenizer)([user("?")])
     assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
     tokenizer.chat_template = "{% for a in range(99999) %}{% endfor %}{{ messages[0].content }}"
-    assert ChatTemplate(tokenizer)([{"role": "user", "content": "?"}]) == "?"
+    assert ChatTemplate(tokenizer)([user("?")]) == "?"
 
 
 def test_a_row_that_takes_long_is_named(monkeypatch, capsys):
+    slow = lambda row, tokenizer: time.sleep(0.4) or row
     monkeypatch.setattr("ebft.config.user_code.FIRST", 0.1)
     step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, set(), lambda row, where: dict(row), [], 0)
     step.row({"text": "a"}, 3)
     assert "rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err
-
-
-def slow(row, tokenizer):
-    time.sleep(0.4)
-    return row

@@ -1,25 +1,31 @@
-"""Paths and hub ids told apart; the hub is replaced by what it would answer."""
+"""Paths and hub ids told apart, and fingerprints of sources; the hub is replaced by what it would answer."""
+
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from ebft.data.keys import DatasetEntry
 from ebft.data.locate import locate, looks_local
+from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
+from ebft.files import file_hash
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """`hub(error)` makes every question to the hub raise it, `hub(None)` answers every one; counts the questions."""
+    """`hub(error)` makes every question to the hub raise it, `hub(None)` answers every one; returns the questions."""
     asked = []
 
-    def install(error):
+    def install(error=None, offline=False):
         def answer(self, repo_id, **kwargs):
             asked.append((repo_id, kwargs["timeout"]))
             if error is not None:
                 raise error
 
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", answer)
         monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
         return asked
@@ -27,66 +33,88 @@ def hub(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("name", ["./x", "../x", "/x", "~/x", "a/b/c", "rows.jsonl", "a\\b"])
-def test_names_that_can_only_be_paths(name):
-    assert looks_local(name)
+def test_names_of_paths_and_of_the_hub():
+    assert all(map(looks_local, ["./x", "../x", "/x", "~/x", "a/b/c", "rows.jsonl", "a\\b"]))
+    assert not any(map(looks_local, ["gpt2", "owner/name", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3.5-4B"]))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "owner/name", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3.5-4B"])
-def test_names_that_may_be_hub_ids(name):
-    assert not looks_local(name)
-
-
-def test_existing_path_wins(tmp_path, monkeypatch, hub):
-    asked = hub(None)
+def test_paths_are_not_looked_up(tmp_path, monkeypatch, hub):
+    asked = hub()
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert locate("owner/name", "model", "base_model").is_dir()
-    assert not asked
-
-
-def test_hub_id_that_exists(hub):
-    asked = hub(None)
-    assert locate("owner/name", "dataset", "datasets.path") is None
-    assert asked == [("owner/name", 5.0)]
-
-
-def test_missing_path_is_not_looked_up(hub):
-    asked = hub(None)
     with pytest.raises(ModelError, match="base_model: the local path './gone' does not exist"):
         locate("./gone", "model", "base_model")
     assert not asked
 
 
+def test_hub_id_that_exists(hub):
+    asked = hub()
+    assert locate("owner/name", "dataset", "datasets.path") is None and asked == [("owner/name", 5.0)]
+    hub(offline=True)  # the cache is left to the library
+    assert locate("owner/name", "dataset", "datasets.path") is None and len(asked) == 1
+
+
+NO_ROUTE, BAD_ID = OSError("no route"), HFValidationError("bad id")
+
+
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "name", "kind", "raised", "message"),
     [
-        (HFValidationError("bad id"), "interpreted as a Hub id, but there is no such dataset on the Hub"),
-        (OSError("no route"), "the Hub cannot be reached .no route.. Use a local path, or set HF_HUB_OFFLINE=1"),
+        (BAD_ID, "owner/name", "dataset", DataError, "interpreted as a Hub id, but there is no such dataset on"),
+        (NO_ROUTE, "owner/name", "dataset", DataError,
+         "the Hub cannot be reached .no route.. Use a local path, or set HF_HUB_OFFLINE=1"),
+        (BAD_ID, "smollm2-135", "model", ModelError,
+         r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"),
+        (NO_ROUTE, "HuggingFaceTB/SmolLM2-135M-Instruct", "model", ModelError,
+         r"provides smollm2-135m\).* base_model=smollm2-135m after `ebft fetch smoll"),
     ],
-)
-def test_hub_that_says_no(hub, error, message):
+)  # fmt: skip
+def test_hub_that_says_no(hub, error, name, kind, raised, message):
     hub(error)
-    with pytest.raises(DataError, match=message):
-        locate("owner/name", "dataset", "datasets.path")
+    with pytest.raises(raised, match=message):
+        locate(name, kind, {"model": "base_model", "dataset": "datasets.path"}[kind])
 
 
-def test_name_like_one_to_fetch_is_told(hub):
-    hub(HFValidationError("bad id"))
-    with pytest.raises(
-        ModelError, match=r"a Hub id \(`ebft fetch` provides smollm2-135m\), but there is no such model"
-    ):
-        locate("smollm2-135", "model", "base_model")
+def entry(path, **keys):
+    return DatasetEntry.model_validate({"path": str(path), "type": "ebft_pretrain.transform", **keys})
 
 
-def test_a_model_that_can_be_fetched_without_the_hub(hub):
-    hub(OSError("no route"))
-    with pytest.raises(ModelError, match=r"provides smollm2-135m\).* base_model=smollm2-135m after `ebft fetch smoll"):
-        locate("HuggingFaceTB/SmolLM2-135M-Instruct", "model", "base_model")
+def test_the_files_of_a_fingerprint_are_those_that_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", "b.jsonl", "sub/c.txt", ".hidden.jsonl"):
+        (tmp_path / name).write_text("{}")
+    names = lambda *arguments, **keys: [name for name, _ in source_files(entry(*arguments, **keys))]
+    assert names("a.jsonl") == ["a.jsonl"]
+    assert names(tmp_path) == ["a.jsonl", "b.jsonl", "sub/c.txt"]
+    assert names(tmp_path, data_files="sub/*") == ["sub/c.txt"]
+    assert names("json", data_files={"train": "b.jsonl", "test": ["a.jsonl"]}) == ["b.jsonl", "a.jsonl"]
+    with pytest.raises(DataError, match="matches no file"):
+        names(tmp_path, data_files="*.csv")
+    files = source_fingerprint(entry("a.jsonl"))["files"]
+    assert files == [["a.jsonl", file_hash(tmp_path / "b.jsonl")]]  # the same content
 
 
-def test_offline_mode_leaves_the_cache_to_the_library(hub, monkeypatch):
-    asked = hub(None)
+def test_a_dataset_of_the_hub_is_compared_by_its_commit(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert locate("owner/name", "dataset", "datasets.path") is None
-    assert not asked
+    commit, asked, folder = "c" * 40, [], tmp_path / "datasets--owner--name"
+
+    def download(path, **options):
+        asked.append((path, options["revision"]))
+        return str(tmp_path / "snapshots" / commit)
+
+    def unknown(*arguments, **options):
+        raise OSError("offline")
+
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", download)
+    assert source_fingerprint(entry("owner/name", revision="v2")) == {"hub": commit}
+    assert asked == [("owner/name", "v2")]
+    (folder / "snapshots" / commit).mkdir(parents=True)  # of the local cache
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", partial(snapshot_download, cache_dir=tmp_path))
+    assert source_fingerprint(entry("owner/name")) == {"hub": commit}
+    monkeypatch.setattr("ebft.data.sources.snapshot_download", unknown)
+    monkeypatch.setattr("ebft.data.sources.read_source", lambda entry: SimpleNamespace(_fingerprint="f00"))
+    assert source_fingerprint(entry("owner/name")) == {"hub": "f00"}

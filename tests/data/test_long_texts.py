@@ -3,6 +3,7 @@
 import random
 import sysconfig
 import unicodedata
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,62 +20,49 @@ CODE = "".join((STDLIB / name).read_text() for name in ("argparse.py", "textwrap
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 GPT4 += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
-SPECIAL = ["<s>", "</s>", "<unk>"]
-BYTE_LEVEL = {"model": "BPE", "pre": pre_tokenizers.ByteLevel(add_prefix_space=False)}
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+INNER_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+SPLIT_AS_GPT4, DIGITS = pre_tokenizers.Split(Regex(GPT4), "isolated"), pre_tokenizers.Digits(individual_digits=True)
 SENTENCEPIECE = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-KINDS = {
-    "byte-level": BYTE_LEVEL,
-    "byte-level with NFC": BYTE_LEVEL | {"norm": normalizers.NFC()},
-    "byte-level with a space before": {"model": "BPE", "pre": pre_tokenizers.ByteLevel(add_prefix_space=True)},
-    "GPT-4": {
-        "model": "BPE",
-        "pre": pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(GPT4), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        ),
-    },
-    "digits": {
-        "model": "BPE",
-        "pre": pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        ),
-    },
-    "SentencePiece BPE": {"model": "BPE", "norm": SENTENCEPIECE},
-    "Metaspace BPE": {"model": "BPE", "pre": pre_tokenizers.Metaspace()},
-    "Metaspace unigram": {"model": "Unigram", "pre": pre_tokenizers.Metaspace(), "norm": normalizers.NFKC()},
-    "unigram without words": {"model": "Unigram", "norm": normalizers.Replace(" ", "▁")},
-    "BERT": {
-        "model": "WordPiece",
-        "pre": pre_tokenizers.BertPreTokenizer(),
-        "norm": normalizers.BertNormalizer(lowercase=True),
-    },
-    "stripped": BYTE_LEVEL | {"norm": normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])},
-    "parts of seven characters": {"model": "BPE", "pre": pre_tokenizers.FixedLength(7)},
-    "byte-level parts of seven characters": {
-        "model": "BPE",
-        "pre": pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), pre_tokenizers.ByteLevel(use_regex=False)]),
-    },
+STRIPPED = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
+KINDS = {  # the model, the pre-tokeniser and the normaliser
+    "byte-level": ("BPE", BYTES, None),
+    "byte-level with NFC": ("BPE", BYTES, normalizers.NFC()),
+    "byte-level with a space before": ("BPE", pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    "GPT-4": ("BPE", pre_tokenizers.Sequence([SPLIT_AS_GPT4, INNER_BYTES]), None),
+    "digits": ("BPE", pre_tokenizers.Sequence([DIGITS, BYTES]), None),
+    "SentencePiece BPE": ("BPE", None, SENTENCEPIECE),
+    "Metaspace BPE": ("BPE", pre_tokenizers.Metaspace(), None),
+    "Metaspace unigram": ("Unigram", pre_tokenizers.Metaspace(), normalizers.NFKC()),
+    "unigram without words": ("Unigram", None, normalizers.Replace(" ", "▁")),
+    "BERT": ("WordPiece", pre_tokenizers.BertPreTokenizer(), normalizers.BertNormalizer(lowercase=True)),
+    "stripped": ("BPE", BYTES, STRIPPED),
+    "parts of seven characters": ("BPE", pre_tokenizers.FixedLength(7), None),
+    "byte-level parts of seven characters": (
+        "BPE",
+        pre_tokenizers.Sequence([pre_tokenizers.FixedLength(7), pre_tokenizers.ByteLevel(use_regex=False)]),
+        None,
+    ),
 }
 
 
+@cache
 def made(kind: str) -> PreTrainedTokenizerFast:
-    parts = KINDS[kind]
-    tokenizer = Tokenizer(models.Unigram() if parts["model"] == "Unigram" else getattr(models, parts["model"])(
-        unk_token="<unk>"))  # fmt: skip
-    tokenizer.normalizer, tokenizer.pre_tokenizer = parts.get("norm"), parts.get("pre")
-    options = {"vocab_size": 600, "special_tokens": SPECIAL, "show_progress": False, "initial_alphabet": ALPHABET}
-    if parts["model"] == "Unigram":
-        options |= {"unk_token": "<unk>", "initial_alphabet": []}
+    model, pre_tokenizer, normalizer = KINDS[kind]
+    options = {"vocab_size": 600, "special_tokens": ["<s>", "</s>", "<unk>"], "show_progress": False}
+    if model == "Unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(**options, unk_token="<unk>", initial_alphabet=[])
+    else:
+        tokenizer = Tokenizer(getattr(models, model)(unk_token="<unk>"))
+        trainer = {"BPE": trainers.BpeTrainer, "WordPiece": trainers.WordPieceTrainer}[model](
+            **options, initial_alphabet=ALPHABET
+        )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
     text = CODE[:60_000]
-    tokenizer.train_from_iterator(
-        text.split() if kind == "SentencePiece BPE" else [text[at : at + 500] for at in range(0, len(text), 500)],
-        getattr(trainers, {"BPE": "BpeTrainer"}.get(parts["model"], f"{parts['model']}Trainer"))(**options),
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    words = text.split() if kind == "SentencePiece BPE" else [text[at : at + 500] for at in range(0, len(text), 500)]
+    tokenizer.train_from_iterator(words, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 0), ("</s>", 1)])
     tokenizer.decoder = decoders.ByteLevel()
     found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     found.add_tokens([AddedToken("<mask>", lstrip=True, rstrip=True), AddedToken("two words", normalized=False)])
@@ -86,7 +74,7 @@ def mixed_text() -> str:
     draw = random.Random(0)
     odd = ["naïve café", "日本語のテキスト\n次の行", "👩‍👩‍👧 ok", " " * 90, "1234567890" * 5, "x" * 700]
     odd += ["a  <mask>  b", "two words", "</s>", "\r\n\t", "don't we'll", "ﬁne ①", "\xa0"]
-    parts = [CODE[at : at + draw.randrange(20, 300)] + draw.choice(odd) for at in range(0, 60_000, 200)]
+    parts = [CODE[at : at + draw.randrange(20, 300)] + draw.choice(odd) for at in range(0, 40_000, 200)]
     return unicodedata.normalize("NFD", "".join(parts))
 
 
@@ -120,22 +108,23 @@ def test_ids_and_characters_are_those_of_the_whole_text(kind, small):
 
 def test_a_real_tokenizer(smollm2_dir, small):
     tokenizer, text = AutoTokenizer.from_pretrained(smollm2_dir), mixed_text() + "<|im_start|>user\nhi<|im_end|>" * 400
-    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"] and len(small) > 20
+    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"] and len(small) > 15
 
 
 @pytest.mark.parametrize("part", ["ab", " ", '{"a":1,"b":[2,3]},', "\n", "日"])
 def test_texts_without_words(part, small):
-    tokenizer, text = made("byte-level"), part * 30_000
+    tokenizer, text = made("byte-level"), (part * 30_000)[:60_000]
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
 @pytest.mark.parametrize("kind", ["byte-level with NFC", "GPT-4", "BERT", "stripped"])
-@pytest.mark.parametrize("end", ["。\n", "!\n", "🙂\n", "，", "का\n"])
-def test_texts_without_latin_letters(kind, end, small):
-    tokenizer, draw = made(kind), random.Random(0)
-    text = "".join("".join(draw.choices("日本語字文", k=draw.randrange(20, 90))) + end for _ in range(600))
-    assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"] and len(small) > 3
-    assert max(small) == 6000
+def test_texts_without_latin_letters(kind, small):
+    for end in ("。\n", "!\n", "🙂\n", "，", "का\n"):
+        tokenizer, draw = made(kind), random.Random(0)
+        text = "".join("".join(draw.choices("日本語字文", k=draw.randrange(20, 90))) + end for _ in range(400))
+        small.clear()
+        assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"] and len(small) > 3
+        assert max(small) == 6000
 
 
 def test_a_window_with_few_tokens(small):

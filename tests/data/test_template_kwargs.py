@@ -6,56 +6,55 @@ import warnings
 import pytest
 
 from ebft.config.schema import RunConfig
+from ebft.data.conversation import Renderer
 from ebft.data.load import load_datasets
 from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompts
+from ebft.data.rendering import ChatTemplate
 from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError
+from tests.data.conftest import assistant, config_of, user
 
-REPLY = {"role": "assistant", "content": "fine"}
-CHAT = [{"role": "user", "content": "how?"}, REPLY]
-ROW = {"messages": CHAT, "chosen": CHAT, "rejected": [CHAT[0], {**REPLY, "content": "bad"}]}
-
-
-def tokens_of(method, config, tokenizer):
-    """The token ids of the first row."""
-    if method == "structured":
-        from ebft.data.conversation import Renderer
-
-        conversation = Renderer(tokenizer, config.chat_template_kwargs).of_row(load_prompts(config, tokenizer)[0][0])
-        return conversation.prompt_ids + conversation.reference_ids
-    if method == "dpo":
-        row = load_preference_rows(config, tokenizer).train[0]
-        return row["prompt_ids"] + row["chosen_ids"]
-    if method == "reward model":
-        return load_comparisons(config, tokenizer).train[0]["chosen_ids"]
-    return load_datasets(config, tokenizer)[0][0]["input_ids"]
+CHAT = [user("how?"), assistant("fine")]
+ROW = {"messages": CHAT, "chosen": CHAT, "rejected": [CHAT[0], assistant("bad")]}
 
 
-METHODS = {
-    "sft": ({}, "chat_template"),
+def of_prompts(config, tokenizer):
+    talk = Renderer(tokenizer, config.chat_template_kwargs).of_row(load_prompts(config, tokenizer)[0][0])
+    return talk.prompt_ids + talk.reference_ids
+
+
+METHODS = {  # keys, type, the ids of the first row
+    "sft": ({}, "chat_template", lambda *given: load_datasets(*given)[0][0]["input_ids"]),
     "strided": (
         {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 1}},
         "ebft_strided_chat.transform",
+        lambda *given: load_datasets(*given)[0][0]["input_ids"],
     ),
-    "structured": ({"rl": "ebft"}, "ebft_chat_multiturn.transform_last_turn"),
-    "dpo": ({"rl": "dpo"}, "chat_template.argilla_chat"),
-    "reward model": ({"reward_model": True}, "bradley_terry.chat_template"),
+    "structured": ({"rl": "ebft"}, "ebft_chat_multiturn.transform_last_turn", of_prompts),
+    "dpo": (
+        {"rl": "dpo"},
+        "chat_template.argilla_chat",
+        lambda *given: load_preference_rows(*given).train[0]["prompt_ids"],
+    ),
+    "reward model": (
+        {"reward_model": True},
+        "bradley_terry.chat_template",
+        lambda *given: load_comparisons(*given).train[0]["chosen_ids"],
+    ),
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_row_comes_before_the_dataset_and_the_config(write_jsonl, chatml, method):
     chatml.chat_template = "{{ '<' ~ (mode or '') ~ '>' }}" + chatml.chat_template
-    keys, type = METHODS[method]
+    keys, type, ids_of = METHODS[method]
 
     def shown(row=None, entry=None, **given):
         path = write_jsonl([ROW | ({} if row is None else {"chat_template_kwargs": row})] * 2)
-        entries = [{"path": str(path), "type": type, **({"chat_template_kwargs": entry} if entry else {})}]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = RunConfig.from_dict({"base_model": "unused", "datasets": entries, **keys, **given})
-        return chatml.decode(tokens_of(method, config, chatml)).partition(">")[0]
+        with warnings.catch_warnings(action="ignore"):
+            config = config_of(type, {"chat_template_kwargs": entry} if entry else {}, path, **keys, **given)
+        return chatml.decode(ids_of(config, chatml)).partition(">")[0]
 
     config = {"chat_template_kwargs": {"mode": "config"}}
     assert shown() == "<"
@@ -70,19 +69,6 @@ def test_the_row_comes_before_the_dataset_and_the_config(write_jsonl, chatml, me
         shown([1])
 
 
-def test_two_names_of_one_key():
-    with pytest.raises(ValueError, match="chat_template_kwargs and trl.chat_template_kwargs differ"):
-        RunConfig.from_dict(
-            {
-                "base_model": "m",
-                "rl": "ebft",
-                "datasets": [{"path": "p", "type": "ebft_opencode.transform"}],
-                "chat_template_kwargs": {"a": 1},
-                "trl": {"chat_template_kwargs": {"a": 2}},
-            }
-        )
-
-
 def test_arguments_of_all_datasets_are_those_of_the_run():
     def found(*given, **keys):
         datasets = [{"path": "p", "type": "chat_template", "chat_template_kwargs": kwargs} for kwargs in given]
@@ -91,10 +77,11 @@ def test_arguments_of_all_datasets_are_those_of_the_run():
     assert found({"a": 1}, {"a": 1}) == {"a": 1}
     assert found({"a": 1}, {"a": 2}) is None and found({"a": 1}, None) is None
     assert found({"a": 1}, chat_template_kwargs={"a": 2}) == {"a": 2}
+    two = {"chat_template_kwargs": {"a": 1}, "trl": {"chat_template_kwargs": {"a": 2}}}
+    with pytest.raises(ValueError, match="chat_template_kwargs and trl.chat_template_kwargs differ"):
+        config_of("ebft_opencode.transform", rl="ebft", **two)
 
 
 def test_an_argument_that_the_template_does_not_read(chatml):
-    from ebft.data.rendering import ChatTemplate
-
     with pytest.warns(UserWarning, match="chat_template_kwargs: .* does not contain enable_thinkin, so"):
         ChatTemplate(chatml, None, {"enable_thinkin": False, "messages": []})

@@ -1,9 +1,20 @@
-"""Where thinking blocks are, by hand, and which tokens they take."""
+"""Where thinking blocks are, and the tokens of parts of a text, also with tokenizers that add a space to each text."""
 
 import pytest
 
-from ebft.data.tokens import TAGS, Tokens, join_thinking, split_thinking, thinking_spans
+from ebft.data.tokens import (
+    TAGS,
+    Tokens,
+    adds_space,
+    ids_after,
+    join_thinking,
+    mask_after,
+    split_thinking,
+    thinking_spans,
+)
 from ebft.errors import DataError
+from tests.data.space_tokenizers import SCHEMES, space_tokenizer
+from tests.structured.conftest import make_chat_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -23,17 +34,13 @@ from ebft.errors import DataError
         ("<think>a</think>b</think>c", ["<think>a</think>"], ("a", "b</think>c")),
         ("a</think>b <think>c</think>d", ["a</think>", "<think>c</think>"], ("a\n\nc", "b d")),
         ("<think>a</think>  ", ["<think>a</think>  "], ("a", "")),
+        *((f"{start}a{end} b", [f"{start}a{end} "], ("a", "b")) for start, end in TAGS),
+        *((f"a{end} b", [f"a{end} "], ("a", "b")) for _, end in TAGS),
     ],
 )
 def test_blocks(text, blocks, split):
     assert [text[start:end] for start, end in thinking_spans(text)] == blocks
     assert split is None or split_thinking(text) == split
-
-
-@pytest.mark.parametrize(("opening", "closing"), TAGS)
-def test_every_spelling(opening, closing):
-    assert split_thinking(f"{opening}a{closing} b") == ("a", "b")
-    assert split_thinking(f"a{closing} b") == ("a", "b")
 
 
 def test_joined_is_split_again():
@@ -45,15 +52,12 @@ def test_tokens_of_a_block(tokenizer):
     text = "é <think>¿so?</think>\n\nFour 🙂."
     mask = Tokens(tokenizer, text).mask(thinking_spans(text))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(mask) == len(ids)
-    thought = tokenizer.decode([token for token, masked in zip(ids, mask) if masked])
-    spoken = tokenizer.decode([token for token, masked in zip(ids, mask) if not masked])
+    thought, spoken = (
+        tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on == is_on]) for is_on in (True, False)
+    )
     # The space before a tag may share its token.
     assert thought.strip() == "<think>¿so?</think>" and spoken.replace(" ", "") == "éFour🙂."
     assert not any(Tokens(tokenizer, text).mask([]))
-
-
-def test_a_token_that_only_touches_a_block_is_in_it(tokenizer):
     ids = tokenizer(" argparse", add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     assert Tokens(tokenizer, " argparse").mask([(1, 2)]) == [start < 2 and end > 1 for start, end in ids]
 
@@ -82,8 +86,7 @@ def test_tokens_of_spaces_alone_without_offsets():
     trimming.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trimming.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trimming)
-    encoded = tokenizer("a  b", return_offsets_mapping=True)
-    assert encoded["offset_mapping"] == [(0, 1), (3, 3), (3, 4)]
+    assert tokenizer("a  b", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (3, 3), (3, 4)]
     assert Tokens(tokenizer, "a  b").mask([(1, 3)]) == [False, True, False]
 
 
@@ -96,3 +99,29 @@ def test_a_tokenizer_without_offsets():
 
     with pytest.raises(DataError, match="SlowTokenizer does not support offset mapping, .* Use a fast tokenizer"):
         Tokens(SlowTokenizer(), "a").mask([])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_ids_and_masks_without_an_added_space(scheme):
+    tokenizer = space_tokenizer(scheme)
+    assert adds_space(tokenizer) and not adds_space(space_tokenizer("never"))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("c", add_special_tokens=False)["input_ids"]) == ["▁c"]
+    for before, text, expected in (
+        ("b", " c", ["▁c"]),
+        ("b", "c", ["c"]),
+        ("b\n", "Hi c", ["Hi", "▁c"]),
+        ("", "c b", ["c", "▁b"]),
+        ("b ", "c", ["c"]),  # joined, the space and the word are one token
+        ("H", "i", ["i"]),
+        ("b", "", []),
+        ("b", " c Hi b", ["▁c", "▁Hi", "▁b"]),
+    ):
+        assert tokenizer.convert_ids_to_tokens(ids_after(tokenizer, before, text)) == expected
+    assert mask_after(tokenizer, "b", " c Hi b", [(3, 5)]) == [False, True, False]
+
+
+def test_other_tokenizers_are_not_changed(tokenizer):
+    assert not adds_space(make_chat_tokenizer()) and not adds_space(tokenizer)
+    for before, text in (("a", "b c"), ("", " x"), ("def", "f(x)")):
+        assert ids_after(tokenizer, before, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert mask_after(make_chat_tokenizer(), "b", "cd", [(1, 2)]) == [False, True]

@@ -1,6 +1,8 @@
 """One dataset for every method, with rows that are dropped, and a config for it."""
 
+import importlib
 import json
+import sys
 import warnings
 
 import pytest
@@ -16,14 +18,16 @@ METHODS = {
     "grpo": {"rl": "grpo", "trl": {"num_generations": 2, "reward_funcs": ["feature_matching"]}},
 }
 
+RUN = {"sequence_len": 64, "val_set_size": 2, "micro_batch_size": 2, "max_steps": 2, "learning_rate": 1e-3}
+RUN |= {"save_strategy": "no"}
+
 
 @pytest.fixture
 def rows_file(tmp_path):
     rows = [{"input": f"question {i} is", "output": f" the answer to it is {i}, and no other"} for i in range(10)]
     rows += [{"input": "without", "output": ""}, {"input": "long", "output": " word" * 90}]
-    rows = [{**row, "text": row["input"] + row["output"]} for row in rows]
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    path.write_text("".join(json.dumps({**row, "text": row["input"] + row["output"]}) + "\n" for row in rows))
     return path
 
 
@@ -42,17 +46,11 @@ def make(rows_file, tiny_llama_dir, tmp_path):
             "ebft": {"mode": keys.pop("mode", "strided"), **ebft, **keys.pop("ebft", {})},
             "trl": {**trl, **keys.pop("trl", {})},
             "datasets": [{"path": str(rows_file), "type": keys.pop("type", "ebft_strided_structured.transform")}],
-            "sequence_len": 64,
-            "val_set_size": 2,
-            "micro_batch_size": 2,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "save_strategy": "no",
             "output_dir": str(tmp_path / "out"),
+            **RUN,
             **keys,
         }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return RunConfig.from_dict({key: value for key, value in values.items() if value is not None})
 
     return config
@@ -68,10 +66,12 @@ def tokenizer(make):
 @pytest.fixture
 def own_transform(tmp_path, monkeypatch, request):
     """`own_transform(answer, helper)`: writes modules with a transform and what it imports; returns its `type`."""
-    import importlib
-    import sys
-
     name = f"own_{abs(hash(request.node.nodeid))}"
+
+    def forget():
+        for module in (name, f"{name}_helper"):
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
 
     def write(answer="example['output']", helper="SUFFIX = '!'"):
         (tmp_path / f"{name}_helper.py").write_text(helper + "\n")
@@ -83,12 +83,9 @@ def own_transform(tmp_path, monkeypatch, request):
             "        return {'input_ids': ids, 'labels': ids, 'prompt_length': 0}\n\n"
             "    return transform_fn, {'remove_columns': '__all__'}\n"
         )
-        for module in (name, f"{name}_helper"):
-            sys.modules.pop(module, None)
-        importlib.invalidate_caches()
+        forget()
         return f"{name}.transform"
 
     monkeypatch.chdir(tmp_path)
     yield write
-    for module in (name, f"{name}_helper"):
-        sys.modules.pop(module, None)
+    forget()

@@ -1,7 +1,10 @@
 """What changes the key of prepared rows, and what does not."""
 
 import json
+import os
+import shutil
 import sys
+from datetime import date
 
 import pytest
 
@@ -22,14 +25,12 @@ def key_for(make):
     return of
 
 
-def test_irrelevant_settings_keep_the_key(key_for, tmp_path):
-    same = {"learning_rate": 0.5, "output_dir": str(tmp_path / "b"), "ebft": {"stride": 2}, "sample_packing": True}
-    assert key_for(**same) == key_for() == key_for()
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
+def test_settings(key_for, tmp_path):
+    """Those that determine rows change the key, others do not."""
+    plain, same = key_for(), {"output_dir": str(tmp_path / "b"), "ebft": {"stride": 2}, "sample_packing": True}
+    assert len(plain) == 32 and plain.isalnum() and key.FORMAT == 1  # the name of a folder
+    assert key_for(**same, learning_rate=0.5) == plain == key_for()
+    for change in (
         {"sequence_len": 48},
         {"seed": 1},
         {"val_set_size": 3},
@@ -42,25 +43,21 @@ def test_irrelevant_settings_keep_the_key(key_for, tmp_path):
         {"special_tokens": {"pad_token": "<|begin|>"}},
         {"special_tokens": {"pad_token": "<|padding|>"}},
         {"chat_template": "chatml"},
-    ],
-)
-def test_settings_that_determine_rows_change_the_key(key_for, keys):
-    assert key_for(**keys) != key_for()
+    ):
+        assert key_for(**change) != plain, change
+    # Values that are not JSON.
+    of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
+    assert of(1) == of(1) != of(2)
 
 
-def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, rows_file):
+def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, rows_file, monkeypatch):
     before, text = key_for(), rows_file.read_text()
     rows_file.write_text(text.replace("answer", "Answer"))
     assert key_for() != before
     rows_file.unlink()
     rows_file.write_text(text)
     assert key_for() == before
-
-
-def test_a_large_file_is_compared_by_its_time(key_for, rows_file, monkeypatch):
-    import os
-
-    monkeypatch.setattr("ebft.files.LARGEST_HASHED", 10)
+    monkeypatch.setattr("ebft.files.LARGEST_HASHED", 10)  # a large file is compared by its time
     before = key_for()
     assert key_for() == before
     os.utime(rows_file, ns=(1, 1))
@@ -71,95 +68,68 @@ def test_a_file_in_a_folder_changes_the_key(key_for, rows_file, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "train.jsonl").write_text(rows_file.read_text())
-    datasets = [{"path": str(folder), "type": "ebft_pretrain.transform"}]
-    before = key_for(datasets=datasets)
+    of_folder = lambda: key_for(datasets=[{"path": str(folder), "type": "ebft_pretrain.transform"}])
+    before = of_folder()
     (folder / "more.jsonl").write_text(json.dumps({"text": "more " * 20}))
-    more = key_for(datasets=datasets)
+    more = of_folder()
     (folder / "more.jsonl").rename(folder / "test.jsonl")  # another split
-    assert len({before, more, key_for(datasets=datasets)}) == 3
+    assert len({before, more, of_folder()}) == 3
+    with pytest.raises(DataError, match="the local path './nowhere' does not exist"):
+        key_for(datasets=[{"path": "./nowhere", "type": "completion"}])
 
 
-def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
-    of = lambda **code: key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(**key)}])
-    assert of() == of()
+def test_custom_transforms(key_for, own_transform):
+    """Their source, that of their imports, and the settings that they read change the key."""
+
+    def of(answer="example['output']", helper="SUFFIX = '!'", **keys):
+        return key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(answer, helper)}], **keys)
+
+    assert of() == of() == of(learning_rate=0.5)
     assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
+    rate = "str(cfg.learning_rate)"
+    assert of(rate) != of(rate, learning_rate=0.5)
 
 
-def test_a_local_module_with_the_name_of_one_of_pythons_library_changes_the_key(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_with_turtle.py").write_text("import json, turtle\n\ndef transform(cfg):\n    return turtle.NAME\n")
-    (tmp_path / "turtle.py").write_text("NAME = 'a'\n")
-    found = key.transform_sources(["own_with_turtle.transform"])
-    assert set(found) == {"own_with_turtle", "turtle"} and found["turtle"] == "NAME = 'a'\n"
-    for name in found:
-        del sys.modules[name]
+HELPER = {"own_encoded_helper": b""}
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "others"),
     [
-        b"\xef\xbb\xbfimport own_encoded_helper\n",
-        "# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"),
+        (b"import json, turtle\n", {"turtle": b"NAME = 'a'\n"}),  # the name of a module of Python's library
+        (b"\xef\xbb\xbfimport own_encoded_helper\n", HELPER),
+        ("# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"), HELPER),
     ],
 )
-def test_the_source_of_a_transform_in_another_encoding(tmp_path, monkeypatch, content):
+def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_encoded.py").write_bytes(content + b"\ndef transform(cfg):\n    return None\n")
-    (tmp_path / "own_encoded_helper.py").write_text("")
+    for name, text in {"own_encoded": content + b"\ndef transform(cfg):\n    return None\n", **others}.items():
+        (tmp_path / f"{name}.py").write_bytes(text)
     found = key.transform_sources(["own_encoded.transform"])
-    assert set(found) == {"own_encoded", "own_encoded_helper"} and "import own_encoded_helper" in found["own_encoded"]
+    assert found.keys() == {"own_encoded", *others} and "import " in found["own_encoded"]
+    assert all(found[name] == text.decode() for name, text in others.items())
     for name in found:
         del sys.modules[name]
 
 
-def test_a_setting_that_a_custom_transform_reads_changes_the_key(key_for, own_transform):
-    datasets = [{"path": "rows.jsonl", "type": own_transform()}]
-    assert key_for(datasets=datasets) == key_for(datasets=datasets, learning_rate=0.5)
-    datasets = [{"path": "rows.jsonl", "type": own_transform(answer="str(cfg.learning_rate)")}]
-    assert key_for(datasets=datasets) != key_for(datasets=datasets, learning_rate=0.5)
-
-
-def test_the_code_of_built_in_transforms_changes_the_key(key_for, monkeypatch, tmp_path):
+def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypatch, tmp_path):
     before = key_for()
+    with monkeypatch.context() as patch:
+        patch.setattr(key, "version", lambda name: "another")
+        assert key_for() != before
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "load.py").write_text("changed")
     monkeypatch.setattr(key, "_PACKAGE", tmp_path)
     assert key_for() != before
 
 
-def test_the_version_of_a_library_changes_the_key(key_for, monkeypatch):
-    before = key_for()
-    monkeypatch.setattr(key, "version", lambda name: "another")
-    assert key_for() != before
-
-
-def test_a_copy_of_the_tokenizer_elsewhere_keeps_the_key(key_for, tiny_llama_dir, tmp_path):
-    import shutil
-
+def test_the_tokenizer(key_for, tiny_llama_dir, tiny_gguf, tmp_path):
+    """A copy elsewhere keeps the key, another vocabulary changes it, and one of a GGUF file has a fingerprint."""
     folder = tmp_path / "copy"
     shutil.copytree(tiny_llama_dir, folder)
     assert key_for(base_model=str(folder)) == key_for()
     text = (folder / "tokenizer.json").read_text().replace("<|begin|>", "<|start|>")
     (folder / "tokenizer.json").write_text(text)
     assert key_for(base_model=str(folder)) != key_for()
-
-
-def test_values_that_are_not_json_are_in_the_key(key_for):
-    from datetime import date
-
-    of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
-    assert of(1) == of(1) != of(2)
-
-
-def test_missing_data_is_an_error(key_for):
-    with pytest.raises(DataError, match="the local path './nowhere' does not exist"):
-        key_for(datasets=[{"path": "./nowhere", "type": "completion"}])
-
-
-def test_the_key_is_a_folder_name(key_for):
-    assert len(key_for()) == 32 and key_for().isalnum() and key.FORMAT == 1
-
-
-def test_a_gguf_tokenizer_has_a_fingerprint(key_for, tiny_gguf):
-    of = lambda: key_for(base_model=str(tiny_gguf.parent), gguf_file=tiny_gguf.name)
-    assert of() == of()
+    of_gguf = lambda: key_for(base_model=str(tiny_gguf.parent), gguf_file=tiny_gguf.name)
+    assert of_gguf() == of_gguf()

@@ -4,11 +4,8 @@ import re
 import warnings
 from pathlib import Path
 
-import pytest
-
 import ebft
 from ebft.config.reference import option_groups
-from ebft.config.schema import RunConfig
 from ebft.config.section import Section
 from ebft.prepared.key import EXCLUDED, row_settings
 
@@ -30,34 +27,20 @@ def changed(section, path, value):
     return section.model_copy(update={name: inner})
 
 
-@pytest.fixture
-def config(make, rows_file):
+def test_a_key_is_excluded_by_name_or_changes_the_settings(make, rows_file):
     entry = {"path": str(rows_file), "type": "ebft_strided_structured.transform_prompts"}
-    keys = {"nemo_gym_datasets": [{"path": "x", "server_name": "y"}], "test_datasets": [entry], "val_set_size": 0}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = make("grpo", **keys)
-    return config.model_copy(update={"val_set_size": 2})
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_key_is_excluded_by_name_or_changes_the_settings(config, key):
-    before = row_settings(config)
-    value = [] if key == "datasets" else 123 if key.endswith(("pad_token", "seed", "weight")) else "another value"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        after = row_settings(changed(config, key, value))
-    assert (before == after) == (key in EXCLUDED)
-
-
-def test_the_list_contains_no_unknown_keys_and_has_reasons():
-    assert set(EXCLUDED) - set(KEYS) == {
-        "fsdp_config",
-        "gradient_checkpointing_kwargs",
-        "lr_groups",
-        "pretraining_dataset",
-    }  # unset as a whole
-    assert all(reason for reason in EXCLUDED.values())
+    gym = [{"path": "x", "server_name": "y"}]
+    with warnings.catch_warnings(action="ignore"):
+        config = make("grpo", nemo_gym_datasets=gym, test_datasets=[entry], val_set_size=0)
+        config = config.model_copy(update={"val_set_size": 2})
+        before, same = row_settings(config), set()
+        for key in KEYS:
+            number = key.endswith(("pad_token", "seed", "weight"))
+            value = [] if key == "datasets" else 123 if number else "another value"
+            same |= {key} if row_settings(changed(config, key, value)) == before else set()
+    assert same == EXCLUDED.keys() & set(KEYS)
+    unset = {"fsdp_config", "gradient_checkpointing_kwargs", "lr_groups", "pretraining_dataset"}  # as a whole
+    assert set(EXCLUDED) - set(KEYS) == unset and all(EXCLUDED.values())
 
 
 def test_the_code_that_makes_rows_reads_no_excluded_key():
@@ -74,29 +57,21 @@ def test_a_key_that_a_custom_transform_mentions_is_included(make):
     assert row_settings(config, ["scale = cfg['learning_rate']"])["learning_rate"] == 1e-3
     assert row_settings(config, ["cfg.ebft.stride"])["ebft.stride"] == 4
     assert "dataset_num_proc" in row_settings(config, ["return f, {'batched': True}"])
+    assert row_settings(make(train_on_inputs=False)) == row_settings(config)  # a default that is set
 
 
 def test_seeds_are_included_where_rows_depend_on_them(make, rows_file):
-    included = lambda **keys: {"seed", "data_seed"} & set(row_settings(make(**keys)))
-    assert included() == {"seed", "data_seed"}
-    assert included(data_seed=1) == {"seed", "data_seed"}
-    assert included(data_seed=1, val_set_size=0) == {"data_seed"}
-    assert included(shuffle_merged_datasets=False) == {"seed"}
     entry = {"path": str(rows_file), "type": "ebft_pretrain.transform"}
-    assert included(shuffle_merged_datasets=False, val_set_size=0, test_datasets=[entry]) == set()
-
-
-def test_the_seed_is_included_if_it_selects_documents_of_a_weight(make, rows_file):
-    def included(weight, **keys):
-        entry = {"path": str(rows_file), "type": "ebft_pretrain.transform", "weight": weight}
-        return {"seed", "data_seed"} & set(row_settings(make(val_set_size=0, datasets=[entry], **keys)))
-
-    assert included(0.5, data_seed=1) == {"seed", "data_seed"}
-    assert included(2.5, shuffle_merged_datasets=False) == {"seed"}
-    assert included(2, shuffle_merged_datasets=False) == set()
-
-
-def test_defaults_are_settings_of_the_run(make):
-    """A config that sets a key to its default prepares the same rows as one that does not set it."""
-    assert row_settings(make(train_on_inputs=False)) == row_settings(make())
-    assert isinstance(make(), RunConfig)
+    weighted = lambda weight: {"val_set_size": 0, "datasets": [{**entry, "weight": weight}]}
+    unshuffled = {"shuffle_merged_datasets": False}
+    for keys, expected in (
+        ({}, {"seed", "data_seed"}),
+        ({"data_seed": 1}, {"seed", "data_seed"}),
+        ({"data_seed": 1, "val_set_size": 0}, {"data_seed"}),
+        (unshuffled, {"seed"}),
+        ({**unshuffled, "val_set_size": 0, "test_datasets": [entry]}, set()),
+        ({**weighted(0.5), "data_seed": 1}, {"seed", "data_seed"}),  # it selects documents of a weight
+        ({**weighted(2.5), **unshuffled}, {"seed"}),
+        ({**weighted(2), **unshuffled}, set()),
+    ):
+        assert {"seed", "data_seed"} & set(row_settings(make(**keys))) == expected, keys

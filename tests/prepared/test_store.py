@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from ebft.errors import DataError
 from ebft.prepared import rows
@@ -16,12 +14,15 @@ from ebft.prepared import rows as prepared_rows
 from ebft.prepared.rows import RECORD, prepare_rows, read_rows
 from tests.prepared.conftest import METHODS
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def base(tmp_path):
     return tmp_path / "prepared"
+
+
+@pytest.fixture
+def prepare(tokenizer, base):
+    return lambda config: prepare_rows(config, tokenizer, base)
 
 
 def folders(base):
@@ -30,63 +31,66 @@ def folders(base):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("held_out", ["val_set_size", "test_datasets", None])
-def test_stored_rows_are_those_that_are_loaded(make, tokenizer, base, rows_file, method, held_out):
+def test_stored_rows_are_those_that_are_loaded(make, tokenizer, base, prepare, method, held_out):
+    keys = {} if held_out == "val_set_size" else {"val_set_size": 0}
     if held_out == "test_datasets":
-        entries = make(method).datasets
-        keys = {"val_set_size": 0, "test_datasets": [entry.model_dump() for entry in entries]}
-    else:
-        keys = {} if held_out else {"val_set_size": 0}
+        keys["test_datasets"] = [entry.model_dump() for entry in make(method).datasets]
     config = make(method, **keys)
     direct = config.method.load_rows(config, tokenizer)
-    prepare_rows(config, tokenizer, base)
-    stored = prepare_rows(config, tokenizer, base)
+    prepare(config)
+    stored = prepare(config)
     assert not stored.is_new and stored.folder.parent == base
     assert stored.rows.reports == direct.reports
     for loaded, read in zip(direct[:2], stored.rows[:2]):
         assert (loaded is None) == (read is None) == (loaded is direct.evaluation and held_out is None)
         if loaded is not None:
             assert read.features == loaded.features and read[:] == loaded[:] and len(read)
-    arranged = config.method.arrange(config, direct.train)
-    read = config.method.arrange(config, stored.rows.train)
+    arranged, read = (config.method.arrange(config, rows.train) for rows in (direct, stored.rows))
     assert [read[index] for index in range(len(read))] == [arranged[index] for index in range(len(arranged))]
     assert ("documents" in read[0]) == (method == "packed")
 
 
-def test_a_changed_setting_makes_new_rows_and_keeps_the_old_ones(make, tokenizer, base):
-    first = prepare_rows(make(), tokenizer, base)
-    second = prepare_rows(make(sequence_len=20), tokenizer, base)
+def test_a_changed_setting_makes_new_rows_and_keeps_the_old_ones(make, base, prepare, monkeypatch):
+    first = prepare(make())
+    second = prepare(make(sequence_len=20))
     assert second.is_new and folders(base) == sorted([first.folder.name, second.folder.name])
     assert max(map(len, second.rows.train["input_ids"])) <= 20 < max(map(len, first.rows.train["input_ids"]))
-    assert not prepare_rows(make(), tokenizer, base).is_new
+    monkeypatch.setattr(prepared_rows, "locked", None)  # not needed to read, so that a folder can be read-only
+    assert not prepare(make()).is_new
 
 
-def test_a_line_names_what_differs_from_the_most_similar_rows(make, tokenizer, base, rows_file, capsys):
-    differing = lambda config: (
-        capsys.readouterr(),
-        prepare_rows(config, tokenizer, base),
-        [line.partition(" differ in ")[2] for line in capsys.readouterr().err.splitlines() if "most similar" in line],
-    )[2]
-    assert differing(make()) == []  # there are no others
-    assert differing(make(sequence_len=20, seed=1)) == ["seed, sequence_len"]
-    assert differing(make(sequence_len=20)) == ["seed"]  # of two with one difference, the first by name
-    assert differing(make()) == []  # nothing is prepared
+def test_a_line_names_what_differs_from_the_most_similar_rows(make, tokenizer, prepare, rows_file, capsys):
+    def differing(**keys):
+        capsys.readouterr()
+        prepared = prepare(make(**keys))
+        lines = [line for line in capsys.readouterr().err.splitlines() if "most similar" in line]
+        return [line.partition(" differ in ")[2] for line in lines], prepared
+
+    assert differing()[0] == []  # there are no others
+    assert differing(sequence_len=20, seed=1)[0] == ["seed, sequence_len"]
+    assert differing(sequence_len=20)[0] == ["seed"]  # of two with one difference, the first by name
+    assert differing()[0] == []  # nothing is prepared
     rows_file.write_text(rows_file.read_text().replace("answer", "reply"))
-    assert differing(make(train_on_inputs=True)) == ["train_on_inputs, data"]
-
-
-def test_edited_data_makes_new_rows(make, tokenizer, base, rows_file):
-    prepare_rows(make(), tokenizer, base)
-    rows_file.write_text(rows_file.read_text().replace("answer", "reply"))
-    new = prepare_rows(make(), tokenizer, base)
+    lines, new = differing(train_on_inputs=True)
+    assert lines == ["train_on_inputs, data"]
     assert new.is_new and any("reply" in text for text in tokenizer.batch_decode(new.rows.train["input_ids"][:]))
 
 
-def test_an_edited_transform_makes_new_rows(make, tokenizer, base, own_transform):
-    prepare = lambda **code: prepare_rows(
-        make(datasets=[{"path": "rows.jsonl", "type": own_transform(**code)}]), tokenizer, base
-    )
-    assert prepare().is_new and not prepare().is_new
-    assert prepare(answer="' edited'").is_new
+def test_an_edited_transform_makes_new_rows(make, prepare, own_transform):
+    run = lambda **code: prepare(make(datasets=[{"path": "rows.jsonl", "type": own_transform(**code)}]))
+    assert run().is_new and not run().is_new
+    assert run(answer="' edited'").is_new
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def change_record(folder, **values):
+    record = json.loads((folder / RECORD).read_text())
+    (folder / RECORD).write_text(json.dumps({**record, **values}))
 
 
 DAMAGE = {
@@ -102,97 +106,65 @@ DAMAGE = {
 }
 
 
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def change_record(folder, **values):
-    record = json.loads((folder / RECORD).read_text())
-    (folder / RECORD).write_text(json.dumps({**record, **values}))
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_rows_are_prepared_again_with_a_line(make, tokenizer, base, capsys, damage):
+def test_damaged_rows_are_prepared_again_with_a_line(make, base, prepare, capsys):
+    assert read_rows(base / "0") is None and rows.RECORD == "prepared.json"  # nothing is there before it is written
     config = make()
-    before = prepare_rows(config, tokenizer, base)
+    before = prepare(config)
     expected = before.rows.train[:]
-    DAMAGE[damage](before.folder)
-    capsys.readouterr()
-    again = prepare_rows(config, tokenizer, base)
-    assert again.is_new and again.rows.train[:] == expected
-    line = capsys.readouterr().err.splitlines()[0]
-    assert line.startswith(f"Prepared rows in {before.folder} are damaged (") and line.endswith("prepared again")
-    assert not prepare_rows(config, tokenizer, base).is_new
+    for name, damage in DAMAGE.items():
+        damage(before.folder)
+        capsys.readouterr()
+        again = prepare(config)
+        assert again.is_new and again.rows.train[:] == expected, name
+        line = capsys.readouterr().err.splitlines()[0]
+        assert line.startswith(f"Prepared rows in {before.folder} are damaged (") and line.endswith("prepared again")
+        assert not prepare(config).is_new, name
 
 
-KILLED = """
-import os, sys
-from ebft import load_config
-from ebft.models.tokenizer import load_tokenizer
-from ebft.prepared import store
-from ebft.prepared.rows import prepare_rows
-from datasets import Dataset
-from pathlib import Path
+def test_a_killed_process_leaves_nothing_that_is_used(make, base, prepare, monkeypatch):
+    save, config = Dataset.save_to_disk, make()
 
-config = load_config(sys.argv[1])
-save = Dataset.save_to_disk
+    def save_and_die(*arguments, **options):
+        save(*arguments, **options)
+        os._exit(9)
 
-def save_and_die(self, path, *arguments, **options):
-    save(self, path, *arguments, **options)
-    os._exit(9)
-
-Dataset.save_to_disk = save_and_die
-prepare_rows(config, load_tokenizer(config), Path(sys.argv[2]))
-"""
-
-
-def write_config(config, path):
-    import yaml
-
-    path.write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
-    return path
-
-
-def test_a_killed_process_leaves_nothing_that_is_used(make, tokenizer, base, tmp_path):
-    config = make()
-    file = write_config(config, tmp_path / "run.yaml")
-    done = subprocess.run([sys.executable, "-c", KILLED, file, base], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 9, done.stderr
-    left = folders(base)
-    assert len(left) == 1 and left[0].startswith(".") and left[0].endswith(".partial")
-    prepared = prepare_rows(config, tokenizer, base)
+    with monkeypatch.context() as patch:
+        patch.setattr(Dataset, "save_to_disk", save_and_die)
+        process = os.fork()
+        if process == 0:
+            try:
+                prepare(config)
+            finally:
+                os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 9
+    (left,) = folders(base)
+    assert left.startswith(".") and left.endswith(".partial")
+    prepared = prepare(config)
     assert prepared.is_new and folders(base) == [prepared.folder.name]
 
 
-def test_an_error_while_writing_leaves_nothing(make, tokenizer, base, monkeypatch):
-    from datasets import Dataset
-
+def test_an_error_while_writing_leaves_nothing(make, tokenizer, base, prepare, monkeypatch, tmp_path):
     def full(self, *arguments, **options):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Dataset, "save_to_disk", full)
     with pytest.raises(DataError, match="cannot be written to .* \\(No space left on device\\). Set dataset_prepared_"):
-        prepare_rows(make(), tokenizer, base)
+        prepare(make())
     assert folders(base) == []
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(make, tokenizer, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="dataset_prepared_path: cannot write to .*file"):
         prepare_rows(make(), tokenizer, tmp_path / "file" / "prepared")
 
 
-def test_no_usable_rows_is_an_error_and_nothing_is_stored(make, tokenizer, base, tmp_path):
+def test_no_usable_rows_is_an_error_and_nothing_is_stored(make, base, prepare, tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"input": "a", "output": ""}\n')
     datasets = [{"path": str(tmp_path / "empty.jsonl"), "type": "ebft_strided_structured.transform"}]
     with pytest.raises(DataError, match="1 document produced 0 rows; dropped 1 without a reference. No usable rows"):
-        prepare_rows(make(datasets=datasets, val_set_size=0), tokenizer, base)
+        prepare(make(datasets=datasets, val_set_size=0))
     assert folders(base) == []
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(make, tokenizer, base, rows_file, monkeypatch):
+def test_a_file_that_changes_while_it_is_read_is_an_error(make, base, prepare, rows_file, monkeypatch):
     config = make()
     load = type(config.method).load_rows
 
@@ -203,11 +175,11 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(make, tokenizer, base,
 
     monkeypatch.setattr(type(config.method), "load_rows", edited_afterwards)
     with pytest.raises(DataError, match="was changed while it was read"):
-        prepare_rows(config, tokenizer, base)
+        prepare(config)
     assert folders(base) == []
 
 
-def test_of_several_at_once_one_prepares_and_the_others_read(make, tokenizer, base, monkeypatch, capsys):
+def test_of_several_at_once_one_prepares_and_the_others_read(make, prepare, monkeypatch, capsys):
     config = make()
     calls, entered, proceed = [], threading.Event(), threading.Event()
     load = type(config.method).load_rows
@@ -222,23 +194,12 @@ def test_of_several_at_once_one_prepares_and_the_others_read(make, tokenizer, ba
     say = prepared_rows._say
     monkeypatch.setattr(prepared_rows, "_say", lambda *arguments, **keys: (say(*arguments, **keys), proceed.set()))
     found = []
-    run = lambda: found.append(prepare_rows(config, tokenizer, base))
-    first, second = threading.Thread(target=run), threading.Thread(target=run)
+    first, second = (threading.Thread(target=lambda: found.append(prepare(config))) for _ in range(2))
     first.start()
     assert entered.wait(60)
     second.start()  # its line, that it waits, lets the first one proceed
-    first.join(60)
-    second.join(60)
+    for thread in (first, second):
+        thread.join(60)
     assert len(calls) == 1 and sorted(prepared.is_new for prepared in found) == [False, True]
     assert "Waiting for another process" in capsys.readouterr().err
     assert found[0].rows.train[:] == found[1].rows.train[:]
-
-
-def test_a_read_only_folder_can_be_read(make, tokenizer, base, monkeypatch):
-    prepare_rows(make(), tokenizer, base)
-    monkeypatch.setattr(prepared_rows, "locked", None)  # not needed to read
-    assert not prepare_rows(make(), tokenizer, base).is_new
-
-
-def test_nothing_is_there_before_it_is_written(base):
-    assert read_rows(base / "0") is None and rows.RECORD == "prepared.json"

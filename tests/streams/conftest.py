@@ -22,9 +22,9 @@ def corpus(tmp_path_factory) -> list[Path]:
     return paths
 
 
-@pytest.fixture
-def make(tiny_llama_dir, corpus, tmp_path):
-    """`make(**keys)`: a config for six steps over that corpus."""
+@pytest.fixture(scope="session")
+def make(tiny_llama_dir, corpus, tmp_path_factory):
+    """`make(**keys)`: a config for six steps over that corpus, with a folder of its own."""
 
     def make_config(**keys):
         values = {
@@ -38,7 +38,7 @@ def make(tiny_llama_dir, corpus, tmp_path):
             "max_steps": 6,
             "learning_rate": 1e-3,
             "logging_steps": 1,
-            "output_dir": tmp_path / "out",
+            "output_dir": tmp_path_factory.mktemp("run") / "out",
         }
         return RunConfig.from_dict({**values, **keys})
 

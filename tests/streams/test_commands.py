@@ -17,7 +17,7 @@ def run_file(tiny_llama_dir, corpus, tmp_path):
     return path
 
 
-def test_preprocess_shows_the_first_rows_and_stores_none(ebft, run_file, tmp_path):
+def test_preprocess_shows_the_first_rows_and_stores_none(ebft, run_file):
     shown = ebft("preprocess", run_file, "--count", "2")
     assert shown.exit_code == 0, shown.stderr
     assert "row 1 of the stream for training" in shown.stdout and "row 2 of the stream" in shown.stdout

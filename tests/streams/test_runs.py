@@ -3,6 +3,8 @@
 import os
 import signal
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,55 +15,72 @@ from ebft.errors import ConfigError, DataError, ModelError
 from ebft.run.stopping import TrainingInterrupted
 from ebft.sft.stream import StreamTrainer
 
-
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+TIMING = ("runtime", "per_second", "tokens_per", "seconds", "memory")
 
 
-def assert_same(model, expected):
-    for name, value in weights(model).items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
-
-
-def logged(trainer):
-    timing = ("runtime", "per_second", "tokens_per", "seconds", "memory")
-    return [
-        {name: value for name, value in entry.items() if not any(part in name for part in timing)}
-        for entry in trainer.state.log_history
+def finished(config):
+    """What a run ends with: its weights, the numbers that it logged, and where it was in the stream."""
+    result = train(config)
+    logs = [
+        {name: value for name, value in entry.items() if not any(part in name for part in TIMING)}
+        for entry in result.trainer.state.log_history
     ]
+    return SimpleNamespace(
+        weights={name: parameter.detach().clone() for name, parameter in result.model.named_parameters()},
+        logs=logs,
+        folder=Path(config.output_dir),
+        trainer=result.trainer,
+        stream=result.trainer.state.stateful_callbacks["Stream"],
+    )
 
 
-@pytest.mark.parametrize("keys", [{}, {"dataloader_num_workers": 1}, {"shuffle_merged_datasets": False}])
-def test_a_resumed_run_ends_where_an_unbroken_one_does(make, tmp_path, keys):
-    keys = {**keys, "save_steps": 2}
-    unbroken = train(make(**keys, output_dir=tmp_path / "a"))
-    checkpoint = tmp_path / "a" / "checkpoint-4"
-    resumed = train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))
-    assert resumed.trainer.state.global_step == 6
-    assert_same(resumed.model, weights(unbroken.model))
-    assert logged(resumed.trainer)[:6] == logged(unbroken.trainer)[:6]
+def assert_same(found, expected, rtol=0.0, atol=0.0):
+    assert found.trainer.state.global_step == 6
+    for name, value in found.weights.items():
+        torch.testing.assert_close(value, expected.weights[name], rtol=rtol, atol=atol)
 
 
-def test_a_resumed_mixture_ends_where_an_unbroken_one_does(make, corpus, tmp_path):
+@pytest.fixture(scope="module")
+def unbroken(make):
+    return finished(make(save_steps=2))
+
+
+def resumed(make, run, step=4, **keys):
+    return finished(make(resume_from_checkpoint=run.folder / f"checkpoint-{step}", **keys))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_resumed_run_ends_where_an_unbroken_one_does(make, unbroken, workers):
+    keys = {"dataloader_num_workers": workers}
+    run = finished(make(**keys, save_steps=2)) if workers else unbroken
+    assert_same(run, unbroken)  # a worker gives the same rows
+    found = resumed(make, run, **keys)
+    assert_same(found, unbroken)
+    assert found.logs[:6] == run.logs[:6]
+
+
+def test_rows_in_their_order(make):
+    """A resumed run ends where an unbroken one does; every document of a row counts."""
+    run = finished(make(shuffle_merged_datasets=False, save_steps=2))
+    found = resumed(make, run, shuffle_merged_datasets=False)
+    assert_same(found, run)
+    assert found.logs[:6] == run.logs[:6] and run.stream["position"]["row"] == 24
+    pieces = [row["pieces"] for row in islice(run.trainer.train_dataset.rows(), 24)]
+    assert run.trainer.budget.totals["documents"] == sum(pieces) > 24
+
+
+def test_a_resumed_mixture_ends_where_an_unbroken_one_does(make, corpus):
     mixture = [{"path": corpus[0]}, {"path": corpus[1], "weight": 3}]
-    keys = {"pretraining_dataset": mixture, "save_steps": 2}
-    unbroken = train(make(**keys, output_dir=tmp_path / "a"))
-    checkpoint = tmp_path / "a" / "checkpoint-4"
-    resumed = train(make(**keys, output_dir=tmp_path / "b", resume_from_checkpoint=checkpoint))
-    assert_same(resumed.model, weights(unbroken.model))
-    assert logged(resumed.trainer)[:6] == logged(unbroken.trainer)[:6]
+    run = finished(make(pretraining_dataset=mixture, save_steps=2))
+    found = resumed(make, run, pretraining_dataset=mixture)
+    assert_same(found, run)
+    assert found.logs[:6] == run.logs[:6]
     mixture[1]["weight"] = 2
     with pytest.raises(ConfigError, match="differs from that of the checkpoint: .*datasets"):
-        train(make(**keys, resume_from_checkpoint=checkpoint, output_dir=tmp_path / "c"))
+        resumed(make, run, pretraining_dataset=mixture)
 
 
-def test_a_worker_gives_the_same_rows(make, tmp_path):
-    without = train(make(output_dir=tmp_path / "a"))
-    assert_same(train(make(output_dir=tmp_path / "b", dataloader_num_workers=1)).model, weights(without.model))
-
-
-def test_a_run_stopped_in_a_step_continues_with_its_first_row(make, tmp_path, monkeypatch):
-    unbroken = train(make(output_dir=tmp_path / "a"))
+def test_a_run_stopped_in_a_step_continues_with_its_first_row(make, unbroken, tmp_path, monkeypatch):
     calls, step = [], StreamTrainer.training_step
 
     def interrupted(*args):
@@ -73,19 +92,14 @@ def test_a_run_stopped_in_a_step_continues_with_its_first_row(make, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(StreamTrainer, "training_step", interrupted)
         with pytest.raises(TrainingInterrupted, match="Stopped at step 2"):
-            train(make(output_dir=tmp_path / "b"))
-    resumed = train(make(output_dir=tmp_path / "b", auto_resume_from_checkpoints=True))
-    assert_same(resumed.model, weights(unbroken.model))
+            train(make(output_dir=tmp_path))
+    assert_same(finished(make(output_dir=tmp_path, auto_resume_from_checkpoints=True)), unbroken)
 
 
-def test_resuming_with_other_batches_continues_at_the_same_row(make, tmp_path):
-    unbroken = train(make(output_dir=tmp_path / "a", save_steps=3))
-    keys = {"micro_batch_size": 1, "gradient_accumulation_steps": 4, "output_dir": tmp_path / "b"}
-    resumed = train(make(**keys, resume_from_checkpoint=tmp_path / "a" / "checkpoint-3"))
-    saved, expected = (run.trainer.state.stateful_callbacks["Stream"] for run in (resumed, unbroken))
-    assert saved == expected and saved["rows"] == 24
-    for name, value in weights(resumed.model).items():
-        torch.testing.assert_close(value, weights(unbroken.model)[name], rtol=1e-4, atol=1e-5)
+def test_resuming_with_other_batches_continues_at_the_same_row(make, unbroken):
+    found = resumed(make, unbroken, 2, micro_batch_size=1, gradient_accumulation_steps=4)
+    assert found.stream == unbroken.stream and found.stream["rows"] == 24
+    assert_same(found, unbroken, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,50 +110,37 @@ def test_resuming_with_other_batches_continues_at_the_same_row(make, tmp_path):
         ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False instead of True"),
     ],
 )
-def test_another_stream_is_not_continued(make, tmp_path, change, message):
-    train(make(output_dir=tmp_path / "a", max_steps=1))
+def test_another_stream_is_not_continued(make, unbroken, change, message):
     with pytest.raises(ConfigError, match=f"differs from that of the checkpoint: .*{message}"):
-        train(make(**change, resume_from_checkpoint=tmp_path / "a" / "checkpoint-1", output_dir=tmp_path / "b"))
+        resumed(make, unbroken, **change)
 
 
-def test_a_run_on_prepared_rows_is_not_continued_with_a_stream(make, corpus, tmp_path):
+def test_a_run_on_prepared_rows_is_not_continued_with_a_stream(make, corpus):
     prepared = {"pretraining_dataset": None, "datasets": [{"path": corpus[0], "type": "completion"}]}
     with pytest.warns(UserWarning, match="streaming_multipack_buffer_size"):
-        train(make(**prepared, output_dir=tmp_path / "a", max_steps=1))
+        config = make(**prepared, max_steps=1)
+    train(config)
     with pytest.raises(ConfigError, match="has no position in a stream"):
-        train(make(resume_from_checkpoint=tmp_path / "a" / "checkpoint-1", output_dir=tmp_path / "b"))
+        train(make(resume_from_checkpoint=Path(config.output_dir) / "checkpoint-1"))
 
 
-def test_held_out_documents_are_those_of_test_datasets(make, corpus):
-    data = [{"path": corpus[1], "type": "completion"}]
-    result = train(make(test_datasets=data, eval_steps=3))
-    history = [entry["eval_ce_loss"] for entry in result.trainer.state.log_history if "eval_ce_loss" in entry]
+def test_held_out_documents_are_those_of_test_datasets(make, corpus, capsys):
+    found = finished(make(test_datasets=[{"path": corpus[1], "type": "completion"}], eval_steps=3))
+    history = [entry["eval_ce_loss"] for entry in found.logs if "eval_ce_loss" in entry]
     assert len(history) == 2 and history[1] < history[0]
+    assert "Data: a stream, " in (printed := capsys.readouterr().err) and "none held out" not in printed
 
 
-def test_rows_as_one_text_give_other_losses(make, tmp_path):
-    apart = train(make(output_dir=tmp_path / "a"))
-    joined = train(make(output_dir=tmp_path / "b", pretrain_multipack_attn=False))
-    assert logged(apart.trainer)[0]["loss"] != logged(joined.trainer)[0]["loss"]
-
-
-def test_every_document_of_a_row_counts(make, corpus):
-    result = train(make(shuffle_merged_datasets=False))
-    position = result.trainer.state.stateful_callbacks["Stream"]["position"]
-    assert position["row"] == 24
-    pieces = [row["pieces"] for row in islice(result.trainer.train_dataset.rows(), 24)]
-    assert result.trainer.budget.totals["documents"] == sum(pieces) > 24
+def test_rows_as_one_text_give_other_losses(make, unbroken, capsys):
+    joined = finished(make(pretrain_multipack_attn=False, max_steps=1))
+    assert unbroken.logs[0]["loss"] != joined.logs[0]["loss"]
+    printed = capsys.readouterr().err
+    assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed
 
 
 def test_a_wrong_column_is_reported_before_the_model_is_loaded(make, corpus):
     with pytest.raises(DataError, match="row 0: .*body"):
-        train(make(pretraining_dataset=[{"path": corpus[0], "text_column": "body"}], base_model=make().base_model))
-
-
-def test_the_summary_names_the_tokens_of_a_step(make, capsys):
-    train(make(max_steps=1))
-    printed = capsys.readouterr().err
-    assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed
+        train(make(pretraining_dataset=[{"path": corpus[0], "text_column": "body"}]))
 
 
 def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path):

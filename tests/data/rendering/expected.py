@@ -22,48 +22,45 @@ _MARKER = re.compile(r"<[|｜][^<>\s'\"{}]+?>|<[^<>\s'\"{}|]+?[|｜]>|</?[a-z]+(
 # Added tokens of these models that are no special tokens.
 _PLAIN = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
 _OTHER_TAGS = re.compile(r"</?[a-z]+>")  # XML that these vocabularies have no tokens for, such as <parameters>
-# BOS, EOS and what a template writes after a reply, by the beginning of the template's name.
-_TOKENS = {
-    "alpaca": ("<s>", "</s>", "</s>"),
-    "chatml": ("", "<|im_end|>", "<|im_end|>"),
-    "cohere2": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_RESPONSE|>"),
-    "cohere": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
-    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
-    "diffusion_gemma": ("<bos>", "<eos>", "<turn|>"),
-    "gemma4": ("<bos>", "<eos>", "<turn|>"),
-    "gemma": ("<bos>", "<eos>", "<end_of_turn>"),
-    "glm4moe": ("", "<|endoftext|>", ""),
-    "gptoss": ("<|startoftext|>", "<|return|>", "<|return|>"),
-    "idefics3": ("<|begin_of_text|>", "<|end_of_text|>", "<end_of_utterance>"),
-    "lfm2": ("<|startoftext|>", "<|im_end|>", "<|im_end|>"),
-    "llama3": ("<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
-    "llama4": ("<|begin_of_text|>", "<|eot|>", "<|eot|>"),
-    "llava_next": ("<s>", "</s>", "</s>"),
-    "mistral": ("<s>", "</s>", "</s>"),
-    "muse_glimmer": ("<|begin_of_text|>", "<|eot|>", "<|eot|>"),
-    "nemotron": ("<s>", "<|im_end|>", "<|im_end|>"),
-    "phi_4": ("<|endoftext|>", "<|im_end|>", "<|im_end|>"),
-    "phi": ("<s>", "<|endoftext|>", "<|end|>"),
-    "qwen": ("", "<|im_end|>", "<|im_end|>"),
-    "smolvlm": ("<|im_start|>", "<end_of_utterance>", "<end_of_utterance>"),
-}
+# BOS, EOS and what a template writes after a reply (- is nothing), and the beginnings of the names of templates.
+_TOKENS = """
+<s> </s> </s> alpaca llava_next mistral
+<s> <|im_end|> <|im_end|> nemotron
+<s> <|endoftext|> <|end|> phi
+- <|im_end|> <|im_end|> chatml qwen
+- <|endoftext|> - glm4moe
+<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <|END_RESPONSE|> cohere2
+<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <|END_OF_TURN_TOKEN|> cohere
+<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜end▁of▁sentence｜> deepseek
+<bos> <eos> <turn|> diffusion_gemma gemma4
+<bos> <eos> <end_of_turn> gemma
+<|startoftext|> <|return|> <|return|> gptoss
+<|startoftext|> <|im_end|> <|im_end|> lfm2
+<|begin_of_text|> <|end_of_text|> <end_of_utterance> idefics3
+<|begin_of_text|> <|eot_id|> <|eot_id|> llama3
+<|begin_of_text|> <|eot|> <|eot|> llama4 muse_glimmer
+<|endoftext|> <|im_end|> <|im_end|> phi_4
+<|im_start|> <end_of_utterance> <end_of_utterance> smolvlm
+"""
 _ADDS_BOS = ("alpaca", "deepseek", "gemma", "llama", "mistral")  # families whose tokenizers add BOS to each text
 
-
-def _templates() -> dict[str, Path]:
-    found = {f"trl/{path.stem}": path for path in sorted(TRL.glob("*.jinja")) if not path.stem.endswith("_training")}
-    return found | {f"ebft/{path.stem}": path for path in sorted(OWN.glob("*.jinja"))}
-
-
-TEMPLATES = _templates()
+TEMPLATES = {
+    f"{owner}/{path.stem}": path
+    for owner, folder in (("trl", TRL), ("ebft", OWN))
+    for path in sorted(folder.glob("*.jinja"))
+    if not path.stem.endswith("_training")
+}
 # Templates that are also tested with a tokenizer that puts a space before the first word of a text.
 SPACED = ("ebft/mistral_v1", "ebft/mistral_v2v3", "ebft/chatml", "ebft/alpaca", "trl/phi3")
 CASES = [*TEMPLATES, *(f"{name}+space" for name in SPACED)]
 
 
-def _family(name: str) -> tuple[str, str, str]:
+def _family(name: str) -> list[str]:
     stem = name.removesuffix("+space").partition("/")[2]
-    return next(tokens for start, tokens in _TOKENS.items() if stem.startswith(start))
+    lines = [line.split() for line in _TOKENS.split("\n") if line]
+    found = {start: tokens for *tokens, start in ([*line[:3], start] for line in lines for start in line[3:])}
+    longest = max((start for start in found if stem.startswith(start)), key=len)
+    return ["" if token == "-" else token for token in found[longest]]
 
 
 def end_of_reply(name: str) -> str:
@@ -76,33 +73,31 @@ def _bpe(spaced: bool) -> str:
     """The JSON of a BPE of 3000 tokens trained on modules of the standard library."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
     if spaced:
         tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁*[^▁]+"), "isolated")
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
+        parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(parts)
         first = ["<unk>", *(f"<0x{number:02X}>" for number in range(256))]
         trainer = trainers.BpeTrainer(vocab_size=3000, special_tokens=first, show_progress=False)
     else:
         tokenizer = Tokenizer(models.BPE())
-        split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            [pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level]
         )
         tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer = trainers.BpeTrainer(vocab_size=3000, initial_alphabet=alphabet, show_progress=False)
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     names = ("argparse", "calendar", "textwrap", "pydoc")
     # As whole texts: files are read line by line, so that two line breaks would never merge.
     tokenizer.train_from_iterator([(stdlib / f"{name}.py").read_text(encoding="utf-8") for name in names], trainer)
+    saved = json.loads(tokenizer.to_str())
     if spaced:  # byte tokens are not special
-        saved = json.loads(tokenizer.to_str())
         saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] == "<unk>"]
-        return json.dumps(saved)
-    return tokenizer.to_str()
+    return json.dumps(saved)
 
 
 @cache
@@ -111,27 +106,21 @@ def tokenizer_of(name: str):
     from tokenizers import AddedToken, Tokenizer, processors
     from transformers import PreTrainedTokenizerFast
 
-    spaced = name.endswith("+space")
-    path = TEMPLATES[name.removesuffix("+space")]
+    path, (bos, eos, end) = TEMPLATES[name.removesuffix("+space")], _family(name)
     template = path.read_text(encoding="utf-8")
-    bos, eos, end = _family(name)
     own = [token for token in (bos, eos, end) if token]
     found = dict.fromkeys(own + _MARKER.findall(template))
     markers = [mark for mark in found if mark in own or _PLAIN.fullmatch(mark) or not _OTHER_TAGS.fullmatch(mark)]
-    backend = Tokenizer.from_str(_bpe(spaced))
+    backend = Tokenizer.from_str(_bpe(name.endswith("+space")))
     backend.add_tokens([AddedToken(marker, normalized=False) for marker in markers if _PLAIN.fullmatch(marker)])
     special = [marker for marker in markers if not _PLAIN.fullmatch(marker)]
     backend.add_special_tokens([AddedToken(marker, normalized=False) for marker in special])
     if path.stem.startswith(_ADDS_BOS):
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
-        )
-    tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "<unk>" if spaced else ""}
+        backend.post_processor = processors.TemplateProcessing(f"{bos} $A", None, [(bos, backend.token_to_id(bos))])
+    tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "<unk>" if name.endswith("+space") else ""}
+    options = {"chat_template": template, "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-        **{key: token for key, token in tokens.items() if token},
+        tokenizer_object=backend, **options, **{key: token for key, token in tokens.items() if token}
     )
 
 
@@ -154,78 +143,63 @@ def _reply(content, **keys):
     return {"role": "assistant", "content": content, **keys}
 
 
-def _calls(arguments, content=""):
-    call = {"type": "function", "id": "call00001", "function": {"name": "get_weather", "arguments": arguments}}
-    return _reply(content, tool_calls=[call])
+def _calls(*arguments, content=""):
+    functions = [{"name": "get_weather", "arguments": given} for given in arguments]
+    calls = [{"type": "function", "id": "call00001", "function": function} for function in functions]
+    return _reply(content, tool_calls=calls)
 
 
 _RESULT = {"role": "tool", "content": "Cloudy, 9 degrees.", "tool_call_id": "call00001", "name": "get_weather"}
 _ARGUMENTS = {"city": "Lisbon", "days": 3}
-_NULLS = {"city": "Lisbon", "region": None}
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The forecast of a town.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "city": {"type": "string", "description": "Name of the town."},
-                "region": {"type": "string", "description": "Its district.", "default": None},
-            },
-            "required": ["city"],
-        },
-    },
+_PROPERTIES = {
+    "city": {"type": "string", "description": "Name of the town."},
+    "region": {"type": "string", "description": "Its district.", "default": None},
 }
-_ASKED = _user("Is it warm there?")
+_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["city"]}
+_FORECAST = {"name": "get_weather", "description": "The forecast of a town.", "parameters": _PARAMETERS}
+_TOOL = {"type": "function", "function": _FORECAST}
+_ASKED, _COOL = _user("Is it warm there?"), _reply("No, rather cool.")
 _TURNS = [_user("What is four plus five?"), _reply("That is nine."), _user("And times two?"), _reply("Eighteen then.")]
+_COLOUR = [_user("Name a colour."), _reply("Turquoise.")]
 _THOUGHT, _ANSWER = "Let me count on fingers.", "It makes seven."
+_GUESSED = [_user("Count."), _reply(_ANSWER, reasoning_content="First a guess."), _user("Again.")]
+_IN_PARTS = [
+    [{"type": "text", "text": "Name "}, "a", {"text": " colour.", "image": None}],
+    [{"type": "output_text", "text": "Turquoise."}],
+    [{"type": "input_text", "text": "Another?"}],
+    [{"type": "text", "text": "Magenta."}],
+]
 
 KINDS = {
-    "plain": Chat([_user("Name a colour."), _reply("Turquoise.")]),
-    "system": Chat([{"role": "system", "content": "Be brief."}, _user("Name a colour."), _reply("Turquoise.")]),
+    "plain": Chat(_COLOUR),
+    "system": Chat([{"role": "system", "content": "Be brief."}, *_COLOUR]),
     "turns": Chat(_TURNS),
     "thinking": Chat([_user("Count."), _reply(f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}")]),
     "reasoning_content": Chat([_user("Count."), _reply(_ANSWER, reasoning_content=_THOUGHT)]),
     "thinking_key": Chat([_user("Count."), _reply(_ANSWER, thinking=_THOUGHT)]),
-    "earlier_thinking": Chat(
-        [
-            _user("Count."),
-            _reply(_ANSWER, reasoning_content="First a guess."),
-            _user("Again."),
-            _reply("Still seven.", reasoning_content=_THOUGHT),
-        ]
+    "earlier_thinking": Chat([*_GUESSED, _reply("Still seven.", reasoning_content=_THOUGHT)]),
+    "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _COOL], [_TOOL]),
+    "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _COOL], [_TOOL]),
+    "null_calls": Chat([_ASKED, _calls({"city": "Lisbon", "region": None}), _RESULT, _COOL], [_TOOL]),
+    "text_and_call": Chat(
+        [_ASKED, _calls(_ARGUMENTS, content="Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]
     ),
-    "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
-    "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _reply("No, rather cool.")], [_TOOL]),
-    "null_calls": Chat([_ASKED, _calls(_NULLS), _RESULT, _reply("No, rather cool.")], [_TOOL]),
-    "text_and_call": Chat([_ASKED, _calls(_ARGUMENTS, "Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]),
     "last_calls": Chat([_ASKED, _calls(_ARGUMENTS)], [_TOOL]),
     "two_calls": Chat(
         [
-            _ASKED,
-            _reply("", tool_calls=[*_calls(_ARGUMENTS)["tool_calls"], *_calls({"city": "Porto"})["tool_calls"]]),
-            _RESULT,
-            {**_RESULT, "content": "Sunny, 20 degrees."},
-            _reply("Only in Porto."),
+            *(_ASKED, _calls(_ARGUMENTS, {"city": "Porto"}), _RESULT),
+            *({**_RESULT, "content": "Sunny, 20 degrees."}, _reply("Only in Porto.")),
         ],
         [_TOOL],
     ),
-    "tools": Chat([_user("Name a colour."), _reply("Turquoise.")], [_TOOL]),
+    "tools": Chat(_COLOUR, [_TOOL]),
     "empty": Chat([_user("Say nothing."), _reply(""), *_TURNS[2:]]),
-    "parts": Chat(
-        [
-            _user([{"type": "text", "text": "Name "}, "a", {"text": " colour.", "image": None}]),
-            _reply([{"type": "output_text", "text": "Turquoise."}]),
-            _user([{"type": "input_text", "text": "Another?"}]),
-            _reply([{"type": "text", "text": "Magenta."}]),
-        ]
-    ),
+    "parts": Chat([make(parts) for make, parts in zip((_user, _reply) * 2, _IN_PARTS)]),
     "unicode": Chat([_user("Größe? 数を 🦜"), _reply("Ünï — 七, 🦜🏽 e\u0301.")]),
     "whitespace": Chat([_user("  Count:\n\n"), _reply("\n\n  one\n  two \n")]),
     "two_replies": Chat([_user("Name two colours."), _reply("Turquoise."), _reply("And magenta.")]),
     "tags": Chat([_user("How do I mark it?"), _reply("Write <think>like this</think> there.")]),
-    "no_thinking": Chat([_user("Name a colour."), _reply("Turquoise.")], None, {"enable_thinking": False}),
+    "no_thinking": Chat(_COLOUR, None, {"enable_thinking": False}),
 }
 
 
@@ -238,16 +212,10 @@ class Refusal(Exception):
 
 def render(name, chat, messages=None, template=None, generation=False):
     """The text of the messages of a chat."""
-    tokenizer = tokenizer_of(name)
+    options = {"tools": chat.tools, "chat_template": template, "add_generation_prompt": generation}
+    messages = chat.messages if messages is None else messages
     try:
-        return tokenizer.apply_chat_template(
-            chat.messages if messages is None else messages,
-            tools=chat.tools,
-            chat_template=template,
-            tokenize=False,
-            add_generation_prompt=generation,
-            **(chat.kwargs or {}),
-        )
+        return tokenizer_of(name).apply_chat_template(messages, tokenize=False, **options, **(chat.kwargs or {}))
     except Exception as error:  # whatever Jinja and the template raise
         raise Refusal(str(error)) from error
 
@@ -324,13 +292,15 @@ def variants(chat):
     yield chat
     for form in ("reasoning_content", "thinking", "content"):
         yield chat._replace(messages=[_thinking_as(message, form) for message in chat.messages])
-    parsed = parsed_arguments(chat).messages
     yield parsed_arguments(chat)
-    yield chat._replace(messages=[_with_strings(message) for message in chat.messages])
-    yield chat._replace(messages=[_without_empty_content(message) for message in parsed])
-    yield chat._replace(messages=[_without_empty_content(_with_strings(message)) for message in chat.messages])
-    yield chat._replace(messages=[_in_parts(message) for message in chat.messages])
-    yield chat._replace(messages=[_in_parts(_thinking_as(message, "content")) for message in chat.messages])
+    for change in (
+        _with_strings,
+        lambda message: _without_empty_content(_with_objects(message)),
+        lambda message: _without_empty_content(_with_strings(message)),
+        _in_parts,
+        lambda message: _in_parts(_thinking_as(message, "content")),
+    ):
+        yield chat._replace(messages=list(map(change, chat.messages)))
 
 
 def parsed_arguments(chat):
@@ -355,12 +325,8 @@ def _thinking_as(message, form):
 def _arguments_as(message, convert):
     if not message.get("tool_calls"):
         return message
-    functions = [call["function"] for call in message["tool_calls"]]
-    calls = [
-        {**call, "function": {**function, "arguments": convert(function["arguments"])}}
-        for call, function in zip(message["tool_calls"], functions)
-    ]
-    return {**message, "tool_calls": calls}
+    changed = lambda function: {**function, "arguments": convert(function["arguments"])}
+    return {**message, "tool_calls": [{**c, "function": changed(c["function"])} for c in message["tool_calls"]]}
 
 
 def _with_objects(message):
@@ -495,15 +461,8 @@ def _marked_spans(name, chat, text):
     source = _training_template(name)
     if source is None or _training_text(name, chat) != text:
         return None
-    encoded = tokenizer_of(name).apply_chat_template(
-        chat.messages,
-        tools=chat.tools,
-        chat_template=source,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **(chat.kwargs or {}),
-    )
+    options = {"tools": chat.tools, "chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = tokenizer_of(name).apply_chat_template(chat.messages, **options, **(chat.kwargs or {}))
     mask = [*encoded["assistant_masks"], 0]
     edges = [number for number, (a, b) in enumerate(zip([0, *mask], mask)) if a != b]
     return list(zip(edges[::2], edges[1::2]))

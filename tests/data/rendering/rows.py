@@ -35,11 +35,9 @@ class Dropped(NamedTuple):
 
 
 STRUCTURED = {"rl": "ebft"}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 2}}
 SETTINGS = {
-    "strided": (
-        {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 2}},
-        "ebft_strided_chat.transform",
-    ),
+    "strided": (STRIDED, "ebft_strided_chat.transform"),
     "sft": ({}, "chat_template"),
     "opencode": (STRUCTURED, "ebft_opencode.transform"),
     "last_turn": (STRUCTURED, "ebft_chat_multiturn.transform_last_turn"),
@@ -93,9 +91,8 @@ def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
 def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
     """The texts of a row of a data file."""
     config, tokenizer = config_of(method), tokenizer_of(name)
-    entry = config.datasets[0]
     if method in ("strided", "sft"):
-        row = tokeniser(entry, config, tokenizer)(raw, 0)
+        row = tokeniser(config.datasets[0], config, tokenizer)(raw, 0)
         trained = [label != -100 for label in row["labels"]]
         if not any(trained):
             return Dropped("no labels")
@@ -113,7 +110,15 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         row = transformed(config, tokenizer, raw)
         texts = [row["chosen_ids"], row["rejected_ids"]]
         return [Found(ids, []) for ids in texts] if all(texts) else Dropped("no reply")
-    return _references(config, tokenizer, raw, all_turns=method == "multiturn")
+    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
+    if packed["reason"]:
+        return Dropped(packed["reason"])
+    ids, spans = [], []
+    for turn in conversation(tokenizer, json.loads(packed["row"])).turns:
+        ids += turn.lead_ids
+        spans.append((len(ids), len(ids) + len(turn.reference_ids)))
+        ids += turn.reference_ids
+    return [Found(ids, spans, method == "multiturn", is_sampled=True, is_reference=True)]
 
 
 def transformed(config, tokenizer, raw):
@@ -122,20 +127,6 @@ def transformed(config, tokenizer, raw):
     transform_fn, arguments = find_transform(entry.type)(ConfigView(config), dataset=entry)
     assert arguments["remove_columns"] == "__all__"
     return transform_fn(dict(raw), tokenizer=tokenizer)
-
-
-def _references(config, tokenizer, raw, all_turns) -> list[Found] | Dropped:
-    """The prompt and the references of structured mode."""
-    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
-    if packed["reason"]:
-        return Dropped(packed["reason"])
-    talk = conversation(tokenizer, json.loads(packed["row"]))
-    ids, spans = [], []
-    for turn in talk.turns:
-        ids += turn.lead_ids
-        spans.append((len(ids), len(ids) + len(turn.reference_ids)))
-        ids += turn.reference_ids
-    return [Found(ids, spans, all_turns, is_sampled=True, is_reference=True)]
 
 
 def conversation(tokenizer, row):

@@ -14,13 +14,7 @@ OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
 # Differences that are meant: (methods, templates, kind), the outcome that is right as well, and the reason.
 _COMPARED = "strided last_turn reasoning multiturn"
 MEANT = (
-    (
-        "*",
-        "*gemma*",
-        "text_and_call",
-        "error",
-        "Gemma 4 writes the text of a calling turn after the result of the call",
-    ),
+    ("*", "*gemma*", "text_and_call", "error", "Gemma 4 writes the text of a calling turn after the call's result"),
     ("*", "*gemma*", "text_and_call", "labels", "so that the text is not next to the call, and follows the result"),
     ("last_turn reasoning multiturn", "*", "two_replies", "error", "a sampled reply follows a turn of another role"),
     ("*", "trl/*gemma*", "two_replies", "error", "the template joins the two replies"),
@@ -133,9 +127,7 @@ def wanted_spans(name, chat, found, rendering):
     Turns that only call tools are trained on, but need not be where replies are sampled and compared.
     """
     replies = [message for message in chat.messages if message["role"] == "assistant"]
-    says = [
-        bool(str(reply.get("content") or "").strip()) for reply in replies
-    ]  # the model does not learn to say nothing
+    says = [bool(str(reply.get("content") or "").strip()) for reply in replies]  # nothing said is not learned
     calls = [bool(reply.get("tool_calls")) for reply in replies]
     kept = [list(map(any, zip(says, calls)))] * (not found.is_reference) + [says] * found.is_sampled
     by_text = [(start, stop) for start, (_, stop) in zip(rendering.starts, rendering.replies, strict=True)]
@@ -155,9 +147,12 @@ def wanted_spans(name, chat, found, rendering):
     ]
 
 
-@pytest.mark.parametrize("method", SETTINGS)
 @pytest.mark.parametrize("name", CASES)
-def test_rows(name, method):
-    kinds = [kind for kind in KINDS if method != "opencode" or kind in OF_PAIRS]
-    found = [f"{kind}: {line}" for kind in kinds for line in faults(method, name, kind)]
+def test_rows(name):
+    found = [
+        f"{method}, {kind}: {line}"
+        for method in SETTINGS
+        for kind in (OF_PAIRS if method == "opencode" else KINDS)
+        for line in faults(method, name, kind)
+    ]
     assert not found, "\n".join(["", *found])

@@ -17,8 +17,8 @@ def entry(path, **keys):
     return DatasetEntry.model_validate({"path": str(path), "type": "completion", **keys})
 
 
-def texts(entry):
-    return [row["text"] for row in open_source(entry)]
+def texts(path, **keys):
+    return [row["text"] for row in open_source(entry(path, **keys))]
 
 
 @pytest.fixture
@@ -30,63 +30,40 @@ def rows(tmp_path):
     return folder
 
 
-def test_a_file_and_a_folder_of_json_lines(rows):
-    assert texts(entry(rows / "a.jsonl")) == TEXTS[:3]
-    assert texts(entry(rows)) == TEXTS
-
-
-def test_data_files_of_a_folder_or_of_a_format(rows):
-    assert texts(entry(rows, data_files=["b.jsonl", "a.jsonl"])) == TEXTS[3:] + TEXTS[:3]
-    assert texts(entry("json", data_files=str(rows / "*.jsonl"))) == TEXTS
-
-
-def test_splits_of_a_folder_are_those_of_prepared_datasets(rows):
+def test_files_of_json_lines(rows):
+    assert texts(rows / "a.jsonl") == texts(f"file://{rows}/a.jsonl") == TEXTS[:3]  # URLs are not downloaded
+    assert texts(rows) == texts("json", data_files=str(rows / "*.jsonl")) == TEXTS
+    assert texts(rows, data_files=["b.jsonl", "a.jsonl"]) == TEXTS[3:] + TEXTS[:3]
     (rows / "b.jsonl").rename(rows / "test.jsonl")
     for split in ("train", "test"):
-        given = entry(rows, split=split)
-        assert texts(given) == read_source(given)["text"][:]
+        assert texts(rows, split=split) == read_source(entry(rows, split=split))["text"][:]
 
 
-def test_parquet_csv_and_saved_datasets(tmp_path):
+def test_other_formats(tmp_path):
     table = Dataset.from_dict({"text": [*TEXTS, "NA"]})
     table.to_parquet(str(tmp_path / "rows.parquet"))
     table.to_csv(str(tmp_path / "rows.csv"), index=False)
     table.save_to_disk(str(tmp_path / "saved"))
     for name in ("rows.parquet", "rows.csv", "saved"):
-        assert texts(entry(tmp_path / name)) == [*TEXTS, "NA"], name
-
-
-def test_a_text_file_is_one_document(tmp_path):
+        assert texts(tmp_path / name) == [*TEXTS, "NA"], name
+    (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"{name}\n\nof two paragraphs")
-    assert texts(entry(tmp_path)) == ["a.txt\n\nof two paragraphs", "b.txt\n\nof two paragraphs"]
-
-
-def test_urls_are_not_downloaded_as_a_whole(tmp_path):
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert texts(entry(f"file://{tmp_path}/rows.jsonl")) == TEXTS
+        (tmp_path / "texts" / name).write_text(f"{name}\n\nof two paragraphs")
+    assert texts(tmp_path / "texts") == ["a.txt\n\nof two paragraphs", "b.txt\n\nof two paragraphs"]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("file", "change", "message"),
     [
-        ({"split": "validation"}, "no split 'validation'. Available splits: train"),
-        ({"data_files": "c.jsonl"}, "data_files 'c.jsonl' matches no file"),
-        ({"path": "no/such/file.jsonl"}, "datasets.path: the local path 'no/such/file.jsonl' does not exist"),
+        ("", {"split": "validation"}, "no split 'validation'. Available splits: train"),
+        ("", {"data_files": "c.jsonl"}, "data_files 'c.jsonl' matches no file"),
+        ("", {"path": "no/such/file.jsonl"}, "datasets.path: the local path 'no/such/file.jsonl' does not exist"),
+        ("c.txt", {}, "a stream reads files of one format, but there are json, text"),
+        ("a.jsonl", {}, "a.jsonl, line 1: not valid JSON"),  # before it is read
     ],
 )
-def test_a_source_that_does_not_exist(rows, change, message):
+def test_sources_that_are_refused(rows, file, change, message):
+    if file:
+        (rows / file).write_text("no json\n")
     with pytest.raises(DataError, match=message):
         open_source(entry(**{"path": rows, **change}))
-
-
-def test_files_of_several_formats_are_refused(rows):
-    (rows / "c.txt").write_text("text")
-    with pytest.raises(DataError, match="a stream reads files of one format, but there are json, text"):
-        open_source(entry(rows))
-
-
-def test_a_file_that_is_no_table_is_refused_before_it_is_read(rows):
-    (rows / "a.jsonl").write_text("no json\n")
-    with pytest.raises(DataError, match="a.jsonl, line 1: not valid JSON"):
-        open_source(entry(rows))

@@ -1,18 +1,10 @@
 """Fields of the transforms of pairs, segments and tools that configs of axolotl name."""
 
 import pytest
-from datasets import Dataset
 
-from ebft.config.schema import RunConfig
-from ebft.data.apply import tokenise
 from ebft.data.prompts import load_prompts
 from ebft.errors import ConfigError, DataError
-
-
-def config_of(type, entry=None, path="x", **keys):
-    return RunConfig.from_dict(
-        {"base_model": "x", "datasets": [{"path": str(path), "type": type, **(entry or {})}], **keys}
-    )
+from tests.data.conftest import assistant, config_of, tokenised, user
 
 
 @pytest.fixture
@@ -20,8 +12,8 @@ def texts(tokenizer, chatml):
     """`texts(type, row)`: prompt and completion of a row for SFT, as text without the first token; the last is EOS."""
 
     def run(type, row, entry=None, chat=False, **keys):
-        config, used = config_of(type, entry, **keys), chatml if chat else tokenizer
-        found = tokenise(Dataset.from_list([row]), config.datasets[0], config, used)[0]
+        used = chatml if chat else tokenizer
+        (found,) = tokenised(used, type, row, entry=entry, **keys)
         start = found["prompt_length"]
         assert found["labels"] == [-100] * start + found["input_ids"][start:]
         return tuple(used.decode(part) for part in (found["input_ids"][:start], found["input_ids"][start:]))
@@ -29,15 +21,16 @@ def texts(tokenizer, chatml):
     return run
 
 
-ALPACA = (
-    "<|begin|>Below is an instruction that describes a task. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\nAdd.\n\n### Response:\n"
-)
+BELOW = "<|begin|>Below is an instruction that describes a task"
+ALPACA = f"{BELOW}. Write a response that appropriately completes the request."
 WITH_INPUT = (
-    "<|begin|>Below is an instruction that describes a task, paired with an input that provides further context. Write "
-    "a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n"
-    "### Response:\n"
+    f"{BELOW}, paired with an input that provides further context. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n"
 )
+ALPACA += "\n\n### Instruction:\nAdd.\n\n### Response:\n"
+ADD = {"instruction": "Add.", "output": "3"}
+ASKED = {"question": "1+2?", "answer": "3"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "1+2?"}, {"from": "gpt", "value": "3"}]}
 
 
 @pytest.mark.parametrize(
@@ -45,22 +38,13 @@ WITH_INPUT = (
     [({"input": "1 2"}, WITH_INPUT), ({"input": ""}, ALPACA), ({"input": None}, ALPACA), ({}, ALPACA)],
 )
 def test_alpaca(texts, row, prompt):
-    assert texts("alpaca", {"instruction": "Add.", "output": "3", **row}) == (prompt, "3<|end|>")
-
-
-def test_alpaca_names_the_missing_column(texts):
-    with pytest.raises(DataError, match="no column with the instruction.*mapping as type: {field_instruction"):
-        texts("alpaca", {"question": "Add.", "answer": "3"})
+    assert texts("alpaca", {**ADD, **row}) == (prompt, "3<|end|>")
 
 
 @pytest.mark.parametrize("type", ["alpaca_chat", "alpaca_chat.load_qa"])
 @pytest.mark.parametrize(
     ("row", "question"),
-    [
-        ({"question": "1+2?", "answer": "3"}, "1+2?"),
-        ({"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
-        ({"instruction": "Add.", "input": "", "output": "3"}, "Add."),
-    ],
+    [(ASKED, "1+2?"), ({**ADD, "input": "1 2"}, "Add.\n\n1 2"), ({**ADD, "input": ""}, "Add.")],
 )
 def test_alpaca_chat(texts, type, row, question):
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -72,22 +56,21 @@ def test_alpaca_chat(texts, type, row, question):
 @pytest.mark.parametrize(
     ("keys", "row", "prompt"),
     [
-        ({}, {"instruction": "Add.", "input": "1 2", "output": "3"}, "Add.\n\n1 2"),
-        ({}, {"instruction": "Add.", "output": "3"}, "Add."),
+        ({}, {**ADD, "input": "1 2"}, "Add.\n\n1 2"),
+        ({}, ADD, "Add."),
         ({"field_instruction": "q", "field_output": "a"}, {"q": "Add.", "a": "3"}, "Add."),
-        ({"format": "[{instruction}|{input}]"}, {"instruction": "Add.", "input": "1 2", "output": "3"}, "[Add.|1 2]"),
-        ({"format": "[{instruction}|{input}]"}, {"instruction": "Add.", "output": "3"}, "[Add.|]"),
-        ({"format": "{input}", "no_input_format": "<{instruction}>"}, {"instruction": "Add.", "output": "3"}, "<Add.>"),
+        ({"format": "[{instruction}|{input}]"}, {**ADD, "input": "1 2"}, "[Add.|1 2]"),
+        ({"format": "[{instruction}|{input}]"}, ADD, "[Add.|]"),
+        ({"format": "{input}", "no_input_format": "<{instruction}>"}, ADD, "<Add.>"),
         ({"format": "{{}} {instruction}", "field_input": "none"}, {"instruction": "{x}", "output": "3"}, "{} {x}"),
-        ({"system_prompt": "Be exact. "}, {"instruction": "Add.", "output": "3"}, "Be exact. Add."),
-        ({"system_prompt": "Be kind. "}, {"instruction": "Add.", "output": "3", "system": "Go. "}, "Go. Add."),
-        ({"field_system": "s", "system_format": "<{system}>"}, {"instruction": "1", "output": "3", "s": "A"}, "<A>1"),
+        ({"system_prompt": "Be exact. "}, ADD, "Be exact. Add."),
+        ({"system_prompt": "Be kind. "}, {**ADD, "system": "Go. "}, "Go. Add."),
+        ({"field_system": "s", "system_format": "<{system}>"}, {**ADD, "s": "A"}, "<A>Add."),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("written", ["mapping", "key"])
-def test_a_format_of_the_config(texts, keys, row, prompt, written):
-    type, entry = (keys, {}) if written == "mapping" else ("user_defined", {"user_defined": keys})
-    assert texts(type, row, entry) == (f"<|begin|>{prompt}", "3<|end|>")
+)
+def test_a_format_of_the_config(texts, keys, row, prompt):
+    for type, entry in ((keys, {}), ("user_defined", {"user_defined": keys})):
+        assert texts(type, row, entry) == (f"<|begin|>{prompt}", "3<|end|>")
 
 
 @pytest.mark.parametrize(
@@ -108,27 +91,26 @@ def test_a_wrong_format(keys, message):
 @pytest.mark.parametrize(
     ("type", "row", "prompt"),
     [
-        ("alpaca", {"instruction": "Add.", "output": "3"}, ALPACA.removeprefix("<|begin|>")),
+        ("alpaca", ADD, ALPACA.removeprefix("<|begin|>")),
         ({"format": "{instruction} ="}, {"instruction": "1+2", "output": "3"}, "1+2 ="),
-        ("alpaca_chat.load_qa", {"question": "1+2?", "answer": "3"}, [{"role": "user", "content": "1+2?"}]),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "1+2?"}, {"from": "gpt", "value": "3"}]},
-         [{"role": "user", "content": "1+2?"}]),
+        ("alpaca_chat.load_qa", ASKED, [user("1+2?")]),
+        ("sharegpt", SHAREGPT, [user("1+2?")]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("method", [{"rl": "ebft"}, {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}])
 @pytest.mark.filterwarnings("ignore:datasets.type")
 def test_prompts_of_the_same_rows(write_jsonl, chatml, type, row, prompt, method):
-    path = write_jsonl([row])
-    (found,) = load_prompts(config_of(type, path=path, **method), chatml)[0]
+    (found,) = load_prompts(config_of(type, path=write_jsonl([row]), **method), chatml)[0]
     assert found["prompt"] == prompt and found["ground_truth"] == "3"
 
 
 @pytest.fixture
 def segments(tokenizer):
+    """`segments([(text, label)])`: the tokens, each with whether it is trained on, and the length of the prompt."""
+
     def run(segments, **keys):
-        config = config_of("input_output", **keys)
         row = {"segments": [{"text": text, "label": label} for text, label in segments]}
-        found = tokenise(Dataset.from_list([row]), config.datasets[0], config, tokenizer)[0]
+        (found,) = tokenised(tokenizer, "input_output", row, **keys)
         shown = [(token, label != -100) for token, label in zip(found["input_ids"], found["labels"])]
         return shown, found["prompt_length"]
 
@@ -136,62 +118,42 @@ def segments(tokenizer):
 
 
 def test_segments(segments, tokenizer):
-    given = [
-        ("<|begin|>Q: ", False),
-        ("one", True),
-        (" two", True),
-        ("\n", False),
-        ("three<|end|>", True),
-        ("x", False),
-    ]
-    pieces = [(tokenizer(text, add_special_tokens=False)["input_ids"], label) for text, label in given]
-    shown, prompt_length = segments([given[0], (None, True), *given[1:]])
+    texts, labels = ("<|begin|>Q: ", "one", " two", "\n", "three<|end|>", "x"), (False, True, True, False, True, False)
+    pieces = [(tokenizer(text, add_special_tokens=False)["input_ids"], label) for text, label in zip(texts, labels)]
+    shown, prompt_length = segments([(texts[0], False), (None, True), *list(zip(texts, labels))[1:]])
     assert shown == [(token, label) for ids, label in pieces for token in ids]
     assert prompt_length == sum(len(ids) for ids, _ in pieces[:4])
     assert shown[0][0] == tokenizer.bos_token_id and shown[-2][0] == tokenizer.eos_token_id
-
-
-def test_segments_that_are_all_trained_on_are_a_text(segments):
-    shown, prompt_length = segments([("one", True), (" two", True)])
+    shown, prompt_length = segments([("one", True), (" two", True)])  # a text
     assert prompt_length == 0 and all(label for _, label in shown)
     assert all(label for _, label in segments([("one", False), (" two", True)], train_on_inputs=True)[0])
-
-
-@pytest.mark.parametrize("given", [[], [("one", False)], [("", True)]])
-def test_segments_without_a_label_are_no_reference(segments, given):
-    shown, prompt_length = segments(given)
-    assert not any(label for _, label in shown) and (prompt_length == 0 or prompt_length >= len(shown))
+    for given in ([], [("one", False)], [("", True)]):  # no reference
+        shown, prompt_length = segments(given)
+        assert not any(label for _, label in shown) and (prompt_length == 0 or prompt_length >= len(shown))
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("type", "row", "message"),
     [
-        ({"segments": ["one"]}, "column 'segments', segment 0: expected {text"),
-        ({"segments": [{"text": "one", "label": "yes"}]}, "segment 0: expected {text"),
-        ({"segments": [{"text": 1, "label": True}]}, "segment 0: text must be text, got 1"),
-        ({"text": "one"}, "no column with segments.*Set `field`"),
+        ("input_output", {"segments": ["one"]}, "column 'segments', segment 0: expected {text"),
+        ("input_output", {"segments": [{"text": "one", "label": "yes"}]}, "segment 0: expected {text"),
+        ("input_output", {"segments": [{"text": 1, "label": True}]}, "segment 0: text must be text, got 1"),
+        ("input_output", {"text": "one"}, "no column with segments.*Set `field`"),
+        ("alpaca", ASKED, "no column with the instruction.*mapping as type: {field_instruction"),
     ],
 )
-def test_wrong_segments(tokenizer, row, message):
-    config = config_of("input_output")
+def test_wrong_rows(tokenizer, type, row, message):
     with pytest.raises(DataError, match=message):
-        tokenise(Dataset.from_list([row]), config.datasets[0], config, tokenizer)
+        tokenised(tokenizer, type, row)
 
 
 def test_tools_are_passed_to_the_template(texts, chatml):
-    chatml.chat_template = "{% if tools %}{{ tools[0].name }}: {% endif %}" + chatml.chat_template
-    chat = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "3"}]
-    shown = texts("chat_template", {"messages": chat, "tools": [{"name": "add"}]}, chat=True)[0]
-    plain = texts("chat_template", {"messages": chat}, chat=True)[0]
-    assert shown == f"add: {plain}"
-    row = {"messages": chat, "tools": [{"name": "add"}]}
-    assert texts("ebft_strided_chat", row, chat=True)[0] == shown
-    assert texts("ebft_strided_chat.transform_last_turn", row, chat=True)[0] == shown  # as in structured mode
-
-
-def test_a_last_turn_that_only_calls_a_tool_is_trained_on(texts, chatml):
-    chatml.chat_template = chatml.chat_template.replace(
+    chatml.chat_template = "{% if tools %}{{ tools[0].name }}: {% endif %}" + chatml.chat_template.replace(
         "{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}CALL {{ call.name }}{% endfor %}"
     )
-    chat = [{"role": "user", "content": "1+2?"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}]
-    assert texts("chat_template", {"messages": chat}, chat=True)[1] == "CALL add<|im_end|>\n"
+    row = {"messages": [user("1+2?"), assistant("3")]}
+    plain = texts("chat_template", row, chat=True)[0]
+    for type in ("chat_template", "ebft_strided_chat", "ebft_strided_chat.transform_last_turn"):
+        assert texts(type, row | {"tools": [{"name": "add"}]}, chat=True)[0] == f"add: {plain}"
+    calls = {"messages": [user("1+2?"), assistant("", tool_calls=[{"name": "add"}])]}  # a last turn that is trained on
+    assert texts("chat_template", calls, chat=True)[1] == "CALL add<|im_end|>\n"

@@ -1,93 +1,60 @@
 """Chat templates that omit what is trained on: contents, calls and descriptions of tools, ends of turns."""
 
-import warnings
-
 import pytest
-from datasets import Dataset
 
-from ebft.config.schema import RunConfig
-from ebft.data.apply import tokenise
 from ebft.errors import DataError
+from tests.data.conftest import CHATML, assistant, tokenised, user, warned
 from tests.structured.conftest import make_chat_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}]
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-CALLING = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+CHAT = [user("Hi"), assistant("Hello")]
+CALLING = [
+    CHAT[0],
+    assistant("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]),
+]
+BOTH = [CHAT[0], {**CALLING[1], "content": "Let me add."}]
+CALL_TEXT = "<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>"
+CALLS = CHATML.replace("<|im_end|>", f"{{% for c in m.tool_calls or [] %}}{CALL_TEXT}{{% endfor %}}<|im_end|>")
+DROPS = CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
+ENDLESS = CHATML.replace("<|im_end|>", "")
 
 
-def rows(template, messages, entry=None, count=1, type="chat_template", **columns):
+def rows(template, messages, entry=None, count=1, **columns):
     tokenizer = make_chat_tokenizer()
     tokenizer.chat_template = template
-    config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": "x", "type": type, **(entry or {})}]})
-    found = tokenise(
-        Dataset.from_list([{"messages": messages, **columns}] * count), config.datasets[0], config, tokenizer
-    )
+    found = tokenised(tokenizer, "chat_template", *[{"messages": messages, **columns}] * count, entry=entry)
     return [tokenizer.decode([label for label in row["labels"] if label != -100]) for row in found]
 
 
-def warned(*args, **kwargs):
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        rows(*args, **kwargs)
-    return [str(warning.message) for warning in found]
-
-
-TALK = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-TALK += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CALL_TEXT = "<call>{{ c.function.name }}{{ c.function.arguments | tojson }}</call>"
-CALLS = TALK.replace("<|im_end|>", f"{{% for c in m.tool_calls or [] %}}{CALL_TEXT}{{% endfor %}}<|im_end|>")
-OMITS = TALK.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}")
-ENDLESS = TALK.replace("<|im_end|>", "")
-
-
-@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat"])
-def test_an_omitted_content(type):
-    with pytest.raises(DataError, match=r"row 0: chat template .* omits the content of message 1 \(assistant\)"):
-        rows(OMITS, CHAT, type=type)
-
-
-def test_text_beside_a_call_that_the_template_leaves_out():
-    drops = CALLS.replace("{{ m.content }}", "{{ m.content if not m.tool_calls }}")
-    both = [CHAT[0], {**CALLING[1], "content": "Let me add."}]
-    (warning,) = warned(drops, both, count=3)
-    assert "leaves out the text of turns that also call tools (for example 'Let me add.')" in warning
-    assert warned(CALLS, both) == [] and warned(drops, CALLING) == []
-
-
-@pytest.mark.parametrize("change", ["{{ m.content | upper }}", "{{ m.content | replace('l', 'L') }}"])
-def test_a_changed_content_is_not_omitted(change):
-    assert rows(TALK.replace("{{ m.content }}", change), CHAT)[0].upper() == "HELLO<|IM_END|>\n"
-
-
-def test_omitted_thinking():
-    drops = TALK.replace("m.content }}", "m.content.split('</think>')[-1] }}")
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>hm</think>Hello"}]
-    with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\), which is in its content"):
-        rows(drops, chat)
-
-
-def test_omitted_calls():
-    with pytest.raises(DataError, match=r"omits the tool calls of message 1 \(assistant\).*another chat_template"):
-        rows(TALK, CALLING)
-    with pytest.raises(DataError, match="omits the tool calls"):
-        rows(TALK, [CHAT[0], {**CALLING[1], "content": "Let me add"}])
-    strict = CALLS + "{{ raise_exception('unknown') if messages[-1].tool_calls and "
-    strict += "messages[-1].tool_calls[0].function.name != 'add' }}"
-    assert rows(strict, CALLING) == ['<call>add{"a": 1}</call><|im_end|>\n']
-    assert rows(CALLS, CALLING) == ['<call>add{"a": 1}</call><|im_end|>\n']
-
-
-def test_ignored_descriptions_of_tools_have_one_warning():
-    (warning,) = warned(TALK, CHAT, count=3, tools=TOOLS)
-    assert warning.startswith("chat template of the tokenizer ignores the descriptions of tools of the rows")
-    assert warned("{{ tools | tojson if tools }}" + TALK, CHAT, tools=TOOLS) == []
-    assert warned(TALK, CHAT) == []
-
-
-def test_replies_without_an_end_have_one_warning():
-    (warning,) = warned(ENDLESS, CHAT, count=3)
-    assert warning.startswith(
-        "chat template of the tokenizer writes nothing after a reply, so the model does not learn"
+@pytest.mark.parametrize(
+    ("template", "chat", "given", "message"),
+    [
+        (DROPS, BOTH, {}, "leaves out the text of turns that also call tools (for example 'Let me add.')"),
+        (CALLS, BOTH, {}, None),
+        (DROPS, CALLING, {}, None),
+        (CHATML, CHAT, {"tools": TOOLS}, "ignores the descriptions of tools of the rows"),
+        ("{{ tools | tojson if tools }}" + CHATML, CHAT, {"tools": TOOLS}, None),
+        (ENDLESS, CHAT, {}, "writes nothing after a reply, so the model does not learn"),
+        (CHATML, CHAT, {}, None),
+        (CHATML, CHAT, {"entry": {"train_on_eos": "none"}}, None),
+    ],
+)
+def test_what_is_left_out_has_one_warning(template, chat, given, message):
+    found = warned(rows, template, chat, count=3, **given)
+    assert len(found) == (message is not None) and (
+        not found or f"chat template of the tokenizer {message}" in found[0]
     )
-    assert warned(TALK, CHAT) == [] and warned(TALK, CHAT, {"train_on_eos": "none"}) == []
+
+
+def test_contents_and_calls_that_are_changed_or_omitted():
+    for change in ("{{ m.content | upper }}", "{{ m.content | replace('l', 'L') }}"):
+        assert rows(CHATML.replace("{{ m.content }}", change), CHAT)[0].upper() == "HELLO<|IM_END|>\n"
+    strict = "{{ raise_exception('unknown') if messages[-1].tool_calls and "
+    strict += "messages[-1].tool_calls[0].function.name != 'add' }}"
+    for template in (CALLS, CALLS + strict):
+        assert rows(template, CALLING) == ['<call>add{"a": 1}</call><|im_end|>\n']
+    for chat in (CALLING, BOTH):
+        with pytest.raises(
+            DataError, match=r"row 0: .* omits the tool calls of message 1 \(assistant\).*another chat_t"
+        ):
+            rows(CHATML, chat)
