@@ -9,7 +9,7 @@ from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.run.checks import check_runnable
-from ebft.run.reporting import check_plugins
+from ebft.run.plugins import check_plugins
 from tests.run import following
 from tests.run.test_training import STRIDED, make, text  # noqa: F401 - fixtures
 

@@ -3,14 +3,12 @@
 from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
 from ebft.monitor.console_metrics import ConsoleMetrics, ProgressBar
 from ebft.monitor.metrics import Throughput
-from ebft.trainer.stopping import StopOnNonFinite
 
 __all__ = [
     "ConsoleMetrics",
     "CountsBudget",
     "ProgressBar",
     "StopAtBudget",
-    "StopOnNonFinite",
     "Throughput",
     "limit_reached",
     "spent_at",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ebft.files import CHECKSUMS, STATE, checksum
-from ebft.models.files import INDEX, OPTIMIZER, WEIGHTS, check_files
+from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.run.same_run import RUN_FILE
 from ebft.trainer.checkpoints import step_in_name
 

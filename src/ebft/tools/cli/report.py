@@ -6,9 +6,8 @@ from typing import Annotated
 import typer
 
 from ebft.errors import RunError
-from ebft.monitor.run_files import read_object
-from ebft.monitor.run_state import check_run
 from ebft.printed import say
+from ebft.run_files import check_run, read_object
 from ebft.tools.cli.arguments import RunFolder
 from ebft.tools.cli.console import polite
 from ebft.tools.dashboard.report import write_report

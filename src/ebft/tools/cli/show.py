@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ebft.errors import RunError
-from ebft.monitor.run_state import check_rollouts
 from ebft.printed import printable_json, safe_console
+from ebft.run_files import check_rollouts
 from ebft.tools.cli.arguments import RunFolder, complete_term
 from ebft.tools.cli.console import listing
 from ebft.tools.dashboard.rollouts import REWARD, Sample, all_samples, take, without_repetitions

@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from ebft.errors import RunError
-from ebft.monitor.run_state import check_run
 from ebft.printed import say
+from ebft.run_files import check_run
 from ebft.tools.cli.arguments import RunFolder
 from ebft.tools.cli.console import polite
 

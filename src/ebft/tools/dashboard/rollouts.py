@@ -9,7 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from ebft.monitor.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
+from ebft.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
 from ebft.tools.dashboard.curves import is_number
 
 LENGTH, REWARD = "length", "reward"
