@@ -1,13 +1,25 @@
-"""Memory and disk space of this machine."""
+"""Accelerators, processes, memory and disk space of this machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Accelerator support, number of processes, and names of the available devices."""
+
+    has_accelerator: bool
+    supports_bf16: bool
+    processes: int = 1
+    devices: tuple[str, ...] = ("cpu",)
+    supports_tf32: bool = False
 
 
 def memory_bytes() -> int | None:

@@ -25,7 +25,6 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.integrations.gguf.reader import read_gguf_metadata
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -33,8 +32,6 @@ from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.trainer_utils import SchedulerType
-from transformers.training_args import OptimizerNames
 from transformers.utils import (
     ModelOutput,
     is_flash_attn_2_available,
@@ -44,14 +41,11 @@ from transformers.utils import (
 from transformers.utils.quantization_config import QuantizationMethod
 
 __all__ = [
-    "INTEGRATION_TO_CALLBACK",
     "Conv1D",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
     "ModelOutput",
-    "OptimizerNames",
     "QuantizationMethod",
-    "SchedulerType",
     "WeightGroup",
     "apply_rotary_pos_emb",
     "attention_of",

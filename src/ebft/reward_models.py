@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from trl import RewardConfig, RewardTrainer
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.monitor import CountsBudget, StopOnNonFinite
+from ebft.monitor import CountsBudget
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.trainer import OverTrainer
+from ebft.trainer.stopping import StopOnNonFinite
 
 
 class ResumesComparisons(OverTrainer, RewardTrainer):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ebft.errors import RunError
-from ebft.monitor.run_state import is_alive, read_run
+from ebft.run_files import is_alive, read_run
 from ebft.tools.cli import tui
 from ebft.tools.dashboard.training import Training
 from tests.dashboard.runs import append, log_line, write_run

@@ -10,7 +10,7 @@ from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.validation_errors import section_of
 
 SOURCE = Path(ebft.__file__).parent
-CHECKS = SOURCE / "config" / "checks" / "keys.py"
+CHECKS = SOURCE / "config" / "checks" / "combinations.py"
 
 
 def test_every_key_is_documented_in_one_sentence():

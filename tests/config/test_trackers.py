@@ -1,8 +1,8 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run import reporting as module
-from ebft.run.reporting import check_trackers, tracker_environment, trackers
+from ebft.run import trackers as module
+from ebft.run.trackers import IN_TRANSFORMERS, check_trackers, tracker_environment, trackers
 from tests.config.conftest import warned
 
 
@@ -64,10 +64,11 @@ def test_a_tracker_without_its_package_is_refused(make, installed, keys, message
 
 
 def test_every_tracker_of_transformers_is_checked(make, installed, monkeypatch):
-    from ebft.over_transformers import INTEGRATION_TO_CALLBACK
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
     installed()
-    for name in INTEGRATION_TO_CALLBACK:
+    assert list(IN_TRANSFORMERS) == list(INTEGRATION_TO_CALLBACK)
+    for name in IN_TRANSFORMERS:
         with pytest.raises(ConfigError, match=f"report_to: {name} "):
             check_trackers(make(report_to=name))

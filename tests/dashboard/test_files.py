@@ -8,11 +8,20 @@ import sys
 
 import pytest
 
+from ebft import run_files
 from ebft.errors import RunError
-from ebft.monitor import run_files
-from ebft.monitor.run_files import JsonTail, Tail, read_all, read_object, rollout_files
-from ebft.monitor.run_state import check_rollouts, check_run, is_alive, state_of
 from ebft.printed import printable
+from ebft.run_files import (
+    JsonTail,
+    Tail,
+    check_rollouts,
+    check_run,
+    is_alive,
+    read_all,
+    read_object,
+    rollout_files,
+    state_of,
+)
 from ebft.tools.dashboard.rollouts import duration
 from tests.dashboard.runs import append, write_run
 

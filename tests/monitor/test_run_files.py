@@ -11,23 +11,10 @@ from transformers import TrainerCallback, TrainerState
 
 from ebft import train
 from ebft.monitor.rollout_log import RolloutLog
-from ebft.monitor.run_files import (
-    EVALUATION,
-    HEALTH,
-    METRICS,
-    PREVIOUS,
-    REPORT,
-    ROLLOUTS,
-    RUN,
-    START,
-    RunFiles,
-    remove_from_step,
-    rollout_files,
-    set_run_aside,
-)
-from ebft.monitor.run_state import read_run
+from ebft.monitor.run_files import RunFiles, remove_from_step, set_run_aside
 from ebft.run.reporting import recorded
 from ebft.run.stopping import TrainingInterrupted
+from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 from tests.strided.families import tiny_model

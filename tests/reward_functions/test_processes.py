@@ -13,8 +13,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from ebft.monitor.run_state import is_alive
 from ebft.reward_functions.processes import Expired, Processes
+from ebft.run_files import is_alive
 from tests.reward_functions import functions
 
 ROOT = Path(__file__).parents[2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ebft.errors import ConfigError
+from ebft.run import optimizer as tables
 from ebft.run.checks import check_runnable
 from ebft.run.optimizer import check_optimizer
 from tests.config.conftest import make
@@ -62,3 +63,25 @@ def test_arguments_of_the_optimizer(make, tmp_path, monkeypatch):
     monkeypatch.setattr("ebft.run.optimizer._settings", lambda name, given: {"kahan_sum": "kahan_sum" in given or None})
     with pytest.raises(ConfigError, match="optim_args.kahan_sum: false is read as true"):
         check_optimizer(make(optimizer="stable_adamw", optim_args={"kahan_sum": False}))
+
+
+def test_the_tables_are_those_of_transformers():
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    assert sorted(tables.OPTIMIZERS) == sorted(name.value for name in OptimizerNames)
+    assert sorted(tables.SCHEDULES) == sorted(name.value for name in SchedulerType)
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_the_tables_list_can_be_created(make):
+    for optimizer, numbers in tables._PLAIN.items():
+        for given in ({}, *({name: value} for name in numbers for value in (0, 0.5))):
+            tables._try_optimizer(make(optimizer=optimizer, optim_args=given or None))
+    for schedule, (one_of, optional) in tables.SCHEDULES.items():
+        for required in one_of or (None,):
+            for name in (None, *optional):
+                given = {key: 0.5 for key in (required, name) if key is not None}
+                config = make(lr_scheduler=schedule, lr_scheduler_kwargs=given or None, learning_rate=2e-7)
+                assert tables._is_plain_schedule(config)
+                tables._try_schedule(config)

@@ -3,8 +3,8 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run import checks
-from ebft.run.checks import check_equal, check_same_everywhere
+from ebft.run import model_checks as checks
+from ebft.run.model_checks import check_equal, check_same_everywhere
 from tests.config.conftest import make
 
 __all__ = ["make"]

@@ -10,7 +10,7 @@ from pydantic import Field
 from ebft.methods.preferences import PreferenceMethod, ReferenceKeys
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 Loss = Literal[
     "sigmoid",
@@ -62,10 +62,10 @@ class DPO(PreferenceMethod):
     keys = DPOKeys
     offloads_activations = True
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return f"direct preference optimization (loss {', '.join(_losses(config))})"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         losses, weights = _losses(config), config.dpo_loss_weights
         if weights is not None and len(weights) != len(losses):
@@ -80,7 +80,7 @@ class DPO(PreferenceMethod):
         if config.dpo_use_weighting and set(losses) & set(_UNWEIGHTED):
             yield f"dpo_use_weighting is not supported with dpo_loss_type: {', '.join(_UNWEIGHTED)}. Remove it."
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return super().own_arguments(config) | {
             "loss_type": _losses(config),
             "loss_weights": config.dpo_loss_weights,
@@ -99,7 +99,7 @@ class DPO(PreferenceMethod):
         return DPOTrainer
 
 
-def _losses(config: RunConfig) -> list[str]:
+def _losses(config: MethodConfig) -> list[str]:
     given = config.dpo_loss_type or "sigmoid"
     return [given] if isinstance(given, str) else given
 
@@ -114,14 +114,14 @@ class IPO(DPO):
     tag = "ipo"
     keys = DPOKeys
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "identity preference optimization (IPO)"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from PreferenceMethod.conflicts(self, config)
         for key in _OF_DPO:
             if getattr(config, key) is not None:
                 yield f"{key} is incompatible with rl: ipo, whose loss is fixed. Remove it, or set rl: dpo."
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return super().own_arguments(config) | {"loss_type": ["ipo"]}

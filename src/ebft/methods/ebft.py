@@ -11,8 +11,8 @@ from ebft.config.options import FeatureOptions
 from ebft.config.section import option_names
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
-    from ebft.run.checks import Machine
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
 
 CITATION = """\
 @article{jelassi2026matching,
@@ -25,21 +25,21 @@ CITATION = """\
 PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 
-def feature_conflicts(config: RunConfig) -> Iterator[str]:
+def feature_conflicts(config: MethodConfig) -> Iterator[str]:
     """A device for the feature network, which has no effect with an adapter."""
     found = rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
     if found:
         yield found
 
 
-def missing_device(config: RunConfig, machine: Machine) -> Iterator[str]:
+def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:
     """The configured device of the feature network, if this machine does not have it."""
     device = config.ebft.feature_device
     if device is not None and device not in machine.devices:
         yield f"ebft.feature_device: {device!r} is unavailable. Choose from {', '.join(machine.devices)}, or remove it."
 
 
-def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: str) -> None:
+def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections: str) -> None:
     """One warning for the `options` of `ebft:` and the sections that only the other mode reads."""
     foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
     idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
@@ -50,7 +50,7 @@ def warn_of_options(options: type, of_mode: str, config: RunConfig, *sections: s
         )
 
 
-def warn_of_reward(config: RunConfig) -> None:
+def warn_of_reward(config: MethodConfig) -> None:
     """One warning for each setting of the feature-matching reward without effect."""
     ebft = config.ebft
     if ebft.alignment_coef == 0 and ebft.diversity_coef == 0:
@@ -63,7 +63,7 @@ def warn_of_reward(config: RunConfig) -> None:
         warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=2)
 
 
-def reference_limit(config: RunConfig) -> tuple[float, int] | None:
+def reference_limit(config: MethodConfig) -> tuple[float, int] | None:
     """Length limit of a completion: multiple of the reference length, minimum number of tokens. None if disabled."""
     ebft = config.ebft
     return (ebft.gt_length_multiplier, ebft.gt_length_floor) if ebft.adaptive_max_tokens else None

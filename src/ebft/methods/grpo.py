@@ -21,10 +21,10 @@ from ebft.methods.method import EvaluationSampling, Method
 from ebft.nemo_gym.keys import NemoGymKeys
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
-    from ebft.run.checks import Machine
 
 # Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
 _SAME_NAME = (
@@ -80,11 +80,11 @@ class GRPO(Method):
     phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         names = [*(config.trl.reward_funcs or []), *grpo_rules.environments(config)]
         return f"GRPO on the rewards {', '.join(f'`{name}`' for name in names)}"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         yield from nemo_gym.conflicts(config)
         file = config.model_name
@@ -97,7 +97,7 @@ class GRPO(Method):
                 "listens on the first and the trainer connects to the second. Keep one of them."
             )
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
         grpo_rules.warn_of_idle_keys(config)
@@ -108,7 +108,7 @@ class GRPO(Method):
         if FEATURE_MATCHING in self._reward_names(config):
             warn_of_reward(config)
 
-    def warn_of_idle_options(self, config: RunConfig) -> None:
+    def warn_of_idle_options(self, config: MethodConfig) -> None:
         """One warning for all unused keys of `ebft:`."""
         read = set(option_names(DropoutOption, SharedPrefixOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
@@ -117,7 +117,7 @@ class GRPO(Method):
         if idle:
             warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         names = self._reward_names(config)
         yield from grpo_rules.batches(config)
         yield from grpo_rules.rewards(config, names, self.own_rewards)
@@ -125,7 +125,7 @@ class GRPO(Method):
         yield from grpo_rules.interaction(config, FEATURE_MATCHING in names)
         yield from grpo_rules.processes(config)
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         found = rules.full_weights(
             config.uses_server, config.adapter is not None, machine.has_accelerator, rules.in_config
         )
@@ -133,13 +133,13 @@ class GRPO(Method):
             yield found
         yield from nemo_gym.problems_here(config, machine)
 
-    def _reward_names(self, config: RunConfig) -> list[str]:
+    def _reward_names(self, config: MethodConfig) -> list[str]:
         return [*self.own_rewards, *(config.trl.reward_funcs or [])]
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return ("reward", "loss")
 
-    def sampling(self, config: RunConfig) -> EvaluationSampling:
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
         trl = config.trl
         given = ", ".join(f"trl.{name}" for name in rules.INTERACTIVE if getattr(trl, name))
         if given:
@@ -156,19 +156,19 @@ class GRPO(Method):
             trl.vllm_guided_decoding_regex,
         )
 
-    def samples_per_group(self, config: RunConfig) -> int:
+    def samples_per_group(self, config: MethodConfig) -> int:
         return config.trl.num_generations
 
-    def compares_features(self, config: RunConfig) -> bool:
+    def compares_features(self, config: MethodConfig) -> bool:
         return FEATURE_MATCHING in self._reward_names(config)
 
-    def check_rows(self, config: RunConfig, rows: LoadedRows) -> None:
+    def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
         grpo_rules.check_reward_columns(config, rows.train)
         grpo_rules.check_reward_templates(config, rows.train)
         if config.nemo_gym_enabled:
             nemo_gym.check_rows(config, rows.train, rows.evaluation)
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import PromptView
 
         compares = self.compares_features(config)
@@ -176,18 +176,18 @@ class GRPO(Method):
         note = f"shown without what {given} adds to prompts in training" if given else None
         return PromptView(tokenizer, config.chat_template_kwargs, compares, note=note, **self.cross_entropy(config))
 
-    def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
+    def cross_entropy(self, config: MethodConfig) -> dict[str, Any]:
         """The options of a cross-entropy on references, if the method has one."""
         return {}
 
-    def services(self, config: RunConfig) -> AbstractContextManager[None]:
+    def services(self, config: MethodConfig) -> AbstractContextManager[None]:
         if not config.nemo_gym_enabled:
             return nullcontext()
         from ebft.nemo_gym.client import started_servers
 
         return started_servers(config, config.output_dir)
 
-    def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
+    def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """TRL repeats each prompt `num_generations` times and each generation batch `num_iterations` times."""
         trl, accumulation = config.trl, config.gradient_accumulation_steps
         samples_per_micro_step = config.micro_batch_size * machine.processes
@@ -196,7 +196,7 @@ class GRPO(Method):
         micro_steps = rows // prompts * (completions // samples_per_micro_step) * (trl.num_iterations or 1)
         return max(1, math.ceil(micro_steps / accumulation))
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         trl, vllm = config.trl, config.vllm
         kwargs = {key: getattr(trl, key) for key in _SAME_NAME}
         kwargs |= {name: getattr(trl, key) for key, name in _OTHER_NAME.items()}
@@ -225,7 +225,7 @@ class GRPO(Method):
 
         return RolloutGRPOTrainer
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.structured.reward_funcs import load_reward_funcs
 
         built_in, agents = nemo_gym.rewards_and_agents(config)
@@ -248,12 +248,12 @@ class GDPO(GRPO):
     name = "rl: gdpo"
     tag = "gdpo"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         given = config.trl.multi_objective_aggregation
         if given not in (None, _AGGREGATION):
             yield f"trl.multi_objective_aggregation: {given} contradicts rl: gdpo. Remove it, or set rl: grpo."
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         super().resolve(config)
         config.trl.multi_objective_aggregation = _AGGREGATION

@@ -17,7 +17,7 @@ from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 FEATURE_MATCHING = "feature_matching"
 # Keys of `trl:` without effect: the values that give no warning, and the reason.
@@ -26,7 +26,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def warn_of_idle_keys(config: RunConfig) -> None:
+def warn_of_idle_keys(config: MethodConfig) -> None:
     """One warning for each key that has no effect on full completions."""
     for key, (harmless, reason) in _WITHOUT_EFFECT.items():
         if getattr(config.trl, key) not in harmless:
@@ -65,7 +65,7 @@ def warn_of_idle_keys(config: RunConfig) -> None:
         warnings.warn("vllm: has no effect without trl.use_vllm: true.", stacklevel=2)
 
 
-def batches(config: RunConfig) -> Iterator[str]:
+def batches(config: MethodConfig) -> Iterator[str]:
     """Problems with batches, which must consist of whole groups."""
     trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
     found = rules.groups(samples, trl.num_generations, rules.in_config)
@@ -84,7 +84,7 @@ def batches(config: RunConfig) -> Iterator[str]:
         )
 
 
-def rewards(config: RunConfig, names: list[str], always: tuple[str, ...]) -> Iterator[str]:
+def rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) -> Iterator[str]:
     """Problems with the rewards `names`, of which the method includes `always`."""
     funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
     if not names and not config.trl.environment_factory:
@@ -110,7 +110,7 @@ def rewards(config: RunConfig, names: list[str], always: tuple[str, ...]) -> Ite
         )
 
 
-def check_reward_columns(config: RunConfig, rows: Dataset) -> None:
+def check_reward_columns(config: MethodConfig, rows: Dataset) -> None:
     """Raise ConfigError for a reward function that cannot be called with the columns of the rows."""
     columns = [name for name in rows.column_names or () if name not in ("prompt", "completion", "completion_ids")]
     always = ["prompts", "completions", "completion_ids"]
@@ -129,7 +129,7 @@ def check_reward_columns(config: RunConfig, rows: Dataset) -> None:
             )
 
 
-def check_reward_templates(config: RunConfig, rows: Dataset) -> None:
+def check_reward_templates(config: MethodConfig, rows: Dataset) -> None:
     """Raise ConfigError for messages that are to be scored by a reward model without a chat template."""
     models = [name for name in config.trl.reward_funcs or [] if "/" in name]
     if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
@@ -145,7 +145,7 @@ def check_reward_templates(config: RunConfig, rows: Dataset) -> None:
             )
 
 
-def rollouts(config: RunConfig) -> Iterator[str]:
+def rollouts(config: MethodConfig) -> Iterator[str]:
     """Problems with what generates rollouts."""
     trl = config.trl
     shared = (
@@ -170,7 +170,7 @@ def rollouts(config: RunConfig) -> Iterator[str]:
         )
 
 
-def interaction(config: RunConfig, compares: bool) -> Iterator[str]:
+def interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
     """Problems with tools and environments; `compares`: whether a reward compares features."""
     trl = config.trl
     given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
@@ -195,7 +195,7 @@ def interaction(config: RunConfig, compares: bool) -> Iterator[str]:
         yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
 
 
-def processes(config: RunConfig) -> Iterator[str]:
+def processes(config: MethodConfig) -> Iterator[str]:
     """Problems with several processes, and with the order of rows."""
     if config.group_by_length:
         yield "group_by_length is incompatible with grouped completions. Remove it."
@@ -209,12 +209,12 @@ def load_named(key: str, names: str | list[str] | dict[str, str]) -> Any:
     return find(names) if isinstance(names, str) else [find(name) for name in names]
 
 
-def load_interactive(config: RunConfig) -> dict[str, Any]:
+def load_interactive(config: MethodConfig) -> dict[str, Any]:
     """Return the tools and environments of a config by the trainer's argument."""
     return {name: load_named(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))}
 
 
-def environments(config: RunConfig) -> list[str]:
+def environments(config: MethodConfig) -> list[str]:
     """Return the import paths of `trl.environment_factory`."""
     found = config.trl.environment_factory
     return list(found.values()) if isinstance(found, dict) else [found] if found else []

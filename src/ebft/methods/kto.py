@@ -10,7 +10,7 @@ from pydantic import Field
 from ebft.methods.preferences import PreferenceMethod, ReferenceKeys
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 
 class KTOKeys(ReferenceKeys):
@@ -35,10 +35,10 @@ class KTO(PreferenceMethod):
     metrics = ("loss", "rewards/margins")
     data = "completions with a label"
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "Kahneman-Tversky optimization (KTO)"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         for key in ("micro_batch_size", "eval_batch_size"):
             if getattr(config, key) == 1:
@@ -47,7 +47,7 @@ class KTO(PreferenceMethod):
                     "of the batch. Set at least 2."
                 )
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return super().own_arguments(config) | {
             "desirable_weight": config.kto_desirable_weight,
             "undesirable_weight": config.kto_undesirable_weight,

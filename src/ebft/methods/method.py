@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ebft.config.base import BaseConfig
 from ebft.config.section import Section
-from ebft.data.keys import Rows
+from ebft.data.keys import RequiredRows, Rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer, TrainingArguments
 
-    from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.machine import Machine
     from ebft.methods.views import RowView
     from ebft.models.heads import Head
-    from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 
 CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
@@ -38,6 +38,41 @@ class EvaluationSampling:
     extra: dict[str, Any] | None = None  # additional keyword arguments of generate(), and stop_token_ids
     regex: str | None = None  # of guided decoding
     by_reference: tuple[float, int] | None = None  # length limit: multiple of the reference length, minimum tokens
+
+
+class MethodConfig(BaseConfig):
+    """A run config as methods and checks read it: with the method that its keys select."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The keys of the method, `Method.keys`."""
+
+    @property
+    @abstractmethod
+    def method(self) -> Method:
+        """The training method of this run, a class in `ebft.methods`."""
+
+    @property
+    def required_rows(self) -> RequiredRows:
+        """The rows that the method trains on, with the options that loading them depends on."""
+        return RequiredRows(
+            kind=self.method.rows,
+            method=self.method.name,
+            needs_reference=self.method.needs_reference,
+            block=self.ebft if self.method.samples_blocks else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    @property
+    def uses_server(self) -> bool:
+        """Whether completions come from a vLLM server in a separate process."""
+        return self.method.rows == "prompts" and self.trl.use_vllm and self.trl.vllm_mode != "colocate"
+
+    @property
+    def manages_server(self) -> bool:
+        """Whether training starts and stops that server."""
+        return self.uses_server and self.trl.vllm_mode == "managed"
 
 
 class Method(ABC):
@@ -63,10 +98,10 @@ class Method(ABC):
     # Config
 
     @abstractmethod
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         """Description of the method in the model card, following "trained by"."""
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         """Contradictions between keys, one message each, checked when the config is loaded."""
         if config.budget.flops is not None and config.torch_compile:
             yield (
@@ -79,30 +114,30 @@ class Method(ABC):
                 "backward pass. Remove one of them."
             )
 
-    def resolve(self, config: RunConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
+    def resolve(self, config: MethodConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
         """Warn once about each key without effect, and replace settings that other settings override."""
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         """Reasons why a config cannot be trained, one message each, checked before anything is loaded."""
         yield from ()
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         """Requirements that this machine does not meet, one message each."""
         yield from ()
 
     # Evaluation
 
     @abstractmethod
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         """Names of its evaluation metrics, without the prefix `eval_`; the first selects the best checkpoint."""
 
-    def sampling(self, config: RunConfig) -> EvaluationSampling:
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
         """How `ebft evaluate` samples."""
         return EvaluationSampling(config.ebft.n_samples_per_prompt)
 
     # Rows
 
-    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         """Rows for training and for evaluation, which can be stored and read again."""
         if self.rows == "prompts":
             from ebft.data.prompts import load_prompt_rows
@@ -112,51 +147,51 @@ class Method(ABC):
 
         return load_token_rows(config, tokenizer)
 
-    def arrange(self, config: RunConfig, train: Dataset) -> Any:
+    def arrange(self, config: MethodConfig, train: Dataset) -> Any:
         """The training rows as the trainer receives them, such as packed. A deterministic function of `train`."""
         return train
 
-    def check_rows(self, config: RunConfig, rows: LoadedRows) -> None:  # noqa: B027 (there may be nothing to check)
+    def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:  # noqa: B027 (there may be nothing to check)
         """Check, before training, what the rows refer to, such as servers."""
 
-    def samples_per_group(self, config: RunConfig) -> int | None:
+    def samples_per_group(self, config: MethodConfig) -> int | None:
         """Number of rollouts per prompt or anchor; None if the method samples none."""
         return None
 
-    def compares_features(self, config: RunConfig) -> bool:
+    def compares_features(self, config: MethodConfig) -> bool:
         """Whether rewards are computed with a feature network, which is a copy of the model without an adapter."""
         return False
 
-    def copies_model(self, config: RunConfig) -> bool:
+    def copies_model(self, config: MethodConfig) -> bool:
         """Whether a run without adapter has a frozen copy of the model in memory."""
         return self.compares_features(config)
 
-    def keeps_logits(self, config: RunConfig) -> bool:
+    def keeps_logits(self, config: MethodConfig) -> bool:
         """Whether a step has the logits of all tokens in memory."""
         return False
 
     @abstractmethod
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         """Return a function that shows a row of `arrange`, or of the evaluation rows, as the trainer reads it."""
 
     # Training
 
-    def head(self, config: RunConfig) -> Head:
+    def head(self, config: MethodConfig) -> Head:
         """The output layer of the model that it trains."""
         from ebft.models.heads import LANGUAGE
 
         return LANGUAGE
 
-    def services(self, config: RunConfig) -> AbstractContextManager[None]:
+    def services(self, config: MethodConfig) -> AbstractContextManager[None]:
         """Other programs that run together with training: started and stopped with the block."""
         return nullcontext()
 
-    def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
+    def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """Number of optimizer steps per epoch of `rows` rows."""
         batches = math.ceil(rows / (config.micro_batch_size * machine.processes))
         return max(1, math.ceil(batches / config.gradient_accumulation_steps))
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         """Training arguments in addition to those that all methods have."""
         return {}
 
@@ -166,7 +201,7 @@ class Method(ABC):
 
     @abstractmethod
     def build_trainer(
-        self, config: RunConfig, model: Any, tokenizer: Any, server: VLLMServer | None, **common: Any
+        self, config: MethodConfig, model: Any, tokenizer: Any, server: VLLMServer | None, **common: Any
     ) -> Trainer:
         """Its trainer; `common` are the arguments common to all trainers of transformers."""
 

@@ -13,9 +13,9 @@ from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys, path_in
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from ebft.config.schema import RunConfig
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
     from ebft.nemo_gym.client import GymClient, Servers
-    from ebft.run.checks import Machine
 
 PLUGIN = "axolotl.integrations.nemo_gym.NemoGymPlugin"
 _OTHER_NAMES = {
@@ -27,7 +27,7 @@ _OTHER_NAMES = {
 _NOT_SENT = ("top_k", "min_p", "repetition_penalty", "generation_kwargs", "vllm_guided_decoding_regex")
 
 
-def resolve(config: RunConfig) -> None:
+def resolve(config: MethodConfig) -> None:
     """Replace the names that configs for other trainers use, and warn of keys without effect."""
     if config.trl.reward_funcs:
         config.trl.reward_funcs = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs]
@@ -44,7 +44,7 @@ def resolve(config: RunConfig) -> None:
     config.plugins = [name for name in config.plugins if name != PLUGIN]
 
 
-def conflicts(config: RunConfig) -> Iterator[str]:
+def conflicts(config: MethodConfig) -> Iterator[str]:
     """Contradictions between keys, one message each."""
     if config.nemo_gym_enabled and not _is_read(config):
         yield f"nemo_gym_enabled: true needs rl: grpo. Rows of NeMo Gym have no references for {config.method.name}."
@@ -68,11 +68,11 @@ def conflicts(config: RunConfig) -> Iterator[str]:
         yield from _agents(config)
 
 
-def _is_read(config: RunConfig) -> bool:
+def _is_read(config: MethodConfig) -> bool:
     return issubclass(config.method.keys, NemoGymKeys)
 
 
-def _other_files(config: RunConfig) -> Iterator[str]:
+def _other_files(config: MethodConfig) -> Iterator[str]:
     ours = {path_in(config.nemo_gym_dir, entry.path) for entry in config.nemo_gym_datasets}
     theirs = {path_in(".", entry.path) for entry in config.datasets}
     if ours and ours != theirs:
@@ -88,7 +88,7 @@ def _other_files(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _agents(config: RunConfig) -> Iterator[str]:
+def _agents(config: MethodConfig) -> Iterator[str]:
     if not config.uses_server or config.adapter is None:
         yield (
             "nemo_gym_multi_turn: true needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora: "
@@ -105,7 +105,7 @@ def _agents(config: RunConfig) -> Iterator[str]:
         )
 
 
-def problems_here(config: RunConfig, machine: Machine) -> Iterator[str]:
+def problems_here(config: MethodConfig, machine: Machine) -> Iterator[str]:
     """Requirements that this machine does not meet."""
     if config.nemo_gym_enabled and config.nemo_gym_multi_turn and machine.processes > 1:
         yield (
@@ -114,7 +114,7 @@ def problems_here(config: RunConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def check_rows(config: RunConfig, *datasets: Dataset | None) -> None:
+def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
     from ebft.nemo_gym.rollouts import check_agents
 
@@ -142,7 +142,7 @@ def _warn_of_tools(*datasets: Dataset | None) -> None:
         )
 
 
-def connect(config: RunConfig) -> tuple[GymClient, Servers]:
+def connect(config: MethodConfig) -> tuple[GymClient, Servers]:
     """A client of NeMo Gym, and its servers. Raises RolloutError if the head server does not respond."""
     from ebft.nemo_gym.client import GymClient
 
@@ -150,7 +150,7 @@ def connect(config: RunConfig) -> tuple[GymClient, Servers]:
     return client, client.servers(config.nemo_gym_server_timeout)
 
 
-def rewards_and_agents(config: RunConfig) -> tuple[dict[str, Any], Any]:
+def rewards_and_agents(config: MethodConfig) -> tuple[dict[str, Any], Any]:
     """The reward functions of NeMo Gym by name, and its agents (None unless they hold the conversations)."""
     if not config.nemo_gym_enabled:
         return {}, None

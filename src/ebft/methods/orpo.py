@@ -10,7 +10,7 @@ from pydantic import Field
 from ebft.methods.preferences import BetaKeys, PreferenceMethod
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 
 class ORPOKeys(BetaKeys):
@@ -29,15 +29,15 @@ class ORPO(PreferenceMethod):
     keys = ORPOKeys
     has_reference = False
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "odds ratio preference optimization (ORPO)"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         if config.orpo_alpha is not None and config.rl_beta not in (None, config.orpo_alpha):
             yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one of them."
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         found = super().own_arguments(config)
         return found if config.orpo_alpha is None else found | {"beta": config.orpo_alpha}
 
@@ -69,10 +69,10 @@ class SimPO(PreferenceMethod):
     keys = SimPOKeys
     has_reference = False
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "simple preference optimization (SimPO)"
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}
         return super().own_arguments(config) | own
 

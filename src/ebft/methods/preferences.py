@@ -15,10 +15,10 @@ from ebft.methods.method import Method
 from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
-    from ebft.run.checks import Machine
 
 
 class BetaKeys(Section):
@@ -59,7 +59,7 @@ class PreferenceMethod(Method):
     metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         for key, value, reason in (
             ("sample_packing", config.sample_packing, "chosen and rejected completions are separate sequences"),
@@ -79,7 +79,7 @@ class PreferenceMethod(Method):
         if self.has_reference:
             yield from self._adapter_conflicts(config)
 
-    def _adapter_conflicts(self, config: RunConfig) -> Iterator[str]:
+    def _adapter_conflicts(self, config: MethodConfig) -> Iterator[str]:
         """TRL multiplies with the weight of the head itself, without its adapter."""
         new = config.adapter and config.lora_model_dir is None
         for head in adapted_heads(config.lora_target_modules) if new else ():
@@ -93,7 +93,7 @@ class PreferenceMethod(Method):
                 "of them."
             )
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from super().problems(config)
         if config.adapter and config.lora_model_dir is not None and self.has_reference:
             head = adapted_head(config.lora_model_dir)
@@ -104,14 +104,14 @@ class PreferenceMethod(Method):
                     "merge-lora), and set base_model to the result."
                 )
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if self.has_reference and config.precompute_ref_log_probs and machine.processes > 1:
             yield (
                 "precompute_ref_log_probs: true is not supported with several processes, since TRL writes the results "
                 "to a file of the first one. Remove it."
             )
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]
         if idle:
             warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
@@ -126,23 +126,23 @@ class PreferenceMethod(Method):
                 stacklevel=2,
             )
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return self.metrics
 
-    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         from ebft.data.preferences import load_preference_rows
 
         return load_preference_rows(config, tokenizer)
 
-    def copies_model(self, config: RunConfig) -> bool:
+    def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import PreferenceView
 
         return PreferenceView(tokenizer)
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         """Rows fit into `sequence_len`, so TRL cuts nothing."""
         arguments = {"beta": config.rl_beta, "max_length": config.sequence_len}
         if self.has_reference:
@@ -155,7 +155,7 @@ class PreferenceMethod(Method):
     def trainer_class(self) -> type:
         """The trainer, of `ebft.preferences`."""
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.preferences.trainers import without_router_loss
 
         without_router_loss(model)

@@ -14,8 +14,8 @@ from ebft.errors import ConfigError
 from ebft.methods.method import EvaluationSampling, Method
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
     from ebft.models.heads import Head
 
@@ -38,7 +38,7 @@ class Classifier(Method):
     can_be_compared = False
     generates_text = False
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         for key in ("load_in_4bit", "load_in_8bit", "deepspeed", "sample_packing", "group_by_length"):
             if getattr(config, key):
@@ -49,7 +49,7 @@ class Classifier(Method):
         if config.budget.generated_tokens is not None:
             yield f"budget.generated_tokens has no effect with {self.name}, which samples no tokens. Remove it."
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         """One warning for what other methods read."""
         idle = [name for name in ("trl", "vllm", "evaluation") if name in config.model_fields_set]
         idle = ["ebft"] * bool(config.ebft.model_fields_set) + idle
@@ -57,7 +57,7 @@ class Classifier(Method):
         if idle:
             warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
 
-    def sampling(self, config: RunConfig) -> EvaluationSampling:
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
         raise ConfigError(
             f"ebft evaluate compares language models; {self.name} trains a model that generates no text. Its loss and "
             "accuracy on held-out rows are logged in training: set test_datasets or val_set_size, with eval_strategy."
@@ -85,33 +85,33 @@ class RewardModel(Classifier):
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "the Bradley-Terry loss as a reward model"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         if config.num_labels not in (None, 1):
             yield f"num_labels: {config.num_labels} is invalid with {self.name}, whose model has one score. Set 1."
 
-    def head(self, config: RunConfig) -> Head:
+    def head(self, config: MethodConfig) -> Head:
         from ebft.models.heads import SCORE
 
         return SCORE
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return ("loss", "accuracy", "margin")
 
-    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         from ebft.data.reward_rows import load_comparisons
 
         return load_comparisons(config, tokenizer)
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import ComparisonView
 
         return ComparisonView(tokenizer)
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         offloading = config.activation_offloading
         return {
             "center_rewards_coefficient": config.center_rewards_coefficient,
@@ -123,7 +123,7 @@ class RewardModel(Classifier):
 
         return RewardModelConfig
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.reward_models import RewardModelTrainer
 
         return RewardModelTrainer(model=model, **common)
@@ -139,31 +139,31 @@ class ProcessRewardModel(Classifier):
     class_ending = "ForTokenClassification"
     pipeline_tag = "token-classification"
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "the cross-entropy of the classes of steps as a process reward model"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         if config.num_labels == 1:
             yield f"num_labels: 1 is invalid with {self.name}, which classifies steps. Set 2 or more."
 
-    def head(self, config: RunConfig) -> Head:
+    def head(self, config: MethodConfig) -> Head:
         from ebft.models.heads import step_head
 
         return step_head(self._classes(config))
 
-    def _classes(self, config: RunConfig) -> int:
+    def _classes(self, config: MethodConfig) -> int:
         return CLASSES if config.num_labels is None else config.num_labels
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return ("loss", "accuracy")
 
-    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         from ebft.data.reward_rows import load_steps
 
         return load_steps(config, tokenizer, self._classes(config))
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import StepView
 
         return StepView(tokenizer)
@@ -173,7 +173,7 @@ class ProcessRewardModel(Classifier):
 
         return TrainingArguments
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator
         from ebft.reward_models import ProcessRewardTrainer
 

@@ -18,10 +18,10 @@ from ebft.errors import ModelError
 from ebft.methods.method import CROSS_ENTROPY, Method
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
-    from ebft.run.checks import Machine
 
 
 class SFTKeys(Section):
@@ -64,10 +64,10 @@ class SFT(Method):
     runs_plain_model = True
     reads_streams = True
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return "SFT with the cross-entropy loss"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         if config.sample_packing and config.batch_flattening is True:
             yield (
@@ -80,14 +80,14 @@ class SFT(Method):
                 "Remove one of them."
             )
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:
             yield (
                 "chunked_cross_entropy is incompatible with ZeRO-3, which gathers the output layer once in each pass. "
                 "Remove it, or set deepspeed: zero2 or fsdp: true."
             )
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         asked = self._kernels(config)
         if not asked:
             return
@@ -99,10 +99,10 @@ class SFT(Method):
                 "own layers give the same results."
             )
 
-    def keeps_logits(self, config: RunConfig) -> bool:
+    def keeps_logits(self, config: MethodConfig) -> bool:
         return not self._may_be_in_chunks(config)
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
         idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
         if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
@@ -117,33 +117,33 @@ class SFT(Method):
                 stacklevel=2,
             )
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return ("loss", *CROSS_ENTROPY)
 
-    def load_rows(self, config: RunConfig, tokenizer: Any) -> LoadedRows:
+    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         if not config.streaming:
             return super().load_rows(config, tokenizer)
         from ebft.data.stream_rows import load_stream
 
         return load_stream(config, tokenizer)
 
-    def arrange(self, config: RunConfig, train: Any) -> Any:
+    def arrange(self, config: MethodConfig, train: Any) -> Any:
         if config.streaming or not config.sample_packing:
             return train
         from ebft.data.batches import pack_and_report
 
         return pack_and_report(train, config.sequence_len)
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import SFTView
 
         return SFTView(tokenizer)
 
-    def steps_per_epoch(self, config: RunConfig, machine: Machine, rows: int) -> int:
+    def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """A stream has no end, so the run is its only epoch."""
         return config.max_steps if config.streaming else super().steps_per_epoch(config, machine, rows)
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         # The collator selects the columns; transformers would also remove the documents of packed rows.
         own: dict[str, Any] = {"prediction_loss_only": True, "remove_unused_columns": False}
         if config.streaming:  # which every process reads
@@ -155,7 +155,7 @@ class SFT(Method):
 
         return TrainingArguments
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import pack_rows
         from ebft.models.causal_lm import unwrap_adapter
 
@@ -173,14 +173,14 @@ class SFT(Method):
         collator = JoiningCollator(tokenizer.pad_token_id)
         return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
 
-    def _kernels(self, config: RunConfig) -> list[str]:
+    def _kernels(self, config: MethodConfig) -> list[str]:
         """The keys that ask for a kernel of Liger."""
         return [key for key in KERNELS if getattr(config, key)]
 
-    def _may_be_in_chunks(self, config: RunConfig) -> bool:
+    def _may_be_in_chunks(self, config: MethodConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
-    def _stream_trainer(self, config: RunConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
+    def _stream_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
         from ebft.data.stream_rows import order_of
         from ebft.sft.stream import StreamCollator, StreamTrainer
 
@@ -190,7 +190,7 @@ class SFT(Method):
         )
 
 
-def _packs_held_out(config: RunConfig) -> bool:
+def _packs_held_out(config: MethodConfig) -> bool:
     return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
 
 

@@ -23,9 +23,9 @@ from ebft.methods.ebft import (
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, pass_at
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
-    from ebft.run.checks import Machine
 
 
 class Strided(Method):
@@ -38,13 +38,13 @@ class Strided(Method):
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return f"energy-based fine-tuning (strided mode; {PAPER})"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)
 
-    def resolve(self, config: RunConfig) -> None:
+    def resolve(self, config: MethodConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
         estimator = config.ebft.advantage_estimator
         if "rloo_baseline" in config.ebft.model_fields_set and estimator != "rloo":
@@ -58,7 +58,7 @@ class Strided(Method):
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config), stacklevel=2)
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         try:
             check_trainable(config.ebft)
         except ConfigError as error:
@@ -73,32 +73,32 @@ class Strided(Method):
                 f"{config.sequence_len}. Lower them, or set sequence_len to at least {first + length}."
             )
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         yield from missing_device(config, machine)
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return (*FEATURES, *CROSS_ENTROPY, *pass_at(max(2, config.ebft.n_samples_per_prompt)))
 
-    def sampling(self, config: RunConfig) -> EvaluationSampling:
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
         return EvaluationSampling(config.ebft.n_samples_per_prompt, by_reference=reference_limit(config))
 
-    def samples_per_group(self, config: RunConfig) -> int:
+    def samples_per_group(self, config: MethodConfig) -> int:
         return config.ebft.n_samples_per_prompt
 
-    def compares_features(self, config: RunConfig) -> bool:
+    def compares_features(self, config: MethodConfig) -> bool:
         return True
 
-    def arrange(self, config: RunConfig, train: Any) -> Any:
+    def arrange(self, config: MethodConfig, train: Any) -> Any:
         from ebft.data.batches import pack_and_report
 
         return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
-    def row_view(self, config: RunConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import StridedView
 
         return StridedView(config.ebft, tokenizer)
 
-    def own_arguments(self, config: RunConfig) -> dict[str, Any]:
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
 
     def arguments_class(self) -> type:
@@ -106,7 +106,7 @@ class Strided(Method):
 
         return StridedEBFTConfig
 
-    def build_trainer(self, config: RunConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator
         from ebft.strided import StridedEBFTTrainer
 

@@ -15,8 +15,8 @@ from ebft.methods.grpo import FEATURE_MATCHING, GRPO
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
-    from ebft.run.checks import Machine
+    from ebft.machine import Machine
+    from ebft.methods.method import MethodConfig
 
 
 class Structured(GRPO):
@@ -29,10 +29,10 @@ class Structured(GRPO):
     needs_reference = True
     own_rewards = (FEATURE_MATCHING,)
 
-    def summary(self, config: RunConfig) -> str:
+    def summary(self, config: MethodConfig) -> str:
         return f"energy-based fine-tuning (structured mode; {PAPER})"
 
-    def conflicts(self, config: RunConfig) -> Iterator[str]:
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)
         if config.ebft.rl_coef == 0:
             yield (
@@ -41,10 +41,10 @@ class Structured(GRPO):
             )
         yield from super().conflicts(config)
 
-    def warn_of_idle_options(self, config: RunConfig) -> None:
+    def warn_of_idle_options(self, config: MethodConfig) -> None:
         warn_of_options(StridedOptions, "strided", config)
 
-    def problems(self, config: RunConfig) -> Iterator[str]:
+    def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from super().problems(config)
         ebft, trl = config.ebft, config.trl
         found = rules.aggregation(trl.multi_objective_aggregation, ebft.advantage_estimator, rules.in_config)
@@ -56,18 +56,18 @@ class Structured(GRPO):
                 "nothing is trained. Set one of them above 0, or add rewards (trl.reward_funcs)."
             )
 
-    def problems_here(self, config: RunConfig, machine: Machine) -> Iterator[str]:
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         yield from super().problems_here(config, machine)
         yield from missing_device(config, machine)
 
-    def held_out_metrics(self, config: RunConfig) -> tuple[str, ...]:
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         samples = pass_at(config.trl.num_generations)
         return (*FEATURES, *CROSS_ENTROPY, *samples, *super().held_out_metrics(config))
 
-    def sampling(self, config: RunConfig) -> EvaluationSampling:
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
         return replace(super().sampling(config), by_reference=reference_limit(config))
 
-    def cross_entropy(self, config: RunConfig) -> dict[str, Any]:
+    def cross_entropy(self, config: MethodConfig) -> dict[str, Any]:
         return {"ce_coef": config.ebft.ce_coef, "mask_thinking": config.ebft.mask_thinking_ce}
 
     def own_options(self) -> list[str]:

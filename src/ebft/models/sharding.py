@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.files import OPTIMIZER, WEIGHTS, ShardedReader
+from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
 from ebft.over_transformers import convert_weights, weight_groups
 
 

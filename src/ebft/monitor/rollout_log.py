@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from ebft.monitor.run_files import ROLLOUTS as FILE
 from ebft.monitor.run_files import remove_from_step, set_aside
+from ebft.run_files import ROLLOUTS as FILE
 
 _MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
 

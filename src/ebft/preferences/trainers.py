@@ -15,8 +15,9 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.monitor import CountsBudget, StopOnNonFinite
+from ebft.monitor import CountsBudget
 from ebft.preferences.trl import KeepsMetrics, Logged, score_in_chunks
+from ebft.trainer.stopping import StopOnNonFinite
 
 _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 

@@ -16,15 +16,16 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
+from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
 from ebft.files import CHECKSUMS, STATE, checksum
-from ebft.models.files import INDEX, OPTIMIZER, WEIGHTS, check_files
-from ebft.monitor.run_files import PREVIOUS, RunFiles, has_records, set_aside
+from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
+from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.output import forget_final
 from ebft.run.own_files import MARK, final_files, final_step, write_mark
 from ebft.run.same_run import RUN_FILE, check_same_run
+from ebft.run_files import PREVIOUS
 from ebft.trainer.checkpoints import step_in_name
 
 _RESUME = "resume_from_checkpoint"

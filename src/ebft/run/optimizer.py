@@ -1,16 +1,53 @@
-"""Check that transformers can create the optimizer and the schedule of a config, by creating them for one weight.
+"""Check that transformers can create the optimizer and the schedule of a config.
 
-transformers (and torch) is imported only if they differ from the defaults.
+Those in the tables below are known to be created, without other packages. For all others, transformers (and torch) is
+imported, and they are created for one weight.
 """
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 
+# The optimizers of transformers; first those of PyTorch and transformers itself, with the numbers in optim_args that
+# they read.
+_PLAIN = {
+    "adamw_torch": (),
+    "adamw_torch_fused": (),
+    "adafactor": (),
+    "sgd": ("momentum", "dampening", "weight_decay"),
+    "adagrad": ("lr_decay", "weight_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "weight_decay"),
+}
+OPTIMIZERS = (
+    *_PLAIN,
+    *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit"),
+    *("ademamix", "adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit"),
+    *("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit"),
+    *("galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
+    *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+    *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
+)
+# The schedules of transformers: numbers in lr_scheduler_kwargs of which one is required, and optional ones.
+SCHEDULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": ((), ()),
+    "cosine": ((), ("num_cycles",)),
+    "cosine_with_restarts": ((), ("num_cycles",)),
+    "polynomial": ((), ("power",)),
+    "constant": ((), ()),
+    "constant_with_warmup": ((), ()),
+    "inverse_sqrt": ((), ("timescale",)),
+    "reduce_lr_on_plateau": ((), ()),
+    "cosine_with_min_lr": (("min_lr", "min_lr_rate"), ("num_cycles",)),
+    "cosine_warmup_with_min_lr": (("min_lr", "min_lr_rate"), ("num_cycles", "warmup_lr_rate")),
+    "warmup_stable_decay": (("num_decay_steps",), ("min_lr_ratio", "num_cycles")),
+    "greedy": ((), ()),
+}
+_LR_END = 1e-7  # of the schedule polynomial, which is refused for smaller learning rates
 _IN_BACKWARD = ("lomo", "adalomo")  # and names that end in layerwise
-_KEYS = ("optimizer", "optim_args", "lr_scheduler", "lr_scheduler_kwargs")
 _OTHER_NAMES = {
     "ao_adamw_4bit": "adamw_torch_4bit",
     "ao_adamw_8bit": "adamw_torch_8bit",
@@ -45,18 +82,33 @@ _REFUSED_SCHEDULES = {
 
 def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`, a missing package, or invalid arguments."""
-    if all(getattr(config, key) == type(config).model_fields[key].default for key in _KEYS):
-        return
-    from ebft.over_transformers import OptimizerNames, SchedulerType
-
     _check_supported(config.optimizer)
     if config.lr_scheduler in _REFUSED_SCHEDULES:
         reason = _REFUSED_SCHEDULES[config.lr_scheduler]
         raise ConfigError(f"lr_scheduler: {config.lr_scheduler} is not supported: {reason}.")
-    _check_name("optimizer", config.optimizer, [name.value for name in OptimizerNames])
-    _check_name("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType])
-    _try_optimizer(config)
-    _try_schedule(config)
+    _check_name("optimizer", config.optimizer, OPTIMIZERS)
+    _check_name("lr_scheduler", config.lr_scheduler, SCHEDULES)
+    if not _is_plain_optimizer(config):
+        _try_optimizer(config)
+    if not _is_plain_schedule(config):
+        _try_schedule(config)
+
+
+def _is_plain_optimizer(config: RunConfig) -> bool:
+    given = config.optim_args or {}
+    return config.optimizer in _PLAIN and _are_numbers(given) and given.keys() <= set(_PLAIN[config.optimizer])
+
+
+def _is_plain_schedule(config: RunConfig) -> bool:
+    given = config.lr_scheduler_kwargs or {}
+    one_of, optional = map(set, SCHEDULES[config.lr_scheduler])
+    if config.lr_scheduler == "polynomial" and config.learning_rate <= _LR_END:
+        return False
+    return _are_numbers(given) and len(given.keys() & one_of) == bool(one_of) and given.keys() <= one_of | optional
+
+
+def _are_numbers(values: dict[str, Any]) -> bool:
+    return all(type(value) in (int, float) for value in values.values())
 
 
 def optimizer_arguments(optim_args: dict[str, Any] | None) -> str | None:
@@ -78,7 +130,7 @@ def _check_supported(name: str) -> None:
         raise ConfigError(f"optimizer: {name} is not supported: {reason}.")
 
 
-def _check_name(key: str, name: str, known: list[str]) -> None:
+def _check_name(key: str, name: str, known: Iterable[str]) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)

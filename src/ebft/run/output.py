@@ -26,10 +26,9 @@ from ebft.errors import ConfigError, SaveError
 from ebft.files import STAGING, STATE, checksum, publish_files, write_text
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG
-from ebft.monitor.run_files import CARD
-from ebft.monitor.run_state import read_run, state_of
 from ebft.over_transformers import save_final_weights
 from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
+from ebft.run_files import CARD, read_run, state_of
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
 

@@ -17,7 +17,8 @@ from typing import Any
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.files import CHECKSUMS, STAGING, STATE, checksum, write_text
-from ebft.monitor.run_files import (
+from ebft.run.same_run import RUN_FILE
+from ebft.run_files import (
     CARD,
     EVALUATION,
     HEALTH,
@@ -32,7 +33,6 @@ from ebft.monitor.run_files import (
     read_object,
     rollout_files,
 )
-from ebft.run.same_run import RUN_FILE
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
 _CHECKPOINT = re.compile(r"checkpoint-\d+")

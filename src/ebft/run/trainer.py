@@ -16,14 +16,17 @@ from ebft.config.checks.processes import deepspeed_settings, fsdp_arguments
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.health.callback import HealthCallback
+from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.over_transformers import is_torch_tf32_available, use_one_gpu
-from ebft.run.checks import Machine, check_adapted_experts, check_wrapping, launched_processes
+from ebft.run.checks import launched_processes
 from ebft.run.keys import RATE_KEYS
+from ebft.run.model_checks import check_adapted_experts, check_wrapping
 from ebft.run.optimizer import optimizer_arguments
-from ebft.run.reporting import add_plugins, trackers
+from ebft.run.plugins import add_plugins
 from ebft.run.stopping import stopping_callbacks
+from ebft.run.trackers import trackers
 from ebft.serving.server import VLLMServer
 
 

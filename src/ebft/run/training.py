@@ -28,6 +28,7 @@ from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
+from ebft.machine import Machine
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
 from ebft.models.sharding import load_on_first_process
@@ -49,13 +50,15 @@ from ebft.run.checkpoints import (
     refuse_checkpoint,
     step_of,
 )
-from ebft.run.checks import Machine, check_machine, check_runnable, check_same_everywhere, check_wrapping_of
+from ebft.run.checks import check_machine, check_runnable
+from ebft.run.model_checks import check_same_everywhere, check_wrapping_of
 from ebft.run.output import declare_end_of_turn, locked, model_card, save_final
 from ebft.run.own_files import claim, final_step, listed
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
-from ebft.run.reporting import check_hub, method_of, push, recorded, tracker_environment
+from ebft.run.reporting import check_hub, method_of, push, recorded
 from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
 from ebft.run.stopping import StopOnSignal, StopRequested, TrainingInterrupted, stopped_early
+from ebft.run.trackers import tracker_environment
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer

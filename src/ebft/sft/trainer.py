@@ -18,7 +18,7 @@ from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
-from ebft.monitor import CountsBudget, StopOnNonFinite
+from ebft.monitor import CountsBudget
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_transformers import has_flash_attention
 from ebft.prefix.forward import take_programs
@@ -34,6 +34,7 @@ from ebft.sft.packed import (
     needs_one_row,
 )
 from ebft.trainer import OverTrainer
+from ebft.trainer.stopping import StopOnNonFinite
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 

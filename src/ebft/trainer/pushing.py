@@ -1,6 +1,6 @@
 """Pushes to the Hub: the files of the model and, if wanted, those of checkpoints, and nothing else of a run.
 
-The lists are in `monitor/run_files.py`. Each push is one commit, and all of them are made here.
+The lists are in `run_files.py`. Each push is one commit, and all of them are made here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from ebft.errors import cause
 from ebft.files import CHECKSUMS, RUN_FILE, STAGING, clean_staging
-from ebft.monitor.run_files import CARD, LEFT_OUT, MODEL_FILES
+from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES
 
 # Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
 _PATHS = {

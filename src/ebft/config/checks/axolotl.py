@@ -9,7 +9,7 @@ from ebft.config.axolotl import IN_CHUNKS
 from ebft.run.keys import RATE_KEYS
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 _SINGLE = {
     "dp_replicate_size": "models are sharded over all processes, or copied to each of them",
@@ -44,7 +44,7 @@ _OTHER_PLUGINS = {
 _FOREIGN = "axolotl.integrations."
 
 
-def carried_problems(config: "RunConfig") -> Iterator[str]:
+def carried_problems(config: "MethodConfig") -> Iterator[str]:
     """What contradicts these keys."""
     for key, reason in _SINGLE.items():
         if getattr(config, key) not in (None, 1):
@@ -70,7 +70,7 @@ def carried_problems(config: "RunConfig") -> Iterator[str]:
     yield from _plugins(config)
 
 
-def _rates(config: "RunConfig") -> Iterator[str]:
+def _rates(config: "MethodConfig") -> Iterator[str]:
     if config.embedding_lr is not None and config.embedding_lr_scale is not None:
         yield "embedding_lr and embedding_lr_scale are both set. Keep one of them."
     if config.loraplus_lr_ratio is not None and config.adapter is None:
@@ -82,7 +82,7 @@ def _rates(config: "RunConfig") -> Iterator[str]:
         yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."
 
 
-def _optimisation(config: "RunConfig") -> Iterator[str]:
+def _optimisation(config: "MethodConfig") -> Iterator[str]:
     if config.cosine_min_lr_ratio is not None and config.lr_scheduler != "cosine":
         yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {config.lr_scheduler}. Change one of them."
     if config.neftune_noise_alpha is not None and not config.method.runs_plain_model:
@@ -100,14 +100,14 @@ def _optimisation(config: "RunConfig") -> Iterator[str]:
         yield "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it."
 
 
-def _chat_template(config: "RunConfig") -> Iterator[str]:
+def _chat_template(config: "MethodConfig") -> Iterator[str]:
     if config.chat_template == "jinja" and config.chat_template_jinja is None:
         yield "chat_template: jinja needs the text of the template in chat_template_jinja. Set it."
     if config.chat_template_jinja is not None and config.chat_template not in (None, "jinja"):
         yield "chat_template and chat_template_jinja are both set. Keep one of them."
 
 
-def _plugins(config: "RunConfig") -> Iterator[str]:
+def _plugins(config: "MethodConfig") -> Iterator[str]:
     for name in config.plugins:
         if not name.startswith(_FOREIGN) or name.removeprefix(_FOREIGN) in _PLUGINS:
             continue
@@ -115,7 +115,7 @@ def _plugins(config: "RunConfig") -> Iterator[str]:
         yield f"plugins: {name} is a plugin for axolotl that is not supported: {reason}. Remove it."
 
 
-def resolve_carried(config: "RunConfig") -> None:
+def resolve_carried(config: "MethodConfig") -> None:
     """Replace the text of a chat template and the plugins of axolotl by the settings that they stand for."""
     if config.chat_template_jinja is not None:
         config.chat_template, config.chat_template_jinja = config.chat_template_jinja, None
@@ -126,6 +126,6 @@ def resolve_carried(config: "RunConfig") -> None:
     config.plugins = [name for name in config.plugins if name not in replaced]
 
 
-def _is_of_method(name: str, config: "RunConfig") -> bool:
+def _is_of_method(name: str, config: "MethodConfig") -> bool:
     """NeMo Gym's plugin belongs to the methods with NeMo Gym's keys, which replace it."""
     return name == f"{_FOREIGN}nemo_gym.NemoGymPlugin" and "nemo_gym_enabled" in config.method.keys.model_fields

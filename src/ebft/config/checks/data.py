@@ -9,12 +9,12 @@ from ebft.data.transforms.names import built_in
 from ebft.errors import DataError
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 _COMPLETION = ("completion", "completion.transform")
 
 
-def stream_problems(config: "RunConfig") -> Iterator[str]:
+def stream_problems(config: "MethodConfig") -> Iterator[str]:
     """Contradictions, one message each."""
     if not config.streaming:
         for number, entry in enumerate(config.datasets):
@@ -73,7 +73,7 @@ def _of_entry(where: str, entry) -> Iterator[str]:
         yield f"{where}.shards is not supported with streaming. Remove it, or name a part of the files in data_files."
 
 
-def _of_test_datasets(config: "RunConfig") -> Iterator[str]:
+def _of_test_datasets(config: "MethodConfig") -> Iterator[str]:
     for number, entry in enumerate(config.test_datasets):
         if entry.skip:
             yield (
@@ -82,7 +82,7 @@ def _of_test_datasets(config: "RunConfig") -> Iterator[str]:
             )
 
 
-def idle_stream_keys(config: "RunConfig") -> Iterator[str]:
+def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
     """Warnings about keys that are set but have no effect."""
     given = [key for key in StreamKeys.model_fields if key in config.model_fields_set]
     if not config.streaming:

@@ -13,13 +13,13 @@ from ebft.errors import ConfigError, cause
 from ebft.models.keys import FSDPKeys
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 SHARDED = "SHARDED_STATE_DICT"
 _WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
 
 
-def fsdp_problems(config: RunConfig) -> Iterator[str]:
+def fsdp_problems(config: MethodConfig) -> Iterator[str]:
     """What contradicts `fsdp` and `fsdp_config` in a config that has one of them."""
     details = config.fsdp_config or FSDPKeys()
     for key, version in (("fsdp_version", config.fsdp_version), ("fsdp_config.version", details.version)):
@@ -44,7 +44,7 @@ def fsdp_problems(config: RunConfig) -> Iterator[str]:
         yield "save_only_model and load_best_model_at_end cannot both be set with fsdp. Remove one of them."
 
 
-def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
+def fsdp_arguments(config: MethodConfig) -> dict[str, Any]:
     """The arguments of transformers for a sharded run: one switch, and options without the prefix `fsdp_`."""
     if not config.fsdp:
         return {}
@@ -58,12 +58,12 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": details or None}
 
 
-def offloads(config: RunConfig) -> bool:
+def offloads(config: MethodConfig) -> bool:
     """Whether the config asks to keep sharded parameters in CPU memory."""
     return bool((fsdp_arguments(config).get("fsdp_config") or {}).get("cpu_offload"))
 
 
-def _words(config: RunConfig) -> list[str]:
+def _words(config: MethodConfig) -> list[str]:
     given = config.fsdp
     return given.split() if isinstance(given, str) else given if isinstance(given, list) else []
 
@@ -93,13 +93,13 @@ def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any]
     return found
 
 
-def zero_stage(config: RunConfig) -> Any:
+def zero_stage(config: MethodConfig) -> Any:
     """The stage of ZeRO that a run uses; 0 without DeepSpeed. Raises ConfigError if its config cannot be read."""
     zero = (deepspeed_settings(config.deepspeed) or {}).get("zero_optimization", {})
     return zero.get("stage", 0) if isinstance(zero, dict) else None
 
 
-def check_deepspeed(config: RunConfig) -> None:
+def check_deepspeed(config: MethodConfig) -> None:
     """Raise ConfigError for a DeepSpeed config that cannot be used by the run."""
     if config.deepspeed is None:
         return
@@ -111,7 +111,7 @@ def check_deepspeed(config: RunConfig) -> None:
         )
 
 
-def _problems(stage: Any, config: RunConfig) -> Iterator[str]:
+def _problems(stage: Any, config: MethodConfig) -> Iterator[str]:
     if type(stage) is not int or stage not in (0, 1, 2, 3):  # true is equal to 1
         yield f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r:.60}."
     if stage == 3 and not config.method.runs_plain_model:

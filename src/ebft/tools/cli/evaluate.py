@@ -7,8 +7,8 @@ import typer
 
 from ebft.config.load import load_config
 from ebft.errors import ConfigError
-from ebft.monitor.run_files import read_object
 from ebft.printed import safe_console, say
+from ebft.run_files import read_object
 from ebft.tools.cli.arguments import ConfigFile, Overrides, complete_model
 from ebft.tools.cli.console import polite
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ebft.errors import RunError
-from ebft.monitor.run_files import read_object
-from ebft.monitor.run_state import check_rollouts, check_run
 from ebft.printed import printable_json, safe_console, say
+from ebft.run_files import check_rollouts, check_run, read_object
 from ebft.tools.cli.arguments import RunFolder, complete_term
 from ebft.tools.cli.console import listing, polite
 from ebft.tools.dashboard.report import write_report

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ebft.errors import RunError
-from ebft.monitor.run_state import check_run
 from ebft.printed import say
+from ebft.run_files import check_run
 from ebft.tools.cli.arguments import RunFolder
 from ebft.tools.cli.console import polite
 

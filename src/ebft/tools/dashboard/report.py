@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ebft.monitor.run_files import EVALUATION, REPORT, START, is_report, read_object
-from ebft.monitor.run_state import settings_in_effect
+from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.curves import NOT_COMPARABLE, evaluation_changes, is_number
 from ebft.tools.dashboard.live import LiveRun, clock, local_time
 from ebft.tools.dashboard.plots import figure

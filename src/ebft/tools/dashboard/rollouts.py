@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.text import Text
 
-from ebft.monitor.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
 from ebft.printed import printable
+from ebft.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
 from ebft.tools.dashboard.curves import is_number
 
 LENGTH, REWARD = "length", "reward"

@@ -20,8 +20,8 @@ from textual.widgets import Static
 
 from ebft.errors import RunError
 from ebft.files import is_free
-from ebft.monitor.run_files import LOG
 from ebft.processes import TYPED
+from ebft.run_files import LOG
 
 
 class Training:

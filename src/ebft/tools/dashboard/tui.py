@@ -17,8 +17,8 @@ from textual.events import Resize
 from textual.widget import Widget
 from textual.widgets import Footer, Static, TabbedContent, TabPane
 
-from ebft.monitor.run_state import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.printed import printable
+from ebft.run_files import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.tools.dashboard.curves import Curve
 from ebft.tools.dashboard.live import LiveRun, clock
 from ebft.tools.dashboard.plots import plot

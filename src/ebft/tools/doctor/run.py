@@ -25,7 +25,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.prepared.rows import run_rows
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
-from ebft.run.reporting import trackers
+from ebft.run.trackers import trackers
 from ebft.run.trainer import this_machine
 from ebft.run.training import arranged, check_output_dir
 from ebft.serving.command import find_interpreter

@@ -21,8 +21,7 @@ from ebft.data.locate import lasting_name, looks_local
 from ebft.data.sources import content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists
-from ebft.monitor.run_files import read_object
-from ebft.monitor.run_state import run_of_model
+from ebft.run_files import read_object, run_of_model
 from ebft.tools.evaluation.task import HeldOut
 
 FEWEST_DOCUMENTS = 8

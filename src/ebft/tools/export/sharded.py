@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
 from ebft.files import CHECKSUMS, checksum, publish
-from ebft.models.files import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
+from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 from ebft.tools.export.checkpoint import parse_size
 
 _ADAPTER = "adapter_config.json"

@@ -25,8 +25,8 @@ from ebft.models.keys import ModelSettings
 from ebft.models.load import load_base_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weights import pickles, refuse_pickles
-from ebft.monitor.run_state import run_of_model
 from ebft.run.checkpoints import checkpoint_hint
+from ebft.run_files import run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, placed
 
 if TYPE_CHECKING:

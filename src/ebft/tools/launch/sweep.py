@@ -22,13 +22,13 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from ebft.config.load import YAMLError, load_config, parse_yaml, problem
+from ebft.config.load import load_config
 from ebft.config.schema import RunConfig
+from ebft.config.yaml_text import YAMLError, parse_yaml, problem
 from ebft.errors import ConfigError, EBFTError, shortened
 from ebft.files import check_regular, write_text
-from ebft.monitor.run_files import read_object
-from ebft.monitor.run_state import read_run
 from ebft.processes import PARENT, passed_on, received_signals
+from ebft.run_files import read_object, read_run
 from ebft.secrets import without_secrets
 from ebft.tools.launch.plan import LaunchOptions
 

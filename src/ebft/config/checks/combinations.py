@@ -17,16 +17,16 @@ from ebft.config.checks.processes import fsdp_problems
 from ebft.config.tool_keys import RayKeys
 from ebft.data.transforms.names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
-from ebft.methods import contradictory_selection, foreign_keys
+from ebft.methods.selection import contradictory_selection, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.methods.method import MethodConfig
 
 _ROWS = re.compile(r"\[\d*:\d*\]$")  # of a parameter, at the end of a name
 
 
-def adapter_problems(config: "RunConfig") -> Iterator[str]:
+def adapter_problems(config: "MethodConfig") -> Iterator[str]:
     """What contradicts `adapter` and the keys that describe it."""
     if config.adapter is None or config.lora_model_dir is not None:
         return
@@ -49,7 +49,7 @@ def adapter_problems(config: "RunConfig") -> Iterator[str]:
     yield from _parameters(config)
 
 
-def _layers(config: "RunConfig") -> Iterator[str]:
+def _layers(config: "MethodConfig") -> Iterator[str]:
     if config.peft_layers_pattern is not None and config.peft_layers_to_transform is None:
         yield "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern."
     if config.peft_layers_to_transform is not None and isinstance(config.lora_target_modules, str):
@@ -61,17 +61,17 @@ def _layers(config: "RunConfig") -> Iterator[str]:
         yield f"peft_init_lora_weights: orthogonal requires an even lora_r, not {config.lora_r}. Change one of them."
 
 
-def _dora(config: "RunConfig") -> Iterator[str]:
+def _dora(config: "MethodConfig") -> Iterator[str]:
     if config.peft_use_dora and _uses_vllm(config):
         yield "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one."
 
 
-def _parameters(config: "RunConfig") -> Iterator[str]:
+def _parameters(config: "MethodConfig") -> Iterator[str]:
     if config.lora_target_parameters is not None:
         yield from expert_problems(config, "lora_target_parameters")
 
 
-def expert_problems(config: "RunConfig", key: str) -> Iterator[str]:
+def expert_problems(config: "MethodConfig", key: str) -> Iterator[str]:
     """What contradicts adapters of fused experts, which `key` selects.
 
     PEFT replaces adapted parameters during the forward pass of their module.
@@ -96,7 +96,7 @@ def expert_problems(config: "RunConfig", key: str) -> Iterator[str]:
             yield f"{key} is not supported with {other}: {reason}. Remove one of them."
 
 
-def unfrozen_problems(config: "RunConfig") -> Iterator[str]:
+def unfrozen_problems(config: "MethodConfig") -> Iterator[str]:
     """What contradicts `unfrozen_parameters`."""
     if config.unfrozen_parameters is None:
         return
@@ -118,7 +118,7 @@ def unfrozen_problems(config: "RunConfig") -> Iterator[str]:
             yield f"unfrozen_parameters: {pattern!r} is not a valid regular expression: {error}."
 
 
-def _uses_vllm(config: "RunConfig") -> bool:
+def _uses_vllm(config: "MethodConfig") -> bool:
     return config.method.rows == "prompts" and config.trl.use_vllm
 
 
@@ -141,14 +141,14 @@ _ANY_TEXT = re.compile(
 )
 
 
-def refuse_contradictions(config: "RunConfig") -> None:
+def refuse_contradictions(config: "MethodConfig") -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
     found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
 
 
-def _quantisation(config: "RunConfig") -> Iterator[str]:
+def _quantisation(config: "MethodConfig") -> Iterator[str]:
     if config.load_in_4bit and config.load_in_8bit:
         yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
     elif config.adapter == "qlora" and not config.load_in_4bit:
@@ -159,7 +159,7 @@ def _quantisation(config: "RunConfig") -> Iterator[str]:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
 
 
-def _gguf(config: "RunConfig") -> Iterator[str]:
+def _gguf(config: "MethodConfig") -> Iterator[str]:
     file = config.model_name
     if not is_gguf(file):
         return
@@ -168,7 +168,7 @@ def _gguf(config: "RunConfig") -> Iterator[str]:
         yield f"load_in_4bit and load_in_8bit are not supported with GGUF files, which are loaded dense. {hint}"
 
 
-def _model_type(config: "RunConfig") -> Iterator[str]:
+def _model_type(config: "MethodConfig") -> Iterator[str]:
     ending = config.method.class_ending
     if config.model_type is None or config.model_type.endswith(ending):
         return
@@ -187,12 +187,12 @@ def _model_type(config: "RunConfig") -> Iterator[str]:
         )
 
 
-def _precision(config: "RunConfig") -> Iterator[str]:
+def _precision(config: "MethodConfig") -> Iterator[str]:
     if config.bf16 is True and config.fp16:
         yield "bf16 and fp16 are both true. Keep one of them."
 
 
-def _schedule(config: "RunConfig") -> Iterator[str]:
+def _schedule(config: "MethodConfig") -> Iterator[str]:
     if config.warmup_steps is not None and config.warmup_ratio is not None:
         yield "warmup_steps and warmup_ratio are both set. Keep one of them."
     for kind, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
@@ -208,7 +208,7 @@ def _schedule(config: "RunConfig") -> Iterator[str]:
             )
 
 
-def _evaluation(config: "RunConfig") -> Iterator[str]:
+def _evaluation(config: "MethodConfig") -> Iterator[str]:
     if config.test_datasets and config.val_set_size:
         yield "test_datasets and val_set_size are both set. Keep one of them."
     metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
@@ -223,12 +223,12 @@ def _evaluation(config: "RunConfig") -> Iterator[str]:
             yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
 
 
-def _resuming(config: "RunConfig") -> Iterator[str]:
+def _resuming(config: "MethodConfig") -> Iterator[str]:
     if config.resume_from_checkpoint and config.auto_resume_from_checkpoints:
         yield "resume_from_checkpoint and auto_resume_from_checkpoints are both set. Keep one of them."
 
 
-def _processes(config: "RunConfig") -> Iterator[str]:
+def _processes(config: "MethodConfig") -> Iterator[str]:
     if config.deepspeed and config.fsdp:
         yield "deepspeed and fsdp are both set. Keep one of them."
     if config.fsdp_config and not config.fsdp and (config.fsdp is not None or config.fsdp_version is None):
@@ -237,7 +237,7 @@ def _processes(config: "RunConfig") -> Iterator[str]:
         yield from fsdp_problems(config)
 
 
-def _ray(config: "RunConfig") -> Iterator[str]:
+def _ray(config: "MethodConfig") -> Iterator[str]:
     if not config.use_ray:
         return
     if config.manages_server:
@@ -256,7 +256,7 @@ def _ray(config: "RunConfig") -> Iterator[str]:
         yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
 
 
-def _chat_templates(config: "RunConfig") -> Iterator[str]:
+def _chat_templates(config: "MethodConfig") -> Iterator[str]:
     """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
     given = chat_templates(config)
     chosen = config.chat_template or next(iter(given), None)
@@ -268,13 +268,13 @@ def _chat_templates(config: "RunConfig") -> Iterator[str]:
             )
 
 
-def _template_kwargs(config: "RunConfig") -> Iterator[str]:
+def _template_kwargs(config: "MethodConfig") -> Iterator[str]:
     given = config.trl.chat_template_kwargs
     if None not in (given, config.chat_template_kwargs) and given != config.chat_template_kwargs:
         yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
 
 
-_RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
+_RULES: list[Callable[["MethodConfig"], Iterator[str]]] = [
     contradictory_selection,
     adapter_problems,
     unfrozen_problems,
@@ -295,7 +295,7 @@ _RULES: list[Callable[["RunConfig"], Iterator[str]]] = [
 ]
 
 
-def resolve(config: "RunConfig") -> None:
+def resolve(config: "MethodConfig") -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
     _set_attention(config)
     resolve_carried(config)
@@ -315,7 +315,7 @@ def resolve(config: "RunConfig") -> None:
         config.wandb_name = config.wandb_run_id
 
 
-def _set_attention(config: "RunConfig") -> None:
+def _set_attention(config: "MethodConfig") -> None:
     config.attn_implementation = _resolve_attention(config)
     if config.xformers_attention:
         warnings.warn(
@@ -327,7 +327,7 @@ def _set_attention(config: "RunConfig") -> None:
         setattr(config, flag, None)
 
 
-def _resolve_transforms(config: "RunConfig") -> None:
+def _resolve_transforms(config: "MethodConfig") -> None:
     """Replace transforms that give the other kind of rows with equivalent ones, so that a dataset suits all methods."""
     rows, used = config.required_rows, {}
     for section in ("datasets", "test_datasets"):
@@ -343,7 +343,7 @@ def _resolve_transforms(config: "RunConfig") -> None:
         warnings.warn(f"{pairs}: {trains_on(rows)}. The replacement reads the same columns.", stacklevel=2)
 
 
-def _resolve_entries(config: "RunConfig") -> None:
+def _resolve_entries(config: "MethodConfig") -> None:
     """Use the chat template and its arguments of the datasets for the run, and warn of their keys without effect."""
     config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
     own = [entry.chat_template_kwargs for entry in config.datasets]
@@ -356,7 +356,7 @@ def _resolve_entries(config: "RunConfig") -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _warn_ignored(config: "RunConfig") -> None:
+def _warn_ignored(config: "MethodConfig") -> None:
     for key, (harmless, reason) in IGNORED.items():
         value = getattr(config, key)
         if key == "skip_prepare_dataset" and config.streaming:
@@ -365,7 +365,7 @@ def _warn_ignored(config: "RunConfig") -> None:
             warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
 
 
-def _warn_of_variables(config: "RunConfig") -> None:
+def _warn_of_variables(config: "MethodConfig") -> None:
     """Some programs replace `${NAME}` in YAML files; it would become a part of a path or the name of a run."""
     found = dict(_variables(config.model_dump(exclude_unset=True)))
     if found:
@@ -389,14 +389,14 @@ def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _warn_of_other_methods(config: "RunConfig") -> None:
+def _warn_of_other_methods(config: "MethodConfig") -> None:
     for key in sorted(foreign_keys(config) & config.model_fields_set):
         if getattr(config, key) in _HARMLESS.get(key, (None, False)):
             continue
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
 
 
-def _warn_of_activations(config: "RunConfig") -> None:
+def _warn_of_activations(config: "MethodConfig") -> None:
     if config.activation_offloading and not config.method.offloads_activations:
         config.activation_offloading = False
         warnings.warn(
@@ -406,7 +406,7 @@ def _warn_of_activations(config: "RunConfig") -> None:
         )
 
 
-def _warn_of_adapter(config: "RunConfig") -> None:
+def _warn_of_adapter(config: "MethodConfig") -> None:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
     if config.adapter is None and given:
         reason = "adapter is not set (all weights are trained)"
@@ -419,7 +419,7 @@ def _warn_of_adapter(config: "RunConfig") -> None:
         )
 
 
-def _warn_without_held_out_data(config: "RunConfig") -> None:
+def _warn_without_held_out_data(config: "MethodConfig") -> None:
     """Published configs often have a schedule of evaluations with `val_set_size: 0.0`."""
     keys = ("eval_steps", "eval_on_start", "evals_per_epoch")
     given = [key for key in keys if getattr(config, key)]
@@ -432,7 +432,7 @@ def _warn_without_held_out_data(config: "RunConfig") -> None:
         )
 
 
-def _warn_without_ray(config: "RunConfig") -> None:
+def _warn_without_ray(config: "MethodConfig") -> None:
     given = [name for name in RayKeys.model_fields if name in config.model_fields_set and name != "use_ray"]
     if not config.use_ray and given:
         warnings.warn(f"{', '.join(given)}: no effect because use_ray is not set.", stacklevel=2)
