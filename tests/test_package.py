@@ -133,7 +133,7 @@ import importlib, pkgutil, sys, ebft
 sys.modules.update(dict.fromkeys({optional}))
 for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
     # Imported where the package is, or never.
-    named = ("ebft.tools.dashboard.tui", "ebft.tools.launch.ray_worker", "ebft.examples")
+    named = ("ebft.tools.dashboard.t", "ebft.tools.launch.ray_worker", "ebft.examples")
     if not found.name.startswith(named) and "__main__" not in found.name:
         importlib.import_module(found.name)
 """
