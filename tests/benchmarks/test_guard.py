@@ -18,43 +18,43 @@ def stored(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("quantity", "cost"), [("flops", Cost(1015, 2e3, 1.0)), ("peak_bytes", Cost(1000, 2020, 1.0))])
-def test_growth_of_one_percent_fails(stored, capsys, quantity, cost):
-    assert main(["--stored", str(stored)], {**COSTS, "strided": cost}.__getitem__) == 1
+def guard(stored, cost=None, **record) -> int:
+    """The exit status with this cost of strided mode, and these methods stored instead (None: not stored)."""
+    if record:
+        content = json.loads(stored.read_text())
+        content["methods"] |= record
+        content["methods"] = {name: value for name, value in content["methods"].items() if value is not None}
+        stored.write_text(json.dumps(content))
+    return main(["--stored", str(stored)], (COSTS | ({"strided": cost} if cost else {})).__getitem__)
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        (Cost(1015, 2e3, 1.0), "strided: flops changed by +1."),
+        (Cost(1000, 2020, 1.0), "strided: peak_bytes changed by +1."),
+        (Cost(980, 2000, 1.0), "strided: flops changed by -2.0%"),
+    ],
+)
+def test_growth_of_one_percent_and_missing_work_fail(stored, capsys, cost, message):
+    assert guard(stored, cost) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"strided: {quantity} changed by +1.") and "from" in last
+    assert last.startswith(message) and "from" in last
 
 
 def test_smaller_growth_slower_steps_and_less_memory_pass(stored):
     for cost in (Cost(1009, 2019, 1.0), Cost(1000, 2000, 9.0), Cost(1000, 500, 1.0)):
-        assert main(["--stored", str(stored)], {**COSTS, "strided": cost}.__getitem__) == 0
+        assert guard(stored, cost) == 0
 
 
-def test_missing_work_fails(stored, capsys):
-    assert main(["--stored", str(stored)], {**COSTS, "strided": Cost(980, 2000, 1.0)}.__getitem__) == 1
-    assert "strided: flops changed by -2.0%" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("quantity", ["flops", "peak_bytes"])
-def test_a_stored_nan_fails(stored, quantity):
-    record = json.loads(stored.read_text())
-    record["methods"]["SFT"][quantity] = float("nan")
-    stored.write_text(json.dumps(record))
-    assert main(["--stored", str(stored)], COSTS.__getitem__) == 1
-
-
-def test_a_method_that_is_no_longer_measured_fails(stored, monkeypatch, capsys):
+def test_what_cannot_be_compared_fails(stored, monkeypatch, capsys):
+    sft = json.loads(stored.read_text())["methods"]["SFT"]
+    for quantity in ("flops", "peak_bytes"):
+        assert guard(stored, SFT={**sft, quantity: float("nan")}) == 1
+    assert guard(stored, SFT=None) == 1 and "SFT: nothing is stored" in capsys.readouterr().out
+    assert guard(stored, SFT=sft) == 0
     monkeypatch.delitem(METHODS, "SFT")
-    assert main(["--stored", str(stored)], COSTS.__getitem__) == 1
-    assert "SFT: is stored, but not measured" in capsys.readouterr().out
-
-
-def test_a_method_that_is_not_stored_fails(stored, capsys):
-    record = json.loads(stored.read_text())
-    del record["methods"]["SFT"]
-    stored.write_text(json.dumps(record))
-    assert main(["--stored", str(stored)], COSTS.__getitem__) == 1
-    assert "SFT: nothing is stored" in capsys.readouterr().out
+    assert guard(stored) == 1 and "SFT: is stored, but not measured" in capsys.readouterr().out
 
 
 def test_live_tensors_are_counted_once():

@@ -54,11 +54,8 @@ def small_run(tmp_path_factory):
 def test_every_length_has_its_rows(small_run):
     output, results, printed = small_run
     assert json.loads(output.read_text()) == results
-    assert [list(entry["sides"]) for entry in results["lengths"]] == [
-        ["ours"],
-        ["ours", "ours bfloat16", "ours second forward"],
-        ["ours"],
-    ]
+    variants = ["ours", "ours bfloat16", "ours second forward"]
+    assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], variants, ["ours"]]
     assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
     assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
 
@@ -95,14 +92,10 @@ def test_whole_runs(small_run):
     assert "ebft train at 32 tokens" in printed
 
 
-def test_a_missing_wheel_is_said_in_one_line(small_run):
-    _, results, printed = small_run
+def test_plots_come_from_the_json_alone_and_a_missing_wheel_is_said_in_one_line(small_run, tmp_path):
+    output, results, printed = small_run
     assert "axolotl 0.19.0 is not measured: missing.whl is no wheel of axolotl 0.19.0" in printed.splitlines()[0]
     assert results["card"]["axolotl"] is None
-
-
-def test_plots_come_from_the_json_alone(small_run, tmp_path):
-    output, _, _ = small_run
     assert output.with_suffix(".png").stat().st_size > 10_000
     copy = tmp_path / "copy.json"
     copy.write_text(output.read_text())
@@ -111,28 +104,25 @@ def test_plots_come_from_the_json_alone(small_run, tmp_path):
 
 def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.rounds.SLOW", 0.0)
-    results, _ = run(
-        tmp_path / "out.json",
-        *("--repeats", "3", "--lengths", "24", "--dtypes", "float32", "--overhead-steps", "0"),
-        *("--recompile-steps", "0", "--wheel", "missing.whl"),
+    few = (
+        "--repeats",
+        "3",
+        "--lengths",
+        "24",
+        "--dtypes",
+        "float32",
+        "--overhead-steps",
+        "0",
+        "--recompile-steps",
+        "0",
     )
+    results, _ = run(tmp_path / "out.json", *few, "--wheel", "missing.whl")
     assert results["lengths"][0]["sides"]["ours"]["rounds"] == 1
 
 
 def test_the_preset_with_an_adapter(tmp_path):
-    results, _ = run(
-        tmp_path / "out.json",
-        "--preset",
-        "1b",
-        "--lengths",
-        "24",
-        "--variant-lengths",
-        "24",
-        "--recompile-steps",
-        "0",
-        "--wheel",
-        "-",
-    )
+    few = ("--preset", "1b", "--lengths", "24", "--variant-lengths", "24", "--recompile-steps", "0", "--wheel", "-")
+    results, _ = run(tmp_path / "out.json", *few)
     row = results["lengths"][0]["sides"]["ours"]
     assert row["dtype"] == "bfloat16" and row["tokens_per_s"] > 0 and row["mfu"] > 0
     assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())

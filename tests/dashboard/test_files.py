@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -77,12 +76,11 @@ def test_corrupted_lines_are_counted(tmp_path):
 
 
 def test_rollout_files_are_in_order(tmp_path):
-    for name in ("rollouts.jsonl", "rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts-rank1.jsonl", "other.jsonl"):
+    names = ["rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts.jsonl", "rollouts-rank1.jsonl"]
+    left = ["rollouts.jsonl.1.part", "rollouts-rank1.jsonl.part"]  # by a process that was killed
+    for name in (*names, "other.jsonl", *left):
         (tmp_path / name).touch()
-    for name in ("rollouts.jsonl.1.part", "rollouts-rank1.jsonl.part"):  # left behind by a process that was killed
-        (tmp_path / name).touch()
-    names = [path.name for path in rollout_files(tmp_path)]
-    assert names == ["rollouts.jsonl.2", "rollouts.jsonl.1", "rollouts.jsonl", "rollouts-rank1.jsonl"]
+    assert [path.name for path in rollout_files(tmp_path)] == names
 
 
 def test_a_process_that_has_ended_is_lost(tmp_path):
@@ -116,32 +114,24 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
         ({"rl": "dpo", "trl": {}}, "samples no rollouts"),
         ({"rl": None, "reward_model": True}, "(?<!supervised fine-tuning) samples no rollouts"),
         ({"rl": None}, "supervised fine-tuning samples no rollouts"),
-        ({}, r"Set ebft.log_completions \(strided mode\) or trl.log_completions"),
+        (None, r"Set ebft.log_completions \(strided mode\) or trl.log_completions"),
     ],
 )
 def test_a_run_without_rollouts_names_the_key(tmp_path, config, message):
     write_run(tmp_path, config=config)
-    if not config:
-        write_run(tmp_path)
+    if config is None:
         run = json.loads((tmp_path / "run.json").read_text())
         del run["config"]
         (tmp_path / "run.json").write_text(json.dumps(run))
     with pytest.raises(RunError, match=message):
         check_rollouts(tmp_path)
-    shutil.rmtree(tmp_path)
 
 
-def test_durations():
+def test_texts():
     seconds = (0.4, 59.4, 65, 3600, 86399, 90000)
     assert [duration(value) for value in seconds] == ["0s", "59s", "1m05s", "1h00m", "23h59m", "1d01h"]
-
-
-def test_control_characters_are_visible():
     assert printable("a\x1b[31mred\x07\tx\ny\x7f\x9b") == "a␛[31mred␇\tx\ny␡\ufffd"
-
-
-def test_characters_that_change_the_direction_of_text_are_visible():
-    assert printable("a\u202eb\u202c \u2067c\u2069") == "a<RLO>b<PDF> <RLI>c<PDI>"
+    assert printable("a\u202eb\u202c \u2067c\u2069") == "a<RLO>b<PDF> <RLI>c<PDI>"  # they change the direction
 
 
 def test_named_pipes_are_not_read(tmp_path):

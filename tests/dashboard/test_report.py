@@ -14,6 +14,7 @@ from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, 
 from tests.run.test_methods import quietly, run_file
 
 __all__ = ["ebft", "run_file"]
+DEEP = "[" * 200_000 + "\n" + '{"a":' * 200_000  # nested too deeply
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&\x1b[31m"
 
 
@@ -77,16 +78,6 @@ def test_settings_that_a_checkpoint_restored_are_those_in_effect(tmp_path):
     assert "weight_decay0.1 (restored from the checkpoint; 0.0 in" in text and "max_grad_norm" not in text
 
 
-def test_a_resumed_run_records_the_settings_in_effect(run_file, tmp_path):
-    keys = ["rl=", "save_strategy=steps", "save_steps=1", "eval_strategy=no", "auto_resume_from_checkpoints=true"]
-    train(quietly(run_file, [*keys, "max_steps=1", "learning_rate=2e-4"]))
-    with pytest.warns(UserWarning, match="the run continues with 0.0002"):
-        train(quietly(run_file, [*keys, "max_steps=2", "learning_rate=1e-4"]))
-    run = json.loads((tmp_path / "out" / "run.json").read_text())
-    assert run["optimizer"]["learning_rate"] == 2e-4 and run["config"]["learning_rate"] == 1e-4
-    assert "learning_rate0.0002 (restored" in Tags((tmp_path / "out" / "report.html").read_text()).text
-
-
 def test_everything_is_escaped(tmp_path):
     changes = {"error": EVIL, "model": EVIL, "method": EVIL, "changed": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
     write_run(tmp_path, "failed" + EVIL, host=EVIL, **changes)
@@ -120,31 +111,33 @@ def test_the_comparison_of_an_evaluation_with_its_intervals(run, tmp_path):
     assert "compared with base" not in Tags(report(run, tmp_path / "result.json")).text
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
+def test_broken_and_missing_files(tmp_path):
+    for files in (
         {},
         {"run.json": "{", "metrics.jsonl": "broken\n[]\n", "rollouts.jsonl": "{}\n", "health.jsonl": "{}\n"},
         {"run.json": '{"state": 3, "config": [], "changed": 3, "versions": "x", "started": "y"}'},
         {"evaluation.json": '{"models": [{}, {"differences": {"a": 1}}, {"differences": null}]}'},
         {"evaluation.json": '{"models": [1, 2]}'},
-    ],
-)
-def test_broken_and_missing_files(tmp_path, files):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    assert str(tmp_path.name) in Tags(report(tmp_path)).text
+        dict.fromkeys(("run.json", *(f"{name}.jsonl" for name in ("metrics", "health", "rollouts"))), DEEP),
+        {"evaluation.json": DEEP},
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        assert folder.name in Tags(report(folder)).text
 
 
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [("stopped", "The run ended before its first log"), ("running", "The run has not reached its first log")],
-)
-def test_a_run_without_a_step(ebft, tmp_path, state, text):
-    write_run(tmp_path / "run", state, step=0, max_steps=None)
-    assert ebft("report", tmp_path / "run").exit_code == 0
-    found = Tags((tmp_path / "run" / "report.html").read_text()).text
-    assert f"{state}, step 0" in found and f"{text}, so there are no curves." in found and "learning_rate" in found
+def test_a_run_without_a_step(ebft, tmp_path):
+    for state, text in (
+        ("stopped", "The run ended before its first"),
+        ("running", "The run has not reached its first"),
+    ):
+        write_run(tmp_path / state, state, step=0, max_steps=None)
+        assert ebft("report", tmp_path / state).exit_code == 0
+        found = Tags((tmp_path / state / "report.html").read_text()).text
+        assert f"{state}, step 0" in found and f"{text} log, so there are no curves." in found
+        assert "learning_rate" in found
 
 
 def test_a_later_run_that_was_stopped_before_its_first_step(run):
@@ -164,10 +157,19 @@ def test_long_runs_are_cheap(tmp_path):
     assert time.process_time() - before < 10 and len(page) < 2**20
 
 
-def test_every_run_ends_with_a_report(run_file, tmp_path):
-    train(quietly(run_file, ["max_steps=2", "eval_steps=1", "ebft.log_completions=true"]))
-    text = Tags((tmp_path / "out" / "report.html").read_text()).text
-    assert "finished, step 2 of 2" in text and "ebft: out" in text and "cfm_loss" in text
+def test_every_run_ends_with_a_report_of_the_settings_in_effect(run_file, tmp_path):
+    page = tmp_path / "out" / "report.html"
+    keys = ["eval_steps=1", "ebft.log_completions=true", "save_strategy=steps", "save_steps=1"]
+    keys.append("auto_resume_from_checkpoints=true")
+    train(quietly(run_file, [*keys, "max_steps=1", "learning_rate=2e-4"]))
+    text = Tags(page.read_text()).text
+    assert "finished, step 1 of 1" in text and "ebft: out" in text and "cfm_loss" in text
+    with pytest.warns(UserWarning, match="the run continues with 0.0002"):
+        train(quietly(run_file, [*keys, "max_steps=2", "learning_rate=1e-4"]))
+    run = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert run["optimizer"]["learning_rate"] == 2e-4 and run["config"]["learning_rate"] == 1e-4
+    text = Tags(page.read_text()).text
+    assert "finished, step 2 of 2" in text and "learning_rate0.0002 (restored" in text
 
 
 @pytest.mark.filterwarnings("ignore:output_dir")
@@ -186,32 +188,24 @@ BROKEN = ["text", None, -1, float("inf"), float("nan"), 10**400, 1e300, -1e300, 
 
 @pytest.mark.parametrize("value", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
 def test_values_of_the_wrong_kind(run, value):
+    def reported(name, content):
+        (run / name).write_text(json.dumps(content))
+        Tags(report(run))
+
     model = {"model": "b", "metrics": {"m": 2}, "differences": {"m": 1}, "difference_intervals": {"m": [0, 2]}}
     compared = {"settings": {"confidence": 0.95}, "models": [{"model": "a", "metrics": {"m": 1}}, model]}
     whole = json.loads((run / "run.json").read_text())
     for key in whole:
-        (run / "run.json").write_text(json.dumps(whole | {key: value}))
-        Tags(report(run))
+        reported("run.json", whole | {key: value})
     for section in ("rl", "ebft"):
-        (run / "run.json").write_text(json.dumps(whole | {"config": whole["config"] | {section: value}}))
-        Tags(report(run))
+        reported("run.json", whole | {"config": whole["config"] | {section: value}})
     for key in ("metrics", "differences", "difference_intervals"):
-        (run / "evaluation.json").write_text(json.dumps(compared | {"models": [model | {key: value}] * 2}))
-        Tags(report(run))
+        reported("evaluation.json", compared | {"models": [model | {key: value}] * 2})
     for settings in (value, {"confidence": value}):
-        (run / "evaluation.json").write_text(json.dumps(compared | {"settings": settings}))
-        Tags(report(run))
+        reported("evaluation.json", compared | {"settings": settings})
     append(run / "metrics.jsonl", log_line(101) | {"loss": None if isinstance(value, str) else value})
-    (run / "health.jsonl").write_text(
-        json.dumps({"time": value, "step": value, "name": value, "message": value}) + "\n"
-    )
+    reported("health.jsonl", dict.fromkeys(("time", "step", "name", "message"), value))
     write_report(run)
-
-
-def test_objects_that_are_nested_too_deeply(run):
-    for name in ("run.json", "metrics.jsonl", "health.jsonl", "rollouts.jsonl", "evaluation.json"):
-        (run / name).write_text("[" * 200_000 + "\n" + '{"a":' * 200_000)
-    assert run.name in Tags(report(run)).text
 
 
 def test_a_report_of_another_program_is_kept(tmp_path):

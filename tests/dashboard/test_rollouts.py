@@ -22,33 +22,20 @@ from tests.run.test_methods import OVERRIDES, quietly, run_file
 __all__ = ["run_file"]
 
 
-def test_samples_of_a_block():
+def test_samples_of_a_block_and_copies_of_its_completions():
     first, second = samples_of(strided_entry(3))
     assert first.step == 3 and first.place == "token 5"
     assert (first.prompt, first.reference) == ("def add(a, b):\n", "    return a + b")
     assert first.completion == "completion 0 of step 3"
     assert list(first.terms) == ["reward", "alignment", "diversity", "advantage", "length"]
     assert first.terms["reward"] == 0.1 and second.terms["diversity"] == 1.2
-
-
-def test_equal_completions_of_an_anchor_are_one_sample_with_copies():
     entries = [strided_entry(step, rewards=(0.1, 0.4, 0.1)) for step in (1, 2)]
-    for entry in entries:
-        for sample in entry["blocks"][0]["samples"]:
-            sample["completion"] = "the same"
-    found = [sample for entry in entries for sample in samples_of(entry)]
-    once = list(without_repetitions(found))
-    assert [(sample.step, sample.terms["reward"], sample.copies) for sample in once] == [
-        (1, 0.1, 2), (1, 0.4, 1), (2, 0.1, 2), (2, 0.4, 1),
-    ]  # fmt: skip
+    for sample in (sample for entry in entries for sample in entry["blocks"][0]["samples"]):
+        sample["completion"] = "the same"
+    once = list(without_repetitions([sample for entry in entries for sample in samples_of(entry)]))
+    found = [(sample.step, sample.terms["reward"], sample.copies) for sample in once]
+    assert found == [(1, 0.1, 2), (1, 0.4, 1), (2, 0.1, 2), (2, 0.4, 1)]
     assert "token 5 (×2)" in sample_text(once[0]).plain and "×" not in sample_text(once[1]).plain
-
-
-def test_the_ends_of_a_short_log_do_not_overlap(tmp_path):
-    append(tmp_path / "rollouts.jsonl", *(strided_entry(step) for step in range(5)))
-    first, last = first_and_last(tmp_path, 4)
-    assert [sample.step for sample in first] == [0, 1, 2, 3] and [sample.step for sample in last] == [4]
-    assert first_and_last(tmp_path, 5)[1] == []
 
 
 def test_samples_of_a_conversation():
@@ -64,14 +51,15 @@ def test_samples_of_a_conversation():
     assert next(samples_of(entry)).terms["reward"] == 1.0
 
 
-@pytest.mark.parametrize(
-    "entry", [{}, {"step": 1}, {"step": 1, "blocks": 3}, {"step": 1, "samples": [{}]}, {"blocks": [{}], "document": 1}]
-)
-def test_entries_of_an_unknown_form_have_no_samples(entry):
-    assert list(samples_of(entry)) == []
-
-
-def test_token_ids_are_shown_if_the_log_has_no_text():
+def test_entries_of_an_unknown_form_and_without_text():
+    for entry in (
+        {},
+        {"step": 1},
+        {"step": 1, "blocks": 3},
+        {"step": 1, "samples": [{}]},
+        {"blocks": [{}], "document": 1},
+    ):
+        assert list(samples_of(entry)) == [], entry
     entry = strided_entry(0)
     entry["document"], entry["blocks"][0]["offset"] = list(range(20)), 5
     entry["blocks"][0]["reference"] = [5, 6]
@@ -81,14 +69,9 @@ def test_token_ids_are_shown_if_the_log_has_no_text():
     assert next(samples_of(entry)).prompt is None
 
 
-def samples(**values):
-    count = len(next(iter(values.values())))
-    terms = [{name: value[index] for name, value in values.items()} for index in range(count)]
-    return [Sample(index, "", "", "", None, one) for index, one in enumerate(terms)]
-
-
 def test_best_worst_and_newest():
-    found = samples(reward=[3, 1, 2], diversity=[0.1, 0.3, 0.2])
+    terms = [{"reward": r, "diversity": d} for r, d in ((3, 0.1), (1, 0.3), (2, 0.2))]
+    found = [Sample(index, "", "", "", None, one) for index, one in enumerate(terms)]
     steps = lambda *arguments: [sample.step for sample in take(found, *arguments)]
     assert steps("best", "reward", 2) == [0, 2] and steps("worst", "reward", 2) == [1, 2]
     assert steps("best", "diversity", 1) == [0] and steps("worst", "diversity", 1) == [1]
@@ -97,11 +80,14 @@ def test_best_worst_and_newest():
 
 
 def test_first_and_last(tmp_path):
-    assert first_and_last(tmp_path, 2) == ([], [])
+    (tmp_path / "short").mkdir()
+    ends = lambda name, count: [[found.step for found in part] for part in first_and_last(tmp_path / name, count)]
+    assert ends("", 2) == [[], []]
     append(tmp_path / "rollouts.jsonl.1", strided_entry(0), strided_entry(1))
     append(tmp_path / "rollouts.jsonl", *(strided_entry(step) for step in range(2, 6)))
-    first, last = first_and_last(tmp_path, 2)
-    assert [sample.step for sample in first] == [0, 1] and [sample.step for sample in last] == [4, 5]
+    assert ends("", 2) == [[0, 1], [4, 5]]
+    append(tmp_path / "short" / "rollouts.jsonl", *(strided_entry(step) for step in range(5)))
+    assert ends("short", 4) == [[0, 1, 2, 3], [4]] and ends("short", 5)[1] == [], "no overlap"
 
 
 def test_long_prompts_are_shortened():
@@ -128,10 +114,8 @@ def test_the_log_of_a_run_is_read(run_file, tiny_llama_dir, tmp_path, method):
 
 def test_characters_before_anchors(tiny_llama_dir):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
-    ids = tokenizer("def quantity(x):\n    return x  # naïve 𝄞 text " * 3).input_ids
-    anchors = list(range(2, len(ids), 3))
-    expected = [len(tokenizer.decode(ids[:anchor])) for anchor in anchors]
-    assert all(abs(a - b) <= 3 for a, b in zip(_characters_before(anchors, ids, tokenizer), expected))
-    ascii_ids = tokenizer("def quantity(x):\n    return x  # plain text " * 3).input_ids
-    expected = [len(tokenizer.decode(ascii_ids[:anchor])) for anchor in anchors]
-    assert _characters_before(anchors, ascii_ids, tokenizer) == expected
+    for text, tolerance in (("# naïve 𝄞 text ", 3), ("# plain text ", 0)):
+        ids = tokenizer(f"def quantity(x):\n    return x  {text}" * 3).input_ids
+        anchors = list(range(2, len(ids), 3))
+        expected = [len(tokenizer.decode(ids[:anchor])) for anchor in anchors]
+        assert all(abs(a - b) <= tolerance for a, b in zip(_characters_before(anchors, ids, tokenizer), expected))

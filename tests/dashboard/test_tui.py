@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from ebft.monitor.run_files import remove_from_step
 from ebft.tools.dashboard import tui
 from ebft.tools.dashboard.tui import Dashboard, TrainingDashboard
 from tests.dashboard.runs import STRIDED, append, held_out_line, log_line, strided_entry, write_run
@@ -81,19 +82,6 @@ def test_every_tab_in_every_size(run, size):
     assert dashboard(run, body, size).return_value == "closed"
 
 
-def test_resizing_shows_and_hides_the_rollouts(run):
-    async def body(app, pilot):
-        await shows(app, pilot, "alignment")
-        await pilot.resize_terminal(160, 48)
-        await shows(app, pilot, "completion 0 of step 62", "Too [high].")
-        await pilot.resize_terminal(80, 24)
-        await asyncio.sleep(0.1)
-        found = await shows(app, pilot, "alignment")
-        assert "completion 0" not in found
-
-    dashboard(run, body)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_an_empty_folder_and_its_first_files(tmp_path, size):
@@ -137,9 +125,21 @@ def test_the_states_of_a_run(run, state, changes, text):
     dashboard(run, body)
 
 
-def test_files_that_grow_and_break_while_they_are_read(run):
+def test_files_that_grow_break_vanish_and_start_again(run):
     async def body(app, pilot):
-        await shows(app, pilot, "63/100")
+        await shows(app, pilot, "63/100", "alignment")
+        await pilot.resize_terminal(160, 48)
+        await shows(app, pilot, "completion 0 of step 62", "Too [high].")
+        await pilot.resize_terminal(80, 24)
+        await asyncio.sleep(0.1)
+        assert "completion 0" not in await shows(app, pilot, "alignment")
+        shutil.move(run, run.with_name("away"))
+        await shows(app, pilot, "folder not found")
+        for key in "2345123":
+            await pilot.press(key)
+        shutil.move(run.with_name("away"), run)
+        await shows(app, pilot, "63/100", "running", "Too [high].")
+        await pilot.press("1")
         append(run / "metrics.jsonl", log_line(64, loss=0.987))
         await shows(app, pilot, "64/100", "0.987")
         with (run / "metrics.jsonl").open("a") as file:
@@ -156,16 +156,7 @@ def test_files_that_grow_and_break_while_they_are_read(run):
         await shows(app, pilot, "waiting for files", "step 67")
         write_run(run, step=68)
         await shows(app, pilot, "running", "68/100")
-
-    dashboard(run, body)
-
-
-def test_a_run_that_is_resumed_starts_its_curves_again(run):
-    from ebft.monitor.run_files import remove_from_step
-
-    async def body(app, pilot):
-        await shows(app, pilot, "63/100")
-        write_run(run, step=20)
+        write_run(run, step=20)  # the run is resumed
         remove_from_step(run / "metrics.jsonl", 21)
         remove_from_step(run / "rollouts.jsonl", 20)
         await shows(app, pilot, "20/100", "0.300")
@@ -180,19 +171,6 @@ def test_a_run_that_logs_no_rollouts_names_the_keys():
         assert "ebft.log_completions (strided mode)" in tui.rollouts([], 80, config).plain
     for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
         assert tui.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
-
-
-def test_the_folder_is_deleted_and_comes_back(run):
-    async def body(app, pilot):
-        await shows(app, pilot, "63/100")
-        shutil.move(run, run.with_name("away"))
-        await shows(app, pilot, "folder not found")
-        for key in "2345123":
-            await pilot.press(key)
-        shutil.move(run.with_name("away"), run)
-        await shows(app, pilot, "63/100", "running", "Too [high].")
-
-    dashboard(run, body)
 
 
 def test_supervised_fine_tuning_has_no_rollouts(tmp_path):
@@ -271,13 +249,13 @@ def test_the_end_of_training_closes_the_question_and_removes_its_key(run, is_kno
     assert app.return_value == "closed" and process.interrupts == 0
 
 
-@pytest.mark.parametrize("key", ["q", "ctrl+c"])
-def test_after_the_end_of_training_the_dashboard_closes_at_once(run, key):
-    async def body(app, pilot):
-        await shows(app, pilot, "63/100")
-        await pilot.press(key)
+def test_after_the_end_of_training_the_dashboard_closes_at_once(run):
+    for process, key in ((Process(is_running=False), "q"), (Process(is_running=False), "ctrl+c"), (None, "q")):
 
-    process = Process(is_running=False)
-    app = dashboard(run, body, make=TrainingDashboard, training=process)
-    assert app.return_value == "closed" and process.interrupts == 0
-    assert dashboard(run, body).return_value == "closed"
+        async def body(app, pilot, key=key):
+            await shows(app, pilot, "63/100")
+            await pilot.press(key)
+
+        make = {"make": TrainingDashboard, "training": process} if process else {}
+        assert dashboard(run, body, **make).return_value == "closed"
+        assert process is None or process.interrupts == 0

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from copy import deepcopy
 
 import typer
 
@@ -17,26 +18,15 @@ SUBSTITUTION = re.compile(r"\$\((.*?)\)")
 PLACEHOLDERS = {"KEY=VALUE": None, "SEED": "0"}  # what the text writes for a value; None leaves it out
 # Valid configs to which parts of configs and overrides are added; a part must fit one of them.
 DATA = {"base_model": "some/model", "output_dir": "out"}
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+data = lambda kind: {"datasets": [{"path": "a", "type": kind}]}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
 BASES = {
-    "strided": {"rl": "ebft", "ebft": {"mode": "strided"}, "datasets": [{"path": "a", "type": "completion"}]},
-    "structured": {
-        "rl": "ebft",
-        "datasets": [{"path": "a", "type": "ebft_opencode.transform"}],
-        "micro_batch_size": 4,
-        "adapter": "lora",
-        "lora_r": 8,
-        "lora_alpha": 16,
-        "lora_target_linear": True,
-    },
-    "pairs": {
-        "rl": "ebft",
-        "ebft": {"mode": "strided"},
-        "datasets": [{"path": "a", "type": "ebft_strided_structured.transform"}],
-        "micro_batch_size": 4,
-        "sequence_len": 1024,
-    },
+    "strided": STRIDED | data("completion"),
+    "structured": {"rl": "ebft", "micro_batch_size": 4, **LORA, **data("ebft_opencode.transform")},
+    "pairs": {"micro_batch_size": 4, "sequence_len": 1024, **STRIDED, **data("ebft_strided_structured.transform")},
     "own data": {"rl": "grpo", "micro_batch_size": 8},  # for methods with data keys of their own
-    "sft": {"datasets": [{"path": "a", "type": "completion"}]},
+    "sft": data("completion"),
 }
 
 
@@ -109,7 +99,7 @@ def check_config(part: dict) -> None:
 def _fits_one(bases: list[dict], change, what: str) -> None:
     errors = []
     for base in bases:
-        values = _copy({**DATA, **base}) if base else {}
+        values = deepcopy({**DATA, **base}) if base else {}
         change(values)
         try:
             RunConfig.from_dict(values)
@@ -125,9 +115,3 @@ def _merge(values: dict, part: dict) -> None:
             _merge(values[key], value)
         else:
             values[key] = value
-
-
-def _copy(value):
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value

@@ -23,15 +23,12 @@ def name_of(item) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_of_blocks_are_parsed(page):
+def test_commands_are_parsed(page):
+    """Of blocks and, perhaps incomplete, of the text."""
     for block in blocks_of(page):
         for line in shell_lines(block):
             for arguments in commands_in(line):
                 _checked(check_command, arguments, f"{block.name}: {line}")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_commands_of_the_text_are_parsed(page):
     for command in inline_commands(page):
         for arguments in commands_in(command):
             _checked(lambda given: check_command(given, incomplete=True), arguments, f"{page.name}: {command}")
@@ -90,9 +87,8 @@ def test_programs_define_their_names(page):
             assert {node.id for node in names} <= defined, block.name
 
 
-@pytest.mark.parametrize(
-    "line, message",
-    [
+def test_wrong_commands_and_configs_are_found():
+    for line, message in (
         ("ebft tarin run.yaml", "unknown command tarin"),
         ("ebft evaluate run.yaml --modle x", "NoSuchOption"),
         ("ebft train run.yaml ebft.strid=4", "ebft.strid"),
@@ -101,15 +97,10 @@ def test_programs_define_their_names(page):
         ("echo x | ebft inference run.yaml --temprature 1", "NoSuchOption"),
         ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
         ("ebft report", "MissingParameter"),
-    ],
-)
-def test_wrong_commands_are_found(line, message):
-    (arguments,) = commands_in(line)
-    with pytest.raises((AssertionError, ConfigError), match=message):
-        check_command(arguments)
-
-
-def test_wrong_configs_are_found():
+    ):
+        (arguments,) = commands_in(line)
+        with pytest.raises((AssertionError, ConfigError), match=message):
+            check_command(arguments)
     with pytest.raises(AssertionError, match="ebft.strid"):
         check_config({"ebft": {"strid": 8}})
 

@@ -1,6 +1,7 @@
 """The tables of model families and of chat templates in the documentation list what the tests compare."""
 
 import re
+import runpy
 from pathlib import Path
 
 from ebft.models.tokenizer import FALLBACK, KEEP, NAMES
@@ -29,3 +30,11 @@ def test_families():
 def test_chat_templates():
     listed = [name for row in first_column("data.md", "### Chat templates") for name in row]
     assert set(listed) == {*NAMES, KEEP, f"{FALLBACK}NAME"}
+
+
+def test_figures_of_layouts_are_those_that_the_code_gives(tmp_path):
+    script = runpy.run_path(str(DOCS / "figures.py"))
+    script["write_figures"](tmp_path)
+    for name in script["FIGURES"]:
+        stored = (DOCS / "images" / name).read_bytes()
+        assert stored == (tmp_path / name).read_bytes(), f"docs/images/{name} is stale: run make docs"

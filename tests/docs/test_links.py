@@ -40,17 +40,13 @@ def test_files_named_on_the_page_of_the_architecture_exist():
         assert any((ROOT / folder / path).is_file() for folder in ("", "src", "src/ebft")), path
 
 
-def test_the_listing_on_the_page_of_the_paper_is_the_code():
+def test_the_page_of_the_paper_has_the_code_of_the_step_and_functions_that_exist():
     text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     section = text[text.index("## The step") : text.index("## Defaults")]
     lines = re.findall(r"^\| .* \| `(.+)` \|$", section, re.MULTILINE)
     trainer = (ROOT / "src" / "ebft" / "strided" / "trainer.py").read_text(encoding="utf-8")
     places = [trainer.find(line) for line in lines]
     assert len(lines) == 10 and -1 not in places and places == sorted(places), list(zip(lines, places))
-
-
-def test_functions_named_on_the_page_of_the_paper_exist():
-    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     names = re.findall(r"`rewards\.(?!py\b)(\w+)", text)
     assert len(names) > 5 and all(hasattr(rewards, name) for name in names)
 

@@ -74,13 +74,8 @@ def test_from_axolotl(chat_model_dir, tmp_path):
     run(["python", "make_rows.py"], tmp_path)
     config = write(files["axolotl.yaml"], tmp_path)
     checked, *commands = [shlex.split(line) for line in lines_of(page)]
-    assert [command[1] for command in (checked, *commands)] == [
-        "config",
-        "train",
-        "evaluate",
-        "inference",
-        "merge-lora",
-    ]
+    verbs = [command[1] for command in (checked, *commands)]
+    assert verbs == ["config", "train", "evaluate", "inference", "merge-lora"]
     expected = [block.code.strip() for block in blocks_of(page) if block.language == "text"]
 
     assert run(checked, tmp_path, status=2).strip() == expected[0]

@@ -32,19 +32,13 @@ def test_no_page_loads_anything_from_another_host(site):
         assert not re.search(r"(url\(|@import )[\"']?https?:", style.read_text(encoding="utf-8")), style
 
 
-def test_formulas_are_drawn(site):
-    page = (site / "paper.html").read_text(encoding="utf-8")
+def test_pages_have_formulas_docstrings_and_linked_files(site):
+    text = lambda name: (site / name).read_text(encoding="utf-8")
+    page = text("paper.html")
     assert page.count('<svg class="formula"') > 20 and "arithmatex" not in page
     assert r'aria-label="a_j = 2\cos(\phi_j, \phi_*)"' in page
-
-
-def test_public_names_have_their_docstrings(site):
-    page = (site / "api.html").read_text(encoding="utf-8")
     for words in ("apply <code>overrides</code>", "Trainer for strided EBFT of a causal LM", "A TRL reward function:"):
-        assert words in page
-
-
-def test_linked_files_of_the_repository_are_part_of_the_site(site):
-    assert "base_model: Qwen/Qwen2.5-1.5B" in (site / "examples/paper_full.yaml.txt").read_text(encoding="utf-8")
-    assert 'href="examples/paper_full.yaml.txt"' in (site / "results.html").read_text(encoding="utf-8")
+        assert words in text("api.html")
+    assert "base_model: Qwen/Qwen2.5-1.5B" in text("examples/paper_full.yaml.txt")
+    assert 'href="examples/paper_full.yaml.txt"' in text("results.html")
     assert (site / "studies/smollm2/results/functions-base-rollouts.png").is_file()

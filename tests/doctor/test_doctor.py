@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -55,29 +56,24 @@ def test_the_installation_is_consistent(doctor):
 
 
 @pytest.mark.parametrize(
-    "installed, message",
-    [(None, "trl: not installed"), ("0.9", r"trl: version 0.9 is installed, but .*>=1.16 is required")],
+    "package, installed, level, name, message",
+    [
+        ("trl", None, "error", "packages", "trl: not installed.*pip install 'trl"),
+        ("trl", "0.9", "error", "packages", r"trl: version 0.9 .*>=1.16 is required.*pip install 'trl"),
+        ("tensorboard", "0.1", "warning", "extra tensorboard", "0.1"),
+    ],
 )
-def test_a_required_package_that_is_missing_or_too_old(monkeypatch, installed, message):
+def test_packages_that_are_missing_or_too_old(monkeypatch, package, installed, level, name, message):
     real = environment.version
 
     def version(name):
-        if name != "trl":
-            return real(name)
-        if installed is None:
+        if name == package and installed is None:
             raise PackageNotFoundError(name)
-        return installed
+        return installed if name == package else real(name)
 
     monkeypatch.setattr(environment, "version", version)
-    (error,) = [check for check in check_installation() if check.level == "error"]
-    assert re.search(message, error.message) and "pip install 'trl" in error.message
-
-
-def test_an_extra_with_a_wrong_version_is_a_warning(monkeypatch):
-    real = environment.version
-    monkeypatch.setattr(environment, "version", lambda name: "0.1" if name == "tensorboard" else real(name))
-    (warning,) = [check for check in check_installation() if check.level == "warning"]
-    assert warning.name == "extra tensorboard" and "0.1" in warning.message
+    (check,) = [check for check in check_installation() if check.level == level]
+    assert check.name == name and re.search(f"(?s){message}", check.message)
 
 
 @pytest.mark.slow
@@ -143,31 +139,23 @@ def test_only_documents_must_fit_into_the_models_positions(doctor, tmp_path):
 def test_a_tracker_that_is_not_installed(doctor, tmp_path):
     path = write_inputs("sft", tmp_path)
     code, found = doctor(path, "--no-step", "use_trackio=true")
-    errors = [text for (level, _), text in found.items() if level == "error"]
-    assert code == 1 and len(errors) == 1 and "use_trackio: true" in errors[0] and "pip install trackio" in errors[0]
+    (error,) = [text for (level, _), text in found.items() if level == "error"]
+    assert code == 1 and "use_trackio: true" in error and "pip install trackio" in error
     code, found = doctor(path, "--no-step", "wandb_project=mine")
     assert code == 0 and "pip install wandb" in found["warning", "packages of this config"]
 
 
-def test_publishing_without_a_login(doctor, tmp_path, monkeypatch):
+def test_no_login_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    code, found = doctor(write_inputs("sft", tmp_path), "--no-step", "hub_model_id=me/model")
-    assert code == 1 and "hf auth login" in found["error", "hub"]
-
-
-def test_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
+    path = write_inputs("sft", tmp_path)
+    next((tmp_path / "model").glob("*.safetensors")).unlink()
+    code, found = doctor(path, "--no-step", "hub_model_id=me/model")
+    assert code == 1 and "hf auth login" in found["error", "hub"] and "has no weights" in found["error", "model"]
     monkeypatch.setattr("ebft.tools.doctor.run._SERVER_TIMEOUT", 0.1)
-    path = write_inputs("structured_cross_entropy", tmp_path)
+    path = write_inputs("structured_cross_entropy", tmp_path / "structured")
     code, found = doctor(path, "trl.use_vllm=true", "trl.vllm_mode=server", "trl.vllm_server_port=9")
     assert code == 1 and "ebft vllm-serve" in found["error", "server"]
     assert "not run" in found["warning", "step"]
-
-
-def test_a_folder_without_weights(doctor, tmp_path):
-    path = write_inputs("sft", tmp_path)
-    next((tmp_path / "model").glob("*.safetensors")).unlink()
-    code, found = doctor(path, "--no-step")
-    assert code == 1 and "has no weights" in found["error", "model"]
 
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
@@ -279,6 +267,7 @@ def test_every_saving_is_on_a_separate_line(tmp_path):
     assert listed == [" To lower it:", *(f"  - {saving}" for saving in savings(found, "rollouts"))] and len(listed) > 3
 
 
+BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
 LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
 
 
@@ -287,13 +276,8 @@ LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
     [
         ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
         ("strided_full", "trainer setup", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
-        (
-            "strided_full",
-            "rollouts",
-            ["micro_batch", "tokens_per_pass", "n_samples", "sequence_len: 50"],
-            ["optimizer:"],
-        ),
-        ("strided_full", "features", ["micro_batch", "tokens_per_pass", "n_samples", "checkpointing"], ["optimizer:"]),
+        ("strided_full", "rollouts", [*BATCH, "sequence_len: 50"], ["optimizer:"]),
+        ("strided_full", "features", [*BATCH, "checkpointing"], ["optimizer:"]),
         ("strided_full", "loss and backward", ["micro_batch", "checkpointing", "tokens_per_pass", "lora"], []),
         (
             "strided_full",
@@ -371,32 +355,26 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
     assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
 
 
-@pytest.mark.parametrize(
-    "longest, counts, level, text",
-    [
-        (40, {}, "ok", "sequence_len: 64 is enough"),
-        (90, {}, None, ""),
-        (160, {"truncated at sequence_len": 3}, "warning", "3 rows are truncated"),
-        (160, {"truncated at sequence_len": 1}, "warning", "1 row is truncated"),
-    ],
-)
-def test_advice_on_sequence_len(tmp_path, longest, counts, level, text):
+def test_advice_on_sequence_len(tmp_path):
     config = load_config(write_inputs("sft", tmp_path))
-    found = list(sequence_len_checks(config, LongestRows(None, (), longest), counts))
-    assert [check.level for check in found] == ([level] if level else [])
-    assert all(text in check.message for check in found)
+    for longest, truncated, level, text in (
+        (40, 0, ["ok"], "sequence_len: 64 is enough"),
+        (90, 0, [], ""),
+        (160, 3, ["warning"], "3 rows are truncated"),
+        (160, 1, ["warning"], "1 row is truncated"),
+    ):
+        counts = {"truncated at sequence_len": truncated} if truncated else {}
+        found = list(sequence_len_checks(config, LongestRows(None, (), longest), counts))
+        assert [check.level for check in found] == level and all(text in check.message for check in found)
 
 
-def test_a_step_of_more_rows_than_there_are_is_a_warning(doctor, tmp_path):
-    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "gradient_accumulation_steps=1000000")
+def test_a_step_of_more_rows_than_there_are_and_truncated_rows_are_warnings(doctor, tmp_path):
+    path = write_inputs("sft", tmp_path)
+    _, found = doctor(path, "--no-step", "gradient_accumulation_steps=1000000", "sequence_len=24")
     assert "000,000 rows, but there are" in found["warning", "step size"]
-    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "gradient_accumulation_steps=1")
-    assert ("warning", "step size") not in found
-
-
-def test_truncated_rows_are_reported(doctor, tmp_path):
-    _, found = doctor(write_inputs("sft", tmp_path), "--no-step", "sequence_len=24")
     assert "rows are truncated at sequence_len: 24" in found["warning", "sequence_len"]
+    _, found = doctor(path, "--no-step", "gradient_accumulation_steps=1")
+    assert ("warning", "step size") not in found
 
 
 def test_later_steps_have_the_optimizer_state_from_their_start():
@@ -408,8 +386,6 @@ def test_later_steps_have_the_optimizer_state_from_their_start():
 
 
 def test_errors_and_warnings_of_a_check_are_lines():
-    import warnings
-
     def warned():
         warnings.warn("careful", stacklevel=1)
         return 3

@@ -1,8 +1,6 @@
 import json
 import sys
 
-import pytest
-
 from ebft.tools.doctor.environment import environment, relevant_variables
 from tests.cli.conftest import ebft
 
@@ -32,15 +30,13 @@ def test_json_has_the_same_facts(ebft):
 def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("base_model: m\ndatasets:\n  - {path: d, type: completion}\n")
-    found = json.loads(ebft("env", path, f"vllm.python={sys.executable}", "--json").output)
-    assert found["vllm interpreter"]["vllm"] == "not installed"
-    found = json.loads(ebft("env", path, "vllm.python=/no/python", "--json").output)
-    assert found["vllm interpreter"]["vllm"] == "cannot be run"
+    for python, vllm in ((sys.executable, "not installed"), ("/no/python", "cannot be run")):
+        found = json.loads(ebft("env", path, f"vllm.python={python}", "--json").output)
+        assert found["vllm interpreter"]["vllm"] == vllm
 
 
-@pytest.mark.parametrize(
-    "name, value, shown",
-    [
+def test_secrets_are_hidden():
+    for name, value, shown in (
         ("HF_TOKEN", "x", "(set, not shown)"),
         ("HF_TOKEN", "", "(empty)"),
         ("TOKENIZERS_PARALLELISM", "false", "false"),
@@ -52,7 +48,5 @@ def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
         ("VLLM_MAX_TOKENS", "100", "100"),
         ("HF_HOME", "/data/hf_checkpoints/x@y", "/data/hf_checkpoints/x@y"),
         ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(removed)"),
-    ],
-)
-def test_secrets_are_hidden(name, value, shown):
-    assert relevant_variables({name: value, "HOME": "/root"}) == {name: shown}
+    ):
+        assert relevant_variables({name: value, "HOME": "/root"}) == {name: shown}

@@ -64,47 +64,26 @@ def rows(tmp_path_factory):
 @pytest.fixture
 def write_config(models, rows, tmp_path):
     """`write_config(kind, **keys)`: the path of a config that evaluates on pairs or texts."""
+
+    def held_out(name, transform):
+        return {"test_datasets": [{"path": str(rows / f"{name}.jsonl"), "type": transform}]}
+
+    def blocks(length, samples):
+        options = {"stride": length, "context_length": length, "generate_max_len": 4, "n_samples_per_prompt": samples}
+        return {"rl": "ebft", "ebft": {"mode": "strided", **options}}
+
+    plain = held_out("pairs", "ebft_strided_structured.transform")
     kinds = {
-        "strided": {
-            "rl": "ebft",
-            "ebft": {
-                "mode": "strided",
-                "stride": 3,
-                "context_length": 3,
-                "generate_max_len": 4,
-                "n_samples_per_prompt": 3,
-            },
-            "test_datasets": [{"path": str(rows / "pairs.jsonl"), "type": "ebft_strided_structured.transform"}],
-        },
-        "texts": {
-            "rl": "ebft",
-            "ebft": {
-                "mode": "strided",
-                "stride": 4,
-                "context_length": 4,
-                "generate_max_len": 4,
-                "n_samples_per_prompt": 6,
-            },
-            "test_datasets": [{"path": str(rows / "texts.jsonl"), "type": "ebft_pretrain.transform"}],
-        },
-        "structured": {
-            "rl": "ebft",
-            "trl": {"num_generations": 3, "max_completion_length": 8},
-            "test_datasets": [{"path": str(rows / "pairs.jsonl"), "type": "tests.evaluation.metrics.prompt_rows"}],
-        },
-        "plain": {
-            "test_datasets": [{"path": str(rows / "pairs.jsonl"), "type": "ebft_strided_structured.transform"}],
-        },
+        "strided": blocks(3, samples=3) | plain,
+        "texts": blocks(4, samples=6) | held_out("texts", "ebft_pretrain.transform"),
+        "structured": {"rl": "ebft", "trl": {"num_generations": 3, "max_completion_length": 8}}
+        | held_out("pairs", "tests.evaluation.metrics.prompt_rows"),
+        "plain": plain,
     }
 
     def write(kind, **keys):
-        config = {
-            "base_model": str(models / "base"),
-            "sequence_len": 64,
-            "output_dir": str(tmp_path / "out"),
-            **kinds[kind],
-            **keys,
-        }
+        config = {"base_model": str(models / "base"), "sequence_len": 64, "output_dir": str(tmp_path / "out")}
+        config |= kinds[kind] | keys
         config["datasets"] = config["test_datasets"]
         path = tmp_path / f"{kind}.yaml"
         path.write_text(yaml.safe_dump(config))

@@ -5,7 +5,7 @@ import pytest
 
 from ebft import evaluate, load_config
 from ebft.data.keys import DatasetEntry
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError
 from ebft.scores import Scores
 from ebft.tools.evaluation.task import HeldOut, add_downstream, load_metrics
 
@@ -25,56 +25,34 @@ def test_metrics_on_whole_completions(kind, write_config, models):
     assert result.intervals["length_pass@1"][0] < metrics["length_pass@1"]
 
 
-def test_max_new_tokens_limits_completions(write_config, models):
-    path = write_config("strided", evaluation={"metrics": [f"{HERE}.length"]})
-    short, long = (
-        evaluate(load_config(path, [f"evaluation.max_new_tokens={n}"]), [str(models / "base")]).models[0]
-        for n in (1, 12)
-    )
-    assert short.metrics["length_greedy"] < long.metrics["length_greedy"]
+LIMITED = ["ebft.gt_length_floor=1", "trl.max_completion_length=40"]
+NEW, BY_REFERENCE = "evaluation.max_new_tokens=", "ebft.gt_length_multiplier="
 
 
-@pytest.mark.parametrize("kind", ["strided", "structured"])
-def test_completions_are_limited_by_the_length_of_their_reference(kind, write_config, models):
+@pytest.mark.parametrize(
+    ("kind", "key", "small", "large", "metric", "factor"),
+    [
+        ("strided", NEW, 1, 12, "length_greedy", 1),
+        ("strided", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
+        ("structured", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
+        ("plain", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 0),  # it would tell the model when to stop
+    ],
+)
+def test_limits_of_completions(kind, key, small, large, metric, factor, write_config):
     path = write_config(kind, evaluation={"metrics": [f"{HERE}.length"], "documents": 4})
-    short, long = (
-        evaluate(
-            load_config(
-                path, [f"ebft.gt_length_multiplier={m}", "ebft.gt_length_floor=1", "trl.max_completion_length=40"]
-            )
-        ).models[0]
-        for m in (0.2, 2.0)
-    )
-    assert short.metrics["length_pass@1"] < long.metrics["length_pass@1"] / 2
+    found = [evaluate(load_config(path, [*LIMITED, f"{key}{n}"])).models[0].metrics[metric] for n in (small, large)]
+    assert found[0] < found[1] / factor if factor else found[0] == found[1]
 
 
-def test_completions_of_other_methods_are_not(write_config, models):
-    """A limit by the reference would tell the model when to stop."""
-    path = write_config("strided", evaluation={"metrics": [f"{HERE}.length"], "documents": 4})
-    found = [
-        evaluate(load_config(path, ["rl=", f"ebft.gt_length_multiplier={m}", "ebft.gt_length_floor=1"])).models[0]
-        for m in (0.2, 2.0)
-    ]
-    assert found[0].metrics["length_pass@1"] == found[1].metrics["length_pass@1"]
-
-
-def test_pass_at_k_and_greedy_by_hand():
-    scores = Scores()
-    values = {"a": 0.0, "b": 1.0, "c": 0.5}
+def test_pass_at_k_and_greedy_by_hand_and_a_row_of_its_own():
+    scores, values = Scores(), {"a": 0.0, "b": 1.0, "c": 0.5}
     metrics = {"value": lambda prompt, completions, row: values[completions[0]]}
     add_downstream(scores, metrics, 3, "p", ["a", "b", "a", "c"], "c", {}, [1, 2, 4])
     # Of the six pairs, three hold b, two more hold c.
-    assert scores.means() == pytest.approx(
-        {"value_pass@1": 0.375, "value_pass@2": (3 * 1 + 2 * 0.5) / 6, "value_pass@4": 1.0, "value_greedy": 0.5}
-    )
-
-
-def test_a_metric_sees_a_row_of_its_own():
+    expected = {"value_pass@1": 0.375, "value_pass@2": (3 * 1 + 2 * 0.5) / 6, "value_pass@4": 1.0, "value_greedy": 0.5}
+    assert scores.means() == pytest.approx(expected)
     scores, row = Scores(), {"x": [1.0]}
-
-    def takes(prompt, completions, row):
-        return np.bool_(row["x"].pop())
-
+    takes = lambda prompt, completions, row: np.bool_(row["x"].pop())
     add_downstream(scores, {"m": takes}, 0, "p", ["a", "b"], "a", row, [1])
     assert scores.means() == {"m_pass@1": 1.0, "m_greedy": 1.0} and row == {"x": [1.0]}
 
@@ -113,12 +91,6 @@ def test_names_of_ours_are_not_mixed_with_those_of_the_user(write_config, models
     (result,) = evaluate(load_config(path, metrics), [str(models / "base")]).models
     assert result.metrics["reward_pass@1"] == without.metrics["reward_pass@1"]
     assert result.metrics[f"{HERE}.reward_greedy"] == 100.0 and result.metrics["curve_of_greedy"] == 1.0
-
-
-def test_raw_text_has_no_prompt_to_complete(write_config, models):
-    path = write_config("texts", evaluation={"metrics": [f"{HERE}.length"]})
-    with pytest.raises(DataError, match="text without prompts"):
-        evaluate(load_config(path), [str(models / "base")])
 
 
 def test_raw_rows_over_several_sources(rows):

@@ -5,14 +5,7 @@ import pytest
 from ebft import evaluate, load_config, train
 
 LORA = ["adapter=lora", "lora_target_linear=true", "lora_r=4", "lora_alpha=8"]
-SHORT = [
-    "max_steps=1",
-    "eval_steps=1",
-    "logging_steps=1",
-    "learning_rate=0.001",
-    "save_strategy=no",
-    "bf16=false",
-]
+SHORT = ["max_steps=1", "eval_steps=1", "logging_steps=1", "learning_rate=0.001", "save_strategy=no", "bf16=false"]
 
 
 @pytest.mark.slow
@@ -32,10 +25,7 @@ def test_token_rows(kind, write_config):
 
 def test_prompts(write_config):
     """Cross-entropies are equal; samples are drawn by other means, so what is made of them is near."""
-    config = load_config(
-        write_config("structured"),
-        [*SHORT, "micro_batch_size=3", "trl.temperature=1.0"],
-    )
+    config = load_config(write_config("structured"), [*SHORT, "micro_batch_size=3", "trl.temperature=1.0"])
     logged = train(config).metrics
     (result,) = evaluate(config, [config.output_dir]).models
     for name in ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all"):

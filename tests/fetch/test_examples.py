@@ -26,11 +26,8 @@ def test_every_example_config_is_copied(tmp_path):
 
 
 def test_files_that_examples_name_exist():
-    named = {
-        name
-        for path in example_files()
-        for name in re.findall(r"\b(?:examples|docs|studies)/[\w/-]+\.\w+", path.read_text())
-    }
+    texts = " ".join(path.read_text() for path in example_files())
+    named = set(re.findall(r"\b(?:examples|docs|studies)/[\w/-]+\.\w+", texts))
     assert "examples/quickstart/tiny.yaml" in named
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
@@ -46,17 +43,14 @@ def test_changed_files_are_kept_unless_forced(tmp_path):
     assert first.read_text() != "mine" and second.exists()
 
 
-def test_folder_that_cannot_be_written_is_told(tmp_path):
+def test_places_that_cannot_be_written_are_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FetchError, match="Cannot write examples to"):
         copy_examples(tmp_path / "file" / "examples")
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_folder_in_the_place_of_a_file_is_told(tmp_path, force):
     (tmp_path / "sft_chat.yaml").mkdir()
-    with pytest.raises(FetchError, match=r"(replace|to) .*: Is a directory.* Choose another folder"):
-        copy_examples(tmp_path, force)
+    for force in (False, True):
+        with pytest.raises(FetchError, match=r"(replace|to) .*: Is a directory.* Choose another folder"):
+            copy_examples(tmp_path, force)
 
 
 @pytest.mark.slow

@@ -15,12 +15,8 @@ def tokenizer(smollm2_dir):
 
 
 def test_tokens(tokenizer, tmp_path):
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|im_end|>",
-    )
-    assert len(tokenizer) == 49152
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token]
+    assert special == ["<|im_start|>", "<|im_end|>", "<|im_end|>"] and len(tokenizer) == 49152
     assert tokenizer.tokenize("\n    12") == ["ĊĠĠĠĠ", "1", "2"]  # digits are alone, and leave the spaces together
     ids = tokenizer(CODE)["input_ids"]
     assert tokenizer.bos_token_id not in ids and tokenizer.decode(ids) == CODE
@@ -32,8 +28,7 @@ def test_answers_end_with_the_end_of_turn(smollm2_dir, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(smollm2_dir)
     assert model.dtype == torch.float32
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(
-        question, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-    )
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(question, **given)
     answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"

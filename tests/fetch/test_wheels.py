@@ -30,28 +30,24 @@ def test_wheel_is_downloaded_into_the_cache_once(tiny_wheel, tmp_path, monkeypat
 
 def test_cache_may_be_another_folder(tiny_wheel, tmp_path):
     found = fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "elsewhere")
-    assert found.is_relative_to(tmp_path / "elsewhere")
-    assert not (tmp_path / "cache").exists()
+    assert found.is_relative_to(tmp_path / "elsewhere") and not (tmp_path / "cache").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FetchError, match="Cannot write to .*file/wheels .*EBFT_CACHE"):
+        fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "file")
 
 
-def test_wheel_with_another_checksum_is_refused_and_not_kept(tiny_wheel, tmp_path):
-    with pytest.raises(FetchError, match=f"its sha256 is {tiny_wheel[1]}, expected 0000"):
+def test_what_is_not_the_wheel_is_refused_or_replaced(tiny_wheel, tmp_path):
+    wheel, sha256 = tiny_wheel
+    with pytest.raises(FetchError, match=f"its sha256 is {sha256}, expected 0000"):
         fetch_wheel("tinydata", "0.3", "0" * 64)
     assert list((tmp_path / "cache").rglob("*.whl")) == []
-
-
-def test_damaged_wheel_in_the_cache_is_replaced(tiny_wheel):
-    found = fetch_wheel("tinydata", "0.3", tiny_wheel[1])
-    found.write_bytes(found.read_bytes()[:100])
-    assert fetch_wheel("tinydata", "0.3", tiny_wheel[1]).read_bytes() == tiny_wheel[0].read_bytes()
-
-
-def test_leftovers_of_a_killed_download_are_no_wheel(tiny_wheel, tmp_path):
-    partial = tmp_path / "cache" / "wheels" / ".tinydata-0.3.partial"
-    partial.mkdir(parents=True)
+    partial = tmp_path / "cache" / "wheels" / ".tinydata-0.3.partial"  # of a download that was killed
+    partial.mkdir(parents=True, exist_ok=True)
     (partial / "other-1.0-py3-none-any.whl").write_bytes(b"half")
-    assert fetch_wheel("tinydata", "0.3", tiny_wheel[1]).read_bytes() == tiny_wheel[0].read_bytes()
-    assert not partial.exists()
+    found = fetch_wheel("tinydata", "0.3", sha256)
+    assert found.read_bytes() == wheel.read_bytes() and not partial.exists()
+    found.write_bytes(found.read_bytes()[:100])
+    assert fetch_wheel("tinydata", "0.3", sha256).read_bytes() == wheel.read_bytes()
 
 
 def test_without_network_the_error_says_what_was_tried(tmp_path, monkeypatch):
@@ -70,12 +66,6 @@ def test_full_disk_is_not_taken_for_a_missing_index(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(FetchError, match="(?s)failed.\nOSError: .Errno 28. No space left on device\nFree disk space"):
         fetch_wheel("tinydata", "0.3", "0" * 64, cache=tmp_path)
-
-
-def test_cache_that_cannot_be_written_is_named(tiny_wheel, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match="Cannot write to .*file/wheels .*EBFT_CACHE"):
-        fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "file")
 
 
 def test_processes_at_once_get_the_same_whole_wheel(tiny_wheel):

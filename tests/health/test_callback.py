@@ -6,7 +6,7 @@ import warnings
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ebft import HealthCallback, RunConfig, train
+from ebft import HealthCallback, train
 from ebft.errors import NonFiniteLossError
 from ebft.health.callback import FILE
 from tests.golden.runs import write_inputs
@@ -98,15 +98,9 @@ def test_a_learning_rate_that_ends_training(tmp_path):
 @pytest.mark.slow
 def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
     def trained(steps, checkpoint=None, seen=None):
-        trainer = plain_trainer(
-            tmp_path,
-            AutoModelForCausalLM.from_pretrained(tiny_llama_dir),
-            max_steps=steps,
-            learning_rate=1.0,
-            save_strategy="steps",
-            save_steps=4,
-            lr_scheduler_type="constant",
-        )
+        model, keys = AutoModelForCausalLM.from_pretrained(tiny_llama_dir), {"save_strategy": "steps", "save_steps": 4}
+        keys |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "max_steps": steps}
+        trainer = plain_trainer(tmp_path, model, **keys)
         callback = HealthCallback()
         trainer.add_callback(callback)
         with warnings.catch_warnings(action="ignore"):
@@ -123,7 +117,3 @@ def test_a_resumed_run_says_nothing_twice(tiny_llama_dir, tmp_path):
     # A new run in the same folder replaces the file.
     trained(2)
     assert lines(tmp_path) == []
-
-
-def test_the_key_is_documented():
-    assert RunConfig.model_fields["health"].default is True

@@ -14,18 +14,12 @@ def evaluations(name, values):
     return [{"step": 10 * i, name: value, "eval_ce_loss": 2.0} for i, value in enumerate(values)]
 
 
-def test_a_change_beyond_its_error():
+def test_the_direction_of_a_change_beyond_its_error_and_noise():
     text = training_outcome(training("ebft/ce_loss", [3 - 0.02 * i for i in range(50)]))
     assert "the model learned: ebft/ce_loss improved" in text and "First and last fifth" in text
     assert "±" in text and "ebft/ce_loss 2.874" in text
-
-
-def test_the_wrong_direction():
     text = training_outcome(training("ebft/alignment", [1 - 0.02 * i for i in range(50)]))
     assert "the model did not learn: ebft/alignment became worse" in text
-
-
-def test_noise_is_no_change():
     for seed in range(10):
         text = training_outcome(training("reward", [0.5] * 50, spread=0.3, seed=seed))
         assert "no change larger than its error" in text
@@ -52,14 +46,11 @@ def test_the_reward_is_not_repeated_if_features_are_its_only_part():
     assert "reward" not in training_outcome([entry | {"ebft/alignment": 1.0} for entry in log])
 
 
-def test_evaluations_come_first():
+def test_evaluations_come_first_with_their_steps_and_the_command_that_compares_the_models():
     log = evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2]) + training("ebft/cfm_loss", [0.5] * 50)
     text = training_outcome(log)
     assert "learned: eval_cfm_loss improved" in text and "eval_cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from " in text
     assert "fifth" not in text
-
-
-def test_the_steps_of_the_evaluations_and_the_command_that_compares_the_models():
     log = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4]) + [{"step": 33, "train_loss": 1.0}]
     text = training_outcome(log, "ebft evaluate 'my run.yaml'")
     assert "First and last evaluation (steps 0 and 20):\n  eval_cfm_loss" in text
@@ -111,33 +102,28 @@ def evaluated(**metrics):
     return [{"step": i, **dict(zip(metrics, values))} for i, values in enumerate(zip(*metrics.values()))]
 
 
+def verdicts(logs):
+    return sum("no change larger than its error" not in training_outcome(log) for log in logs)
+
+
 @pytest.mark.parametrize("count", [4, 5, 7, 12, 40])
 @pytest.mark.parametrize("names", [["eval_loss"], ["eval_cfm_loss", "eval_alignment", "eval_reward", "eval_ce_loss"]])
 def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
-    random, verdicts = Random(count), 0
-    for _ in range(400):
-        text = training_outcome(evaluated(**{name: [random.gauss(2, 0.1) for _ in range(count)] for name in names}))
-        verdicts += "no change larger than its error" not in text
-    assert verdicts < 0.05 * 400
+    random = Random(count)
+    draw = lambda: {name: [random.gauss(2, 0.1) for _ in range(count)] for name in names}
+    assert verdicts(evaluated(**draw()) for _ in range(400)) < 0.05 * 400
 
 
 def test_noise_of_training_logs_rarely_gives_a_verdict():
-    random, verdicts = Random(0), 0
-    for _ in range(400):
-        log = [{"step": i, "ebft/ce_loss": random.gauss(2, 1), "ebft/alignment": random.random()} for i in range(8)]
-        verdicts += "no change larger than its error" not in training_outcome(log)
-    assert verdicts < 0.05 * 400
+    random = Random(0)
+    entry = lambda i: {"step": i, "ebft/ce_loss": random.gauss(2, 1), "ebft/alignment": random.random()}
+    assert verdicts([entry(i) for i in range(8)] for _ in range(400)) < 0.05 * 400
 
 
-@pytest.mark.parametrize(
-    "values",
-    [[5, 3, 2.9, 2.85, 2.84, 2.83], [5, 4.1, 3, 2], [3, 2.5, 2.2, 2.0, 1.9, 1.85], [3 * 0.9**i for i in range(30)]],
-)
-def test_a_step_and_a_trend_are_not_noise(values):
-    assert "the model learned: eval_loss improved" in training_outcome(evaluated(eval_loss=values))
-
-
-def test_a_damaged_model():
+def test_a_step_and_a_trend_are_not_noise():
+    slow = [3 * 0.9**i for i in range(30)]
+    for values in ([5, 3, 2.9, 2.85, 2.84, 2.83], [5, 4.1, 3, 2], [3, 2.5, 2.2, 2.0, 1.9, 1.85], slow):
+        assert "the model learned: eval_loss improved" in training_outcome(evaluated(eval_loss=values)), values
     assert "did not learn: eval_loss became worse" in training_outcome(evaluated(eval_loss=[2, 9, 9.1, 9]))
 
 

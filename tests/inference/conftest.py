@@ -41,14 +41,13 @@ def config_file(folders, tmp_path):
         adapter = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
         values = {
             "base_model": str(folders["base"]),
-            **(adapter if kind == "adapter" else {}),
+            "output_dir": str(folders[kind]),
             "sequence_len": 64,
             "rl": "ebft",
-            "ebft": {"mode": "structured", "use_whitening": True, "feature_layers": [0.5], "diversity_coef": 0.5},
-            "datasets": [{"path": "unused", "type": "ebft_opencode.transform"}],
-            "output_dir": str(folders[kind]),
-            **changes,
         }
+        values |= adapter if kind == "adapter" else {}
+        values["ebft"] = {"mode": "structured", "use_whitening": True, "feature_layers": [0.5], "diversity_coef": 0.5}
+        values |= {"datasets": [{"path": "unused", "type": "ebft_opencode.transform"}], **changes}
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(json.loads(json.dumps(values))))
         return path

@@ -23,6 +23,7 @@ from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Sess
 from ebft.tools.inference.serve import PageServer, serve_page
 from tests.structured.trainers import USER, rows
 
+NAN, INF = float("nan"), float("inf")
 CHAT = [USER("say 3")]
 OPTIONS = SamplingOptions(max_new_tokens=8, temperature=0.8, top_p=0.9, top_k=50, seed=7)
 
@@ -43,11 +44,8 @@ def generated(model, ids, **changes):
 @pytest.mark.parametrize("greedy", [False, True], ids=["sampled", "greedy"])
 def test_the_tokens_are_those_of_generate(prompt, greedy, folders):
     tokenizer = AutoTokenizer.from_pretrained(folders["base"])
-    ids = (
-        tokenizer(prompt)["input_ids"]
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
-    )
+    chat = lambda: tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+    ids = (tokenizer(prompt) if isinstance(prompt, str) else chat())["input_ids"]
     base = AutoModelForCausalLM.from_pretrained(folders["base"]).eval()
     changes = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None} if greedy else {}
     options = SamplingOptions(8, 0.0) if greedy else OPTIONS
@@ -116,15 +114,12 @@ def test_a_full_model_that_diverged_is_refused(folders, tmp_path, temperature):
         model_in_folder(str(tmp_path / "nan"))
 
 
-def test_a_prompt_that_is_too_long(sampler):
+def test_prompts_that_are_too_long(sampler):
+    """Long texts are refused by their first part."""
     limit = sampler.loaded.tuned.config.max_position_embeddings
     with pytest.raises(DataError, match="positions"):
         sampler.reply_ids("a" * limit)
     assert len(sampler.reply_ids("a" * (limit - 2))[0]) <= 2
-
-
-def test_long_texts_are_refused_by_their_first_part(sampler):
-    limit = sampler.loaded.tuned.config.max_position_embeddings
     long, short = "a" * 10**6, "a " * limit
     for prompt, reference, message in (
         (long, "b", "The prompt has more than"),
@@ -217,21 +212,11 @@ def test_the_page(address, sampler):
         ("/reply", {}, {}, "needs text"),
         ("/reply", [], {}, "JSON object"),
         ("/reply", {"text": "a", "temperature": -1}, {}, "temperature: invalid value -1"),
-        (
-            "/reply",
-            {"text": "a", "temperature": float("nan")},
-            {},
-            "temperature: invalid value nan; expected 0 or a number",
-        ),
+        ("/reply", {"text": "a", "temperature": NAN}, {}, "temperature: invalid value nan; expected 0 or a number"),
         ("/reply", {"text": "a", "temperature": 1e-320}, {}, "temperature: invalid value 1e-320"),
         ("/reply", {"text": "a", "temperature": 10**400}, {}, "temperature: invalid value 1000"),
-        (
-            "/reply",
-            {"text": "a", "max_new_tokens": float("inf")},
-            {},
-            "max_new_tokens: invalid value inf; expected an integer",
-        ),
-        ("/reply", {"text": "a", "max_new_tokens": float("nan")}, {}, "max_new_tokens: invalid value nan"),
+        ("/reply", {"text": "a", "max_new_tokens": INF}, {}, "max_new_tokens: invalid value inf; expected an integer"),
+        ("/reply", {"text": "a", "max_new_tokens": NAN}, {}, "max_new_tokens: invalid value nan"),
         ("/reply", {"text": "a", "max_new_tokens": 0}, {}, "expected an integer from 1"),
         ("/reply", {"text": "a", "max_new_tokens": 1.5}, {}, "max_new_tokens: invalid value 1.5"),
         ("/reply", {"text": "a", "seed": 2**32}, {}, "expected an integer from 0 to 4294967295"),
@@ -265,18 +250,15 @@ def test_requests_that_are_refused(path, body, headers, message, address):
     assert status in (400, 404) and message in text
 
 
-@pytest.mark.parametrize(
-    ("host", "status"), [("localhost", 200), ("LOCALHOST.", 200), ("[::1]:1", 200), ("example.org", 400)]
-)
-def test_names_of_this_machine(host, status, address):
+def test_names_of_this_machine(address):
     """Port 80 is not named in a Host header; other names may be those of a web site that resolve to this machine."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"))
-    for method, body in (("GET", None), ("POST", json.dumps({"text": "a"}))):
-        path = "/" if method == "GET" else "/reply"
-        connection.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == status
-        response.read()
+    for host, status in (("localhost", 200), ("LOCALHOST.", 200), ("[::1]:1", 200), ("example.org", 400)):
+        for method, path, body in (("GET", "/", None), ("POST", "/reply", json.dumps({"text": "a"}))):
+            connection.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == status, host
+            response.read()
 
 
 def test_the_page_on_other_addresses(sampler):

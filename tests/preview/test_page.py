@@ -66,19 +66,14 @@ def printed(*lines, colour=False):
     return console.file.getvalue()
 
 
-def test_tokens_in_the_terminal_are_readable_without_colour():
+def test_rows_and_reports_in_the_terminal():
+    """Readable without colour; tokens with and without labels have different colours."""
     text = printed(*show_row("row 1", VIEW))
     assert f"<s>(-100, 1) [anchor 1] {EVIL}(2, 2) [red]x(-100, 3)" in text
     assert "2 more blocks, the last at 10" in text and f"fact: {EVIL}" in text and f"{EVIL}: {EVIL}" in text
-
-
-def test_tokens_with_and_without_labels_have_different_colours():
     text = printed(*show_row("row 1", VIEW), colour=True)
     assert f"\x1b[32m{EVIL}\x1b[0m\x1b[32m(2, 2)" in text.replace("\x1b[32m(2, 2) ", "\x1b[32m(2, 2)")
     assert "\x1b[2m[red]x\x1b[0m\x1b[2m(-100, 3) " in text
-
-
-def test_reports_name_documents():
     text = printed(*show_reports([REPORT]), legend())
     assert "datasets: 5 documents produced 3 rows; dropped 4 too short for one block" in text
     assert f"  4 too short for one block: {EVIL}, b, row 1, ..." in text and "not in it (-100)" in text

@@ -12,24 +12,18 @@ def shown(part):
     return "".join(f"[{token.text}]" if token.label != -100 else token.text for token in part.tokens)
 
 
-def test_chosen_and_rejected():
+def test_chosen_and_rejected_and_a_completion_with_its_label():
     tokenizer = make_chat_tokenizer()
     ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("chosen", "yo"))}
     view = PreferenceView(tokenizer)({**ids, "rejected_ids": tokenizer("no<|im_end|>")["input_ids"]})
     assert [part.title for part in view.parts] == ["chosen", "rejected"] and view.columns == []
     assert [shown(part) for part in view.parts] == ["Hi[y][o]", "Hi[n][o][<|im_end|>]"]
-    roles = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
-    assert roles == [
-        [("prompt", "Hi"), ("completion", "yo")],
-        [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")],
-    ]
+    chosen, rejected = [[(run.role, part.text(run)) for run in part.roles] for part in view.parts]
+    assert chosen == [("prompt", "Hi"), ("completion", "yo")]
+    assert rejected == [("prompt", "Hi"), ("completion", "no"), ("end of turn", "<|im_end|>")]
     assert view.parts[1].facts == [("prompt", "2 tokens"), ("scored", "3 of 5 tokens")]
-
-
-def test_a_completion_with_its_label():
-    tokenizer = make_chat_tokenizer()
-    ids = {f"{name}_ids": tokenizer(text)["input_ids"] for name, text in (("prompt", "Hi"), ("completion", "yo"))}
-    view = PreferenceView(tokenizer)({**ids, "label": False})
+    labelled = {"prompt_ids": ids["prompt_ids"], "completion_ids": ids["chosen_ids"], "label": False}
+    view = PreferenceView(tokenizer)(labelled)
     assert [shown(part) for part in view.parts] == ["Hi[y][o]"] and view.columns == [("label", "false")]
 
 

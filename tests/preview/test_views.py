@@ -90,19 +90,14 @@ def test_a_packed_row_has_its_documents(tokenizer):
 
 
 def test_sft_learns_labels_except_at_the_first_token(tokenizer):
-    [part] = SFTView(tokenizer)(row(tokenizer, "", "abcd", masked=[2])).parts
-    assert learned(part) == "_b_d"
-    [part] = SFTView(tokenizer)(row(tokenizer, "ab", "cd")).parts
-    assert learned(part) == "__cd" and dict(part.facts)["prompt"] == "2 tokens"
-
-
-def test_tokens_before_the_last_turn_are_no_prompt_if_an_earlier_turn_is_trained_on(tokenizer):
-    [part] = SFTView(tokenizer)({**row(tokenizer, "", "abcdef", masked=[0, 2, 3]), "prompt_length": 4}).parts
+    shown = lambda row: (SFTView(tokenizer)(row).parts[0], dict(SFTView(tokenizer)(row).parts[0].facts))
+    assert learned(shown(row(tokenizer, "", "abcd", masked=[2]))[0]) == "_b_d"
+    part, facts = shown(row(tokenizer, "ab", "cd"))
+    assert learned(part) == "__cd" and facts["prompt"] == "2 tokens"
+    # Tokens before the last turn are no prompt if an earlier turn is trained on.
+    part, facts = shown({**row(tokenizer, "", "abcdef", masked=[0, 2, 3]), "prompt_length": 4})
     assert learned(part) == "_b__ef"
-    assert dict(part.facts) == {"before the last turn": "4 tokens", "in the cross-entropy": "3 of 6 tokens"}
-
-
-def test_sft_shows_the_documents_of_a_packed_row(tokenizer):
+    assert facts == {"before the last turn": "4 tokens", "in the cross-entropy": "3 of 6 tokens"}
     packed = pack_rows([row(tokenizer, "", "abcd", masked=[2]), row(tokenizer, "xy", "z")], 8)
     first, second = SFTView(tokenizer)(packed[0]).parts
     assert [first.title, second.title] == ["document 1 of 2", "document 2 of 2"]
@@ -125,12 +120,8 @@ def trained_row(tokenizer, *pieces):
     segments = [(ids(tokenizer, text.replace(r"\n", "\n")), trained) for text, trained in pieces]
     labels = [token if trained else -100 for tokens, trained in segments for token in tokens]
     before = max(index for index, (_, trained) in enumerate(segments) if trained)
-    length = sum(len(tokens) for tokens, _ in segments[:before])
-    return {
-        "input_ids": [token for tokens, _ in segments for token in tokens],
-        "labels": labels,
-        "prompt_length": length,
-    }
+    given = {"input_ids": [token for tokens, _ in segments for token in tokens], "labels": labels}
+    return given | {"prompt_length": sum(len(tokens) for tokens, _ in segments[:before])}
 
 
 @pytest.mark.parametrize(
@@ -165,29 +156,18 @@ def test_the_roles_of_tokens(tokenizer, pieces, expected):
         assert roles(view(row).parts[0]) == expected
 
 
-def test_a_masked_thought_is_a_part_of_the_reference(tokenizer):
+def test_roles_of_thoughts_trained_prompts_packed_rows_and_long_runs(tokenizer):
+    strided, sft = StridedView(options(), tokenizer), SFTView(tokenizer)
     thought = row(tokenizer, "ab", "<think>q</think>cd", masked=range(2, 18))
-    assert roles(StridedView(options(), tokenizer)(thought).parts[0]) == [
-        ("prompt", "ab"),
-        ("reference", "<think>q</think>cd"),
-    ]
-
-
-def test_prompts_that_are_trained_on_are_prompts(tokenizer):
+    assert roles(strided(thought).parts[0]) == [("prompt", "ab"), ("reference", "<think>q</think>cd")]
     given = row(tokenizer, "ab", "cd")
-    [part] = SFTView(tokenizer)({**given, "labels": given["input_ids"]}).parts
+    [part] = sft({**given, "labels": given["input_ids"]}).parts
     assert learned(part) == "_bcd" and roles(part) == [("prompt", "ab"), ("reference", "cd")]
-
-
-def test_every_document_of_a_packed_row_has_its_roles(tokenizer):
     packed = pack_rows([row(tokenizer, "", "abcdef"), row(tokenizer, "x", "yzuvw")], 16)
-    for view in (SFTView(tokenizer), StridedView(options(), tokenizer)):
+    for view in (sft, strided):
         first, second = view(packed[0]).parts
         assert roles(first) == [("text", "abcdef")] and roles(second) == [("prompt", "x"), ("reference", "yzuvw")]
-
-
-def test_long_runs_are_shortened_in_the_middle(tokenizer):
-    [part] = SFTView(tokenizer)(row(tokenizer, "", "a" * 150 + "b" * 150)).parts
+    [part] = sft(row(tokenizer, "", "a" * 150 + "b" * 150)).parts
     assert roles(part) == [("text", "a" * 100 + " ... " + "b" * 100)]
 
 
@@ -232,12 +212,8 @@ TALK = {
 def test_a_conversation_in_structured_mode(tokenizer):
     view = PromptView(tokenizer, None, True, ce_coef=0.5, mask_thinking=True)(TALK)
     texts = ["".join(token.text for token in part.tokens) for part in view.parts]
-    assert [part.title for part in view.parts] == [
-        "prompt",
-        "reference of turn 1",
-        "given before turn 2",
-        "reference of turn 2",
-    ]
+    titles = ["prompt", "reference of turn 1", "given before turn 2", "reference of turn 2"]
+    assert [part.title for part in view.parts] == titles
     assert texts == [
         r"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
         "<think>q</think>ab",

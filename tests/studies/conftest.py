@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STUDY = ROOT / "studies" / "smollm2"
-
-for folder in (STUDY, ROOT / "examples"):
+for folder in (ROOT / "studies" / "smollm2", ROOT / "examples"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

@@ -1,35 +1,39 @@
-"""The list of runs, their configs, what their stamps depend on, and how many steps SFT gets for the FLOPs of EBFT."""
+"""Runs, their configs, their stamps, their learning rates, and how many steps SFT gets for the FLOPs of EBFT."""
 
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import run
 import stored
+import sweep
+import torch
 from budget import cost_of, matched_steps
 from cells import MAIN_SETTINGS, SETTINGS, TASKS, Cell, all_cells, chosen, needs
 from corpus import PARTS
 from job import Job, finished
 from scale import SCALES
 from settings import Place, cell_overrides, config_file, evaluation_overrides
+from stored import SWEEP, write_cell, write_json
+from sweep import SEED, best_rates, chosen_rate, objective, rate_place, sweep_cells, tried
 
 from ebft import load_config
+from ebft.scores import feature_scores
 
 SCALE = SCALES["smollm2"]
 MADE_FROM = {name: name for name in ("base", "humaneval", *(f"{task}_{part}" for task in TASKS for part in PARTS))}
+METRICS = {"ce_loss": 4.0, "cfm_loss": 0.5, "reward_pass@1": 0.5, "substance_pass@1": 0.25}
 
 
 def job(cell: Cell, folder: Path, **changes) -> Job:
     return replace(Job(cell, SCALE, Place(folder, "base"), folder / "results", MADE_FROM), **changes)
 
 
-def test_every_cell_has_a_name_of_its_own():
-    names = [cell.name for cell in all_cells((0, 1, 2))]
-    assert len(names) == len(set(names))
-
-
 def test_methods_by_task():
-    cells = [cell for cell in all_cells((0, 1, 2)) if cell.measures == "task"]
+    every = all_cells((0, 1, 2))
+    assert len({cell.name for cell in every}) == len(every)
+    cells = [cell for cell in every if cell.measures == "task"]
     assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}, "others have no verifier"
     structured = [cell.name for cell in cells if cell.method == "structured"]
     assert structured == [f"translation-base-structured-seed{seed}" for seed in (0, 1, 2)]
@@ -40,59 +44,58 @@ def test_methods_by_task():
 
 
 def test_every_cell_has_a_valid_config(tmp_path):
+    place = Place(tmp_path, "base")
     for cell in all_cells((0,)):
         if cell.method == "none":
             continue
-        config = load_config(config_file(cell.method), cell_overrides(Place(tmp_path, "base"), SCALE, cell, 7, 2e-5))
+        config = load_config(config_file(cell.method), cell_overrides(place, SCALE, cell, 7, 2e-5))
         assert (config.seed, config.base_model, config.max_steps, config.learning_rate) == (cell.seed, "base", 7, 2e-5)
         assert config.method.samples_blocks == (cell.method == "ebft") and config.auto_resume_from_checkpoints
         assert (config.lora_model_dir is not None) == (cell.start == "warm")
+    for task, length in (
+        ("functions", 128),
+        ("raw", 128),
+        ("translation", 64),
+    ):  # as long as there is room
+        config = load_config(config_file("evaluation"), evaluation_overrides(place, SCALE, task, "long"))
+        assert config.ebft.generate_max_len == length and config.ebft.stride > config.sequence_len
+        assert (config.ebft.context_length == 64) == (task == "raw")
 
 
 @pytest.mark.parametrize("method", ["sft", "ebft", "rlvr", "structured"])
-def test_a_step_has_sixteen_documents(method, tmp_path):
+def test_a_step_has_sixteen_documents(method):
     config = load_config(config_file(method))
-    found = cost_of({}, config)
     steps = SCALE.structured_steps if method == "structured" else SCALE.steps
-    assert found["documents"] == 16 * config.max_steps == 16 * steps <= SCALE.rows["train"]
-
-
-def test_long_documents_have_one_rollout_as_long_as_there_is_room(tmp_path):
-    for task, length in (("functions", 128), ("raw", 128), ("translation", 64)):
-        overrides = evaluation_overrides(Place(tmp_path, "base"), SCALE, task, "long")
-        config = load_config(config_file("evaluation"), overrides)
-        assert config.ebft.generate_max_len == length and config.ebft.stride > config.sequence_len
-        assert (config.ebft.context_length == 64) == (task == "raw")
+    documents = cost_of({}, config)["documents"]
+    assert documents == 16 * config.max_steps == 16 * steps <= SCALE.rows["train"]
 
 
 def test_cells_are_chosen_by_patterns_in_their_order():
     cells = all_cells((0, 1, 2))
     names = [cell.name for cell in chosen(cells, ["raw-base-sft-*", "raw-base-none*"], [])]
     assert names == ["raw-base-sft-seed0", "raw-base-sft-seed1", "raw-base-sft-seed2", "raw-base-none-seed0"]
-    assert {cell.task for cell in chosen(cells, [], ["raw"])} == {"raw"}
-    assert chosen(cells, [], []) == cells
+    assert {cell.task for cell in chosen(cells, [], ["raw"])} == {"raw"} and chosen(cells, [], []) == cells
     with pytest.raises(ValueError, match="matches no cell"):
         chosen(cells, ["raw-base-sff*"], [])
 
 
 def test_a_cell_waits_for_those_whose_model_or_flops_it_takes():
     by_name = {cell.name: cell for cell in all_cells((0, 1))}
-    waits = lambda name, other: needs(by_name[name], by_name[other])
-    assert waits("functions-base-sft-seed0-humaneval", "functions-base-sft-seed0")
-    assert not waits("functions-base-sft-seed0-humaneval", "functions-base-rlvr-seed0")
-    assert not waits("functions-base-sft-seed0", "functions-base-sft-seed0-humaneval")
-    assert waits("raw-base-sft_flops-seed0", "raw-base-sft-seed0")
-    assert waits("raw-base-sft_flops-seed0", f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0")
-    assert not waits("raw-base-sft_flops-seed0", "raw-base-sft-seed1")
+    for name, other, is_waiting in (
+        ("functions-base-sft-seed0-humaneval", "functions-base-sft-seed0", True),
+        ("functions-base-sft-seed0-humaneval", "functions-base-rlvr-seed0", False),
+        ("functions-base-sft-seed0", "functions-base-sft-seed0-humaneval", False),
+        ("raw-base-sft_flops-seed0", "raw-base-sft-seed0", True),
+        ("raw-base-sft_flops-seed0", f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0", True),
+        ("raw-base-sft_flops-seed0", "raw-base-sft-seed1", False),
+    ):
+        assert needs(by_name[name], by_name[other]) == is_waiting, (name, other)
 
 
-def test_a_stamp_does_not_depend_on_places(tmp_path):
+def test_a_stamp_depends_on_data_model_and_settings_and_not_on_places(tmp_path):
     for cell in all_cells((0,))[:6]:
         here, there = job(cell, tmp_path / "a"), job(cell, tmp_path / "b")
         assert here.stamp == replace(there, place=Place(tmp_path, "/other/model")).stamp
-
-
-def test_a_stamp_depends_on_data_model_and_settings(tmp_path):
     cell = Cell("functions", "base", "sft")
     stamp = job(cell, tmp_path).stamp
     changed = lambda name: {**MADE_FROM, name: "other"}
@@ -102,7 +105,7 @@ def test_a_stamp_depends_on_data_model_and_settings(tmp_path):
         assert job(cell, tmp_path, made_from=changed(name)).stamp == stamp, name
     assert job(cell, tmp_path, scale=replace(SCALE, steps=3)).stamp != stamp
     assert job(replace(cell, seed=1), tmp_path).stamp != stamp
-    stored.write_json(tmp_path / "results" / "sweep.json", {"chosen": {"functions-sft": 7e-5}})
+    write_json(tmp_path / "results" / "sweep.json", {"chosen": {"functions-sft": 7e-5}})
     assert job(cell, tmp_path).stamp != stamp
     warm = replace(cell, start="warm")
     assert job(warm, tmp_path, made_from=changed("functions_warm")).stamp != job(warm, tmp_path).stamp
@@ -112,24 +115,75 @@ def test_a_stored_result_counts_where_its_stamp_is_the_jobs(tmp_path):
     one = job(Cell("raw", "base", "sft"), tmp_path)
     assert finished(one) is None
     result = {"cell": {"name": one.cell.name}, "stamp": one.stamp, "per_document": {}}
-    path = stored.write_cell(one.folder, result)
+    path = write_cell(one.folder, result)
     assert finished(one) == result
     assert finished(replace(one, cell=replace(one.cell, seed=1))) is None
     path.write_text("{")  # as a machine that went down may leave it
     assert finished(one) is None
 
 
-def test_matched_steps_come_from_stored_cells(tmp_path):
+def test_matched_steps_come_from_stored_cells_with_flops(tmp_path):
     one = job(Cell("raw", "base", "sft_flops"), tmp_path)
     with pytest.raises(ValueError, match="run these first"):
         _ = one.steps
     for name, flops in (("raw-base-sft-seed0", 100.0), (f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0", 450.0)):
-        result = {"cell": {"name": name}, "cost": {"flops": flops, "steps": 10}, "per_document": {}}
-        stored.write_cell(one.folder, result)
-    assert one.steps == 45
-    assert one.steps == matched_steps([{"flops": 100.0, "steps": 10}], [{"flops": 450.0, "steps": 10}])
-
-
-def test_matched_steps_need_flops_of_both():
+        write_cell(one.folder, {"cell": {"name": name}, "cost": {"flops": flops, "steps": 10}, "per_document": {}})
+    assert one.steps == 45 == matched_steps([{"flops": 100.0, "steps": 10}], [{"flops": 450.0, "steps": 10}])
     with pytest.raises(ValueError, match="budget/flops"):
         matched_steps([{"flops": None, "steps": 10}], [{"flops": 5.0, "steps": 10}])
+
+
+def test_every_method_is_tried_for_every_task_with_a_seed_and_a_place_of_its_own():
+    place, cells = Place(Path("output"), "base"), sweep_cells(SCALE)
+    names = {cell.name for cell in cells}
+    assert len(names) == len(cells) == (3 * 3 + 1) * len(SCALE.rates)
+    assert not names & {cell.name for cell in all_cells(SCALE.seeds)}
+    assert {cell.seed for cell in cells} == {SEED} and SEED not in SCALE.seeds
+    assert {cell.measures for cell in cells} == {"sweep"}
+    assert len({place.model(cell) for cell in cells}) == len({place.lock(cell) for cell in cells}) == len(cells)
+
+
+def test_the_reward_that_is_measured_is_one_minus_the_feature_matching_loss():
+    """As the report says: 2 a - 2 · 0.5 d of the samples against 1 - 2 a + d."""
+    assert load_config(config_file("evaluation")).ebft.diversity_coef == 0.5
+    generator = torch.Generator().manual_seed(0)
+    phi = torch.nn.functional.normalize(torch.randn(5, 4, 8, generator=generator), dim=-1)
+    phi_ref = torch.nn.functional.normalize(torch.randn(5, 8, generator=generator), dim=-1)
+    found = feature_scores(phi, phi_ref, alignment_coef=1.0, diversity_coef=0.5, pass_at=[1])
+    torch.testing.assert_close(found["reward_pass@1"], 1 - found["cfm_loss"])
+
+
+def test_the_best_rate_of_each_place_is_chosen_once_all_are_tried(tmp_path):
+    """Each method is judged by what it trains for."""
+    assert objective("sft", METRICS, 0.03) == -4.0 and objective("rlvr", METRICS, 0.03) == 0.25
+    best = SCALE.rates[1]
+    for cell in sweep_cells(SCALE):
+        if cell.task == "raw" and cell.method == "sft" and cell.setting == f"rate {SCALE.rates[0]:g}":
+            continue
+        ce_loss = 3.0 if cell.overrides[-1] == f"learning_rate={best:g}" else 4.0
+        result = {"cell": {"name": cell.name}, "metrics": {**METRICS, "ce_loss": ce_loss}, "per_document": {}}
+        write_cell(tmp_path / SWEEP, result)
+    run.store_rates(SCALE, tmp_path)
+    found = stored.read(tmp_path / "sweep.json")
+    values = found["tried"]["raw-ebft-paper"][f"{best:g}"]
+    assert values == {"objective": pytest.approx(0.5 - 0.03 * 3.0), "ce_loss": 3.0, "cfm_loss": 0.5}
+    assert found["chosen"]["raw-ebft-paper"] == found["chosen"]["functions-sft"] == best
+    assert len(found["tried"]["raw-sft"]) == len(SCALE.rates) - 1 and "raw-sft" not in found["chosen"]
+    assert best_rates(tried(SCALE, tmp_path), SCALE.rates) == found["chosen"]
+
+
+def test_settings_of_a_family_share_its_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "BY_HAND", {})
+    write_json(tmp_path / "sweep.json", {"chosen": {"raw-sft": 7e-5, "raw-ebft-mean": 2e-4}})
+    mean = Cell("raw", "base", "ebft", setting="mean ce 0")
+    for cell, rate in (
+        (Cell("raw", "warm", "sft"), 7e-5),
+        (Cell("raw", "warm", "sft_flops"), 7e-5),
+        (mean, 2e-4),
+        (Cell("raw", "base", "ebft", setting="paper"), None),
+        (Cell("raw", "warm", "none"), None),
+    ):
+        assert chosen_rate(tmp_path, cell) == rate, cell
+    assert chosen_rate(tmp_path / "nowhere", Cell("raw", "warm", "sft")) is None
+    monkeypatch.setattr(sweep, "BY_HAND", {"raw-sft": (1e-5, "why")})
+    assert chosen_rate(tmp_path, Cell("raw", "base", "sft")) == 1e-5 and rate_place(mean) == "raw-ebft-mean"

@@ -1,13 +1,16 @@
-"""The data: parts that share neither files nor texts, functions that can be completed, pieces, and what is left out."""
+"""The data: parts that share neither files nor texts, functions, pieces, catalogs, and what is left out."""
 
 import ast
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
+import catalogs
 import corpus
 import pytest
 import python_code
+import translation
 from corpus import PARTS, write_corpus
 from rows import read_rows, spread, write_rows
 from scale import SCALES
@@ -16,14 +19,26 @@ from verifiers import is_trivial
 from ebft.tools.quickstart.smollm2 import function_of, function_text
 
 TASKS = ("functions", "translation", "raw")
-SCALE = SCALES["tiny"]
+SCALE = replace(SCALES["tiny"], max_files=40)
+FUNCTION = '''def total(values, more):
+    """Return the sum of values and more."""
+    # WHY
+    log("WHY")
+    return sum(values) + sum(more)
+'''
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, list[dict]]:
     folder = tmp_path_factory.mktemp("data")
-    write_corpus(folder, SCALE, lambda text: len(text) // 2)
+    with pytest.MonkeyPatch.context() as patch:  # running them all takes most of the time
+        patch.setattr(python_code, "has_doctest", lambda row: ">>>" in row["input"])
+        write_corpus(folder, SCALE, lambda text: len(text) // 2)
     return {path.stem: read_rows(path) for path in folder.glob("*.jsonl")}
+
+
+def text_of(row: dict) -> str:
+    return row.get("text", row.get("input", "") + row.get("output", ""))
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -38,10 +53,6 @@ def test_no_two_parts_share_a_file_or_a_text(rows, task):
             assert not set(map(text_of, parts[one])) & set(map(text_of, parts[other])), (one, other)
     inputs = [row.get("input", row.get("text")) for part in trained for row in parts[part]]
     assert not set(inputs) & {row.get("input", row.get("text")) for row in (*parts["test"], *parts["long"])}
-
-
-def text_of(row: dict) -> str:
-    return row.get("text", row.get("input", "") + row.get("output", ""))
 
 
 def test_a_body_is_in_one_part_only(tmp_path, monkeypatch):
@@ -69,72 +80,44 @@ def test_a_piece_of_text_is_in_one_part_only():
         assert not set(texts[one]) & set(texts[other])
 
 
-FUNCTION = '''def total(values, more):
-    """Return the sum of values and more."""
-    # WHY
-    log("WHY")
-    return sum(values) + sum(more)
-'''
-
-
-def test_functions_named_like_problems_of_humaneval_are_left_out(rows):
+def test_rows_are_whole_functions_of_the_wanted_lengths_that_do_something(rows):
     excluded = {problem["entry_point"] for problem in rows["humaneval"]}
-    names = {row["name"] for part in PARTS for row in rows[f"functions_{part}"]}
-    assert excluded and not excluded & names
-
-
-def test_every_reference_is_a_whole_function_that_does_something(rows):
     for row in itertools.chain(*(rows[f"functions_{part}"] for part in PARTS)):
         assert row["input"].endswith(('"', "'")) and row["output"].startswith("\n") and row["output"].isascii()
         assert function_text(row["input"], row["output"]) == row["input"] + row["output"]
+        assert excluded and row["name"] not in excluded
         assert not is_trivial(function_of(row["input"], row["output"]))
-
-
-def test_rows_have_the_wanted_lengths(rows):
-    for part in ("train", "warm", "validation"):
-        for row in rows[f"functions_{part}"]:
-            assert len(row["input"]) // 2 <= SCALE.prompt
-            assert SCALE.shortest <= len(row["output"]) // 2 <= SCALE.longest
+    for row in itertools.chain(*(rows[f"functions_{part}"] for part in ("train", "warm", "validation"))):
+        assert len(row["input"]) // 2 <= SCALE.prompt and SCALE.shortest <= len(row["output"]) // 2 <= SCALE.longest
     assert all(len(row["output"]) // 2 > SCALE.long_tokens["functions"] for row in rows["functions_long"])
 
 
-def test_functions_are_dedented_and_split_behind_the_docstring():
-    text = (
-        'class A:\n    def f(self):\n        """F."""\n        # why\n        return 1 + 2\n\n    def g(self): pass\n'
-    )
+def test_functions_are_dedented_and_split_behind_the_docstring_or_left_out():
+    text = 'class A:\n    def f(self):\n        """F."""\n        # why\n        return 1 + 2\n\n    def g(s): pass\n'
     (found,) = python_code.functions("stdlib/a/b.py", text)
     assert (found["input"], found["output"]) == ('def f(self):\n    """F."""', "\n    # why\n    return 1 + 2\n")
     assert (found["name"], found["module"]) == ("f", "a.b")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
+    for body in (
         '    """Only a docstring."""',
         "    \"\"\"D.\"\"\"\n    x = '''\nfirst column'''\n    return x + 1",  # a text that ends the function early
         '    """D."""\n    raise NotImplementedError',
         '    """D."""\n    return None',
         '    """D."""; return 1 + 2',
-    ],
-)
-def test_functions_that_cannot_be_completed_are_left_out(body):
-    text = f"def f():\n{body}\n"
-    assert python_code.split_function(ast.parse(text).body[0], text.split("\n")) is None
+    ):
+        text = f"def f():\n{body}\n"
+        assert python_code.split_function(ast.parse(text).body[0], text.split("\n")) is None, body
 
 
-@pytest.mark.parametrize(
-    ("input", "output", "expected"),
-    [
-        ('def f(x):\n    """F.\n\n    >>> f(1)\n    2\n    """', "\n    return x + 1\n", True),
-        ('def f(x):\n    """F.\n\n    >>> f(1)\n    3\n    """', "\n    return x + 1\n", False),  # its own is wrong
-        ('def f(x):\n    """F.\n\n    >>> len("ab")\n    2\n    """', "\n    return x + 1\n", False),  # of others
-        ('def f(x):\n    """F.\n\n    >>> f(1)\n    """', "\n    return None\n", False),  # nothing done is enough
-    ],
-)
-def test_doctests_count_where_doing_nothing_fails_them(input, output, expected):
-    row = {"input": input, "output": output, "file": "stdlib/f.py", "module": ""}
-    assert python_code.has_doctest(row) is expected
-    assert not python_code.has_doctest({**row, "file": "torch/f.py"}), "whose import takes too long"
+def test_doctests_count_where_doing_nothing_fails_them():
+    for examples, body, expected in (
+        (">>> f(1)\n    2", "return x + 1", True),
+        (">>> f(1)\n    3", "return x + 1", False),  # its own is wrong
+        ('>>> len("ab")\n    2', "return x + 1", False),  # of others
+        (">>> f(1)", "return None", False),  # nothing done is enough
+    ):
+        row = {"input": f'def f(x):\n    """F.\n\n    {examples}\n    """', "output": f"\n    {body}\n", "module": ""}
+        assert python_code.has_doctest({**row, "file": "stdlib/f.py"}) is expected, examples
+        assert not python_code.has_doctest({**row, "file": "torch/f.py"}), "whose import takes too long"
 
 
 def test_no_file_and_no_package_stands_for_all():
@@ -157,3 +140,79 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     write_rows(tmp_path / "x.jsonl", rows)
     assert read_rows(tmp_path / "x.jsonl") == rows
     assert json.loads((tmp_path / "x.jsonl").read_text(encoding="utf-8").split("\n")[1]) == rows[1]
+
+
+NAMES = ("pair_distance", "distinct", "distinct_2")
+CATALOG = """
+msgid ""
+msgstr "Language: fr"
+
+#: app/views.py:10 app/other.py:3
+msgid "The file could not be opened."
+msgstr "Impossible d'ouvrir le fichier."
+
+#. Default: "Show all of the entries"
+#: app/list.py:7
+msgid "label_show"
+msgstr "Afficher toutes "
+"les entrées"
+
+#, fuzzy
+msgid "This one is not reliable."
+msgstr "Rien à voir avec cela."
+
+msgid "%d file was removed now"
+msgid_plural "%d files were removed now"
+msgstr[0] "%d fichier a été supprimé"
+msgstr[1] "%d fichiers ont été supprimés"
+
+msgid "Too short here"
+msgstr "Trop court ici"
+
+msgid "Not translated at all yet."
+msgstr ""
+
+msgid "The same in both languages"
+msgstr "The same in both languages"
+
+msgid "See <a href=x>the manual</a> for more."
+msgstr "Voir <a href=x>le manuel</a>."
+
+msgid "%(a)s and %(b)s and %(c)s are given"
+msgstr "%(a)s et %(b)s et %(c)s sont donnés"
+
+#~ msgid "An obsolete entry of the list"
+#~ msgstr "Une entrée obsolète de la liste"
+
+msgctxt "menu"
+msgid "A message with \\"quotes\\" and context"
+msgstr "Un message avec des \\"guillemets\\""
+"""
+
+
+def test_plain_sentences_of_catalogs_become_rows():
+    found = list(catalogs.rows("app", {"fr.po": CATALOG}))
+    assert [(row["input"], row["output"], row["file"]) for row in found] == [
+        (f"English: {english}\nFrench:", f" {french}\n", file)
+        for english, french, file in (
+            ("The file could not be opened.", "Impossible d'ouvrir le fichier.", "app/app/views.py"),
+            ("Show all of the entries", "Afficher toutes les entrées", "app/app/list.py"),
+            ('A message with "quotes" and context', 'Un message avec des "guillemets"', "app/fr.po"),
+        )
+    ]
+    assert len(list(catalogs.rows("app", {"a.po": CATALOG, "b.po": CATALOG}))) == 3, "a message of two is one row"
+
+
+def test_scores_of_translations():
+    """Of the first line; corpus scores are those of all lines together, and equal samples are not spread."""
+    row = {"output": " Le fichier est introuvable.\n"}
+    assert translation.chrf("", [" Le fichier est introuvable.\nEnglish: more"], row) == pytest.approx(1.0)
+    assert 0.2 < translation.chrf("", [" Le dossier est vide."], row) < 0.9
+    assert translation.chrf("", [""], row) == translation.chrf("", ["\n\nLe fichier"], row) == 0.0
+    references = ["Le fichier est introuvable ici.", "Voulez-vous enregistrer les modifications ?"]
+    assert translation.corpus_scores(references, references) == pytest.approx({"corpus_bleu": 1.0, "corpus_chrf": 1.0})
+    found = translation.corpus_scores([references[0], "rien"], references)
+    assert 0 < found["corpus_bleu"] < 0.6 and 0.2 < found["corpus_chrf"] < 0.8
+    spread = lambda *texts: pytest.approx(tuple(translation.spread([*texts])[name] for name in NAMES))
+    assert spread(*["a b c"] * 4) == (0, 0, 0.25) and spread(*[""] * 4) == (0, 0, 0)
+    assert spread("one two", "jig cap") == (1.0, 1.0, 1.0) and translation.distinct_bigrams(["a", ""]) == 0.0

@@ -7,18 +7,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import run
 import stored
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# Every kind of cell.
-CELLS = ("functions-base-*seed0*", "translation-base-none*", "translation-warm-ebft-mean*", "raw-base-sft*")
+# Every kind of cell; other settings of EBFT differ in their configs alone.
+FUNCTIONS = [f"functions-base-{method}-seed0*" for method in ("none", "sft", "sft_flops", "ebft-mean", "rlvr")]
+CELLS = (*FUNCTIONS, "translation-base-none*", "translation-warm-ebft-mean*", "raw-base-sft*")
+
+
+def arguments_of(folder: Path, *arguments: str) -> list[str]:
+    places = ["--output", folder / "output", "--results", folder / "results", "--readme", folder / "README.md"]
+    return ["studies/smollm2/run.py", "--scale", "tiny", "--workers", "1", *map(str, places), *arguments]
 
 
 def run_study(folder: Path, *arguments: str) -> tuple[int, str]:
-    places = ["--output", folder / "output", "--results", folder / "results", "--readme", folder / "README.md"]
-    command = [sys.executable, "studies/smollm2/run.py", "--scale", "tiny", "--workers", "1", *places, *arguments]
+    command = [sys.executable, *arguments_of(folder, *arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1), done.stdout + done.stderr
@@ -58,27 +64,26 @@ def test_every_kind_of_cell_is_measured(first_run):
     assert "corpus_bleu_greedy" in found["translation-base-none-seed0"]["metrics"]
 
 
-def test_sft_at_equal_flops_spends_what_ebft_spends(first_run):
-    cost = {name: cell.get("cost") for name, cell in results(first_run).items()}
+def test_costs_rates_and_the_report(first_run, monkeypatch, capsys):
+    """SFT at equal FLOPs spends what EBFT spends, at the rates of the sweep; the report is made of the results."""
+    found, report = results(first_run), (first_run / "README.md").read_text()
+    cost = {name: cell.get("cost") for name, cell in found.items()}
     matched, ebft = cost["functions-base-sft_flops-seed0"], cost["functions-base-ebft-mean-seed0"]
     assert matched["documents"] > cost["functions-base-sft-seed0"]["documents"]
     assert matched["flops"] == pytest.approx(ebft["flops"], rel=0.4), "steps are whole, and rows of many lengths"
-
-
-def test_the_rate_of_the_sweep_is_used(first_run):
-    found = results(first_run)
     assert stored.read(first_run / "results" / "sweep.json")["chosen"] == {"functions-sft": 0.002}
     assert found["functions-base-sft-seed0"]["learning_rate"] == 0.002
     assert found["raw-base-sft-seed0"]["learning_rate"] == 0.001  # set by hand
-    assert "| functions | SFT | −cross-entropy | **" in (first_run / "README.md").read_text()
-
-
-def test_the_report_is_made_of_the_results(first_run):
-    report = (first_run / "README.md").read_text()
+    assert "| functions | SFT | −cross-entropy | **" in report
     assert "EBFT, mean" in report and "`translation-base-sft-seed0`" in report.partition("Missing,")[2]
     (first_run / "README.md").unlink()
-    run_study(first_run, "--report")
-    assert (first_run / "README.md").read_text() == report
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--report"))
+    assert run.main() == 0 and (first_run / "README.md").read_text() == report
+    monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--only", "translation-base-sft-*", "--hours", "0"))
+    assert run.main() == 0 and "0 of 1 cells are finished already" in capsys.readouterr().out
+    assert "translation-base-sft-seed0" not in results(first_run), "no cell starts after the hours"
 
 
 def test_a_stopped_run_goes_on_where_it_was(first_run):
@@ -87,15 +92,9 @@ def test_a_stopped_run_goes_on_where_it_was(first_run):
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     old = json.loads((folder / f"{lost}.json").read_text())
     (folder / f"{lost}.json").write_text("{")
-    _, printed = run_study(first_run, "--only", "functions-base-*seed0*")
+    _, printed = run_study(first_run, "--only", *FUNCTIONS)
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert {name for name in after if after[name] != before.get(name)} == {f"{lost}.json"}
     assert json.loads((folder / f"{lost}.json").read_text())["metrics"] == old["metrics"]
     log = (first_run / "output" / "logs" / f"{lost}.txt").read_text()
     assert "Training is already complete" in log and printed.count("Made by an earlier run") == 2
-
-
-def test_no_cell_starts_after_the_hours(first_run):
-    _, printed = run_study(first_run, "--only", "translation-base-sft-*", "--hours", "0")
-    assert "0 of 1 cells are finished already" in printed
-    assert "translation-base-sft-seed0" not in results(first_run)

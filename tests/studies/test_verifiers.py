@@ -1,11 +1,17 @@
-"""The verifiers: by hand-made functions, and by completions that try to pass without doing the work."""
+"""The verifiers and HumanEval: hand-made functions, and completions that try to pass without doing the work."""
 
 import time
 
+import corpus
+import humaneval
 import pytest
 import rewards
 import sandbox
+import sources
 import verifiers
+from rows import read_rows
+
+from ebft.errors import FetchError
 
 PROMPT = '''def double(x):
     """Return twice x.
@@ -16,6 +22,7 @@ PROMPT = '''def double(x):
     'aa'
     """'''
 ROW = {"output": "\n    return x + x\n", "has_doctest": True, "module": ""}
+PROBLEMS = read_rows(corpus.TINY / "problems.jsonl")
 
 
 def passes(completion: str, prompt: str = PROMPT) -> float | None:
@@ -46,19 +53,11 @@ def test_parses(completion, score):
     assert verifiers.parses(PROMPT, [completion], {}) == score
 
 
-def test_doctest_of_the_reference_passes_and_a_wrong_function_does_not():
-    assert passes("\n    return x + x\n") == 1.0
-    assert passes("\n    return 2 * x\n") == 1.0
-    assert passes("\n    return x * x\n") == 0.0
-    assert passes("\n    return None\n") == 0.0
-
-
-def test_doctest_does_not_apply_to_rows_without_one():
-    row = {**ROW, "has_doctest": False}
-    assert verifiers.passes_doctest(PROMPT, ["\n    return x + x\n"], row) is None
-
-
-def test_doctest_knows_expected_errors_and_options():
+def test_doctests_decide():
+    for body, score in (("return x + x", 1.0), ("return 2 * x", 1.0), ("return x * x", 0.0), ("return None", 0.0)):
+        assert passes(f"\n    {body}\n") == score, body
+    assert passes("(x)\n    return x + x\n") == 0.0, "a docstring that becomes code has no examples"
+    assert verifiers.passes_doctest(PROMPT, ["\n    return x + x\n"], {**ROW, "has_doctest": False}) is None
     prompt = '''def first(x):
     """First.
 
@@ -70,12 +69,13 @@ def test_doctest_knows_expected_errors_and_options():
     """'''
     assert passes("\n    return [x[0], 2]\n", prompt) == 1.0
     assert passes("\n    return [x[0] if x else 1, 2]\n", prompt) == 0.0
-
-
-def test_only_skipped_examples_decide_nothing():
-    assert not verifiers.examples_pass(
-        'def f():\n    """F.\n\n    >>> f()  # doctest: +SKIP\n    1\n    """', "\n    return 1\n"
-    )
+    skipped = 'def f():\n    """F.\n\n    >>> f()  # doctest: +SKIP\n    1\n    """'
+    assert not verifiers.examples_pass(skipped, "\n    return 1\n"), "only skipped examples decide nothing"
+    example = ">>> f()  # doctest: +IGNORE_EXCEPTION_DETAIL\n    Traceback (most recent call last):\n    some.Err: why"
+    prompt = f'def f():\n    """Fail.\n\n    {example}\n    """'
+    body = "\n    class Err(Exception): ...\n    raise Err('for another reason')\n"
+    assert verifiers.examples_pass(prompt, body)
+    assert not verifiers.examples_pass(prompt, body.replace("raise Err", "raise ValueError"))
 
 
 @pytest.mark.slow
@@ -107,10 +107,6 @@ def test_no_way_around_the_examples(body):
     assert time.monotonic() - started < sandbox.CPU_SECONDS * sandbox.WALL_SECONDS + 4
 
 
-def test_a_docstring_that_becomes_code_has_no_examples():
-    assert passes("(x)\n    return x + x\n") == 0.0
-
-
 def test_files_can_be_neither_written_nor_removed(tmp_path):
     kept, new = tmp_path / "kept", tmp_path / "new"
     kept.write_text("here")
@@ -137,36 +133,60 @@ def test_the_reward_scores_each_completion_with_its_own_prompt_and_reference():
     assert rewards.substance(completions, [PROMPT] * 3, references, other=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("body", "score"),
-    [
-        ("\n    return sorted(x.items())\n", 1.0),
-        ("\n    return sorted(x)\n", 2 / 3),  # one of two names
-        ("\n    return sorted(x.items(), key=len(print(x)))\n", 2 * 2 / 6),  # names that the reference has not
-        ("\n    pass\n", 0.0),
-        ("\n    ...\n", 0.0),
-        ("\n    return None\n", 0.0),
-        ("\n    return x\n", 0.0),
-        ("\n    raise NotImplementedError(sorted(x.items()))\n", 0.0),
-        ("\n    return sorted(x.items()\n", 0.0),
-    ],
-)
-def test_a_trivial_body_gets_no_reward(body, score):
-    row = {"output": "\n    return sorted(x.items())\n"}
-    assert verifiers.substance(PROMPT, [body], row) == pytest.approx(score)
-    assert verifiers.substance(PROMPT, [body], {"output": "\n    return x\n"}) is None
+def test_a_trivial_body_gets_no_reward():
+    for body, score in (
+        ("return sorted(x.items())", 1.0),
+        ("return sorted(x)", 2 / 3),  # one of two names
+        ("return sorted(x.items(), key=len(print(x)))", 2 * 2 / 6),  # names that the reference has not
+        ("pass", 0.0),
+        ("...", 0.0),
+        ("return None", 0.0),
+        ("return x", 0.0),
+        ("raise NotImplementedError(sorted(x.items()))", 0.0),
+        ("return sorted(x.items()", 0.0),
+    ):
+        of = lambda reference, body=body: verifiers.substance(PROMPT, [f"\n    {body}\n"], {"output": reference})
+        assert of("\n    return sorted(x.items())\n") == pytest.approx(score) and of("\n    return x\n") is None, body
 
 
 @pytest.mark.parametrize("answer", ["os.write(3, b'\\xff')", "os.write(3, b'[' * 50000); os._exit(0)"])
 def test_answers_that_cannot_be_read_are_no_pass(answer):
     prompt = 'def f():\n    """Return one.\n\n    >>> f()\n    1\n    """'
-    row = {"has_doctest": True, "module": ""}
-    assert verifiers.passes_doctest(prompt, [f"\n    import os\n    {answer}\n    return 1\n"], row) == 0.0
+    assert passes(f"\n    import os\n    {answer}\n    return 1\n", prompt) == 0.0
 
 
-def test_the_detail_of_an_exception_may_be_left_out():
-    example = ">>> f()  # doctest: +IGNORE_EXCEPTION_DETAIL\n    Traceback (most recent call last):\n    some.Err: why"
-    prompt = f'def f():\n    """Fail.\n\n    {example}\n    """'
-    body = "\n    class Err(Exception): ...\n    raise Err('for another reason')\n"
-    assert verifiers.examples_pass(prompt, body)
-    assert not verifiers.examples_pass(prompt, body.replace("raise Err", "raise ValueError"))
+def test_canonical_solutions_pass_and_samples_are_scored():
+    for problem in PROBLEMS:
+        assert humaneval.passes(problem, "\n" + problem["canonical_solution"])
+    right, wrong = "\n    return x + 1\n", "\n    return x\n"
+    found = humaneval.score(PROBLEMS[:1], [wrong], [[right, wrong, wrong, right]])
+    assert found == {"humaneval_greedy": [0.0], "humaneval_pass@1": [0.5], "humaneval_pass@N": [1.0]}
+    assert humaneval.prompt_of(PROBLEMS[0]).endswith('"""')  # the body begins with a newline
+
+
+@pytest.mark.slow
+def test_canonical_solutions_of_humaneval_pass_and_empty_bodies_do_not():
+    try:
+        problems = sources.humaneval()
+    except FetchError as error:
+        pytest.skip(f"HumanEval cannot be downloaded: {error}")
+    assert len(problems) == 164
+    for problem in problems[::8]:
+        assert humaneval.passes(problem, "\n" + problem["canonical_solution"]), problem["task_id"]
+        assert not humaneval.passes(problem, "\n    pass\n"), problem["task_id"]
+
+
+def test_broken_solutions_of_humaneval_fail(monkeypatch):
+    for body in (
+        "\n    return x +\n",
+        "",
+        "\n    raise SystemExit(0)\n",
+        "\n    import os\n    os._exit(0)\n",
+        "\n    import sys; sys.exit(0)\n",
+        "\n    global check\n    check = lambda candidate: None\n    return 0\n",
+    ):
+        assert not humaneval.passes(PROBLEMS[0], body), body
+    monkeypatch.setattr(humaneval, "SECONDS", 1)
+    started = time.monotonic()
+    assert not humaneval.passes(PROBLEMS[0], "\n    while True:\n        pass\n")
+    assert time.monotonic() - started < humaneval.SECONDS * sandbox.WALL_SECONDS + 5
