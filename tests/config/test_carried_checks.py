@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from ebft.config.axolotl import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED_KEYS
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine, check_runnable
 from ebft.run.trainer import training_kwargs
@@ -73,7 +73,7 @@ def test_what_is_refused(make, keys, message):
 
 @pytest.mark.parametrize("empty", [None, False, [], ""])
 def test_unsupported_keys_that_ask_for_nothing(make, empty):
-    assert warned(make, **dict.fromkeys(UNSUPPORTED, empty))[1] == []
+    assert warned(make, **dict.fromkeys(UNSUPPORTED_KEYS, empty))[1] == []
 
 
 def test_keys_that_repeat_another_key(make):

@@ -2,7 +2,7 @@ import warnings
 
 import pytest
 
-from ebft.config.axolotl import IGNORED, WITHOUT_EFFECT, CarriedOverKeys
+from ebft.config.axolotl import IGNORED_KEYS, UNTYPED, CarriedOverKeys
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 
@@ -153,14 +153,14 @@ def test_one_sample_becomes_reinforce_without_diversity(make):
     assert len(messages) == 1 and "n_samples_per_prompt: 1" in messages[0]
 
 
-@pytest.mark.parametrize("key", IGNORED)
+@pytest.mark.parametrize("key", IGNORED_KEYS)
 def test_a_key_without_effect_says_so_once(make, key):
     value = {
         "save_safetensors": False,
         "profiler_steps": [1, 2],
         "local_rank": 1,
         "fsdp_version": 1,
-    }.get(key, "another value" if key in WITHOUT_EFFECT else True)
+    }.get(key, "another value" if key in UNTYPED else True)
     if key in ("model_type", "tokenizer_type"):
         value = "LlamaForCausalLM"
     _, messages = warned(make, **{key: value})
@@ -171,12 +171,12 @@ def test_a_key_without_effect_says_so_once(make, key):
 
 
 def test_harmless_values_need_no_word(make):
-    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED.items() if ignored.harmless}
+    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED_KEYS.items() if ignored.harmless}
     assert warned(make, **harmless)[1] == []
 
 
 def test_every_carried_over_key_has_a_reason():
-    assert set(IGNORED) == set(CarriedOverKeys.model_fields)
+    assert set(IGNORED_KEYS) == set(CarriedOverKeys.model_fields)
 
 
 def test_wandb_run_id_names_the_run(make):

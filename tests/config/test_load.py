@@ -1,6 +1,6 @@
 import pytest
 
-from ebft.config.axolotl import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED_KEYS
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, EBFTError
 
@@ -89,9 +89,9 @@ def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
     assert_fails(write(text), "Unknown key", unknown, nearest)
 
 
-@pytest.mark.parametrize("key", UNSUPPORTED)
+@pytest.mark.parametrize("key", UNSUPPORTED_KEYS)
 def test_a_key_of_other_trainers_says_what_to_do(write, key):
-    assert_fails(write(f"{key}: 1\n"), f"{key} is not supported: {UNSUPPORTED[key]}.")
+    assert_fails(write(f"{key}: 1\n"), f"{key} is not supported: {UNSUPPORTED_KEYS[key]}.")
 
 
 def test_max_steps_minus_one_is_unset(write):

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 import ebft
+from ebft.config.axolotl import IGNORED_KEYS
 from ebft.config.reference import changed_keys, option_groups
 from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.validation_errors import section_of
@@ -41,6 +42,7 @@ def test_every_key_has_a_reader():
     code = "\n".join(path.read_text(encoding="utf-8") for path in files)
     code += "".join(f'"wandb_{key}"' for key in ("watch", "log_model", "mode", "entity"))  # read by their prefix
     code += ".save_steps .saves_per_epoch .evals_per_epoch .save_strategy .eval_strategy"  # read by their prefix
+    code += "".join(f'"{key}"' for key in IGNORED_KEYS)  # in a table
     unread = [name for name in RunConfig.model_fields if not re.search(rf"""[."']{name}\b""", code)]
     assert unread == []
 

@@ -7,7 +7,7 @@ import pytest
 
 from ebft import RunConfig
 from ebft.errors import ConfigError
-from ebft.methods.selection import selecting_keys
+from ebft.methods.method import selecting_keys
 from ebft.tools.evaluation.run import evaluate
 from tests.cli.conftest import ebft, plain  # noqa: F401 (a fixture)
 from tests.reward_models.conftest import config_of, make, model_dir  # noqa: F401 (fixtures)
