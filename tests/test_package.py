@@ -35,7 +35,7 @@ CORE = (
     "preferences reward_models sft strided structured",
     "config.base methods.views nemo_gym",
     "methods.method",
-    "config.checks.processes methods.selection",
+    "config.checks.processes",
     "methods",
     "config.checks",
     "config.schema",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.config.axolotl import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED_KEYS
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 from tests.config.conftest import warned
@@ -55,7 +55,7 @@ def test_what_is_refused(make, keys, message):
 
 def test_keys_that_ask_for_nothing(make):
     for empty in (None, False, [], ""):
-        assert warned(make, **dict.fromkeys(UNSUPPORTED, empty))[1] == []
+        assert warned(make, **dict.fromkeys(UNSUPPORTED_KEYS, empty))[1] == []
     sizes = ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "dp_shard_size")
     assert warned(make, **dict.fromkeys((*sizes, "expert_parallel_size"), 1))[1] == []
     used = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "llm_int8_has_fp16_weight": False}

@@ -1,6 +1,6 @@
 import pytest
 
-from ebft.config.axolotl import IGNORED, WITHOUT_EFFECT, CarriedOverKeys
+from ebft.config.axolotl import IGNORED_KEYS, UNTYPED, CarriedOverKeys
 from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable
 from tests.config.conftest import warned
@@ -154,15 +154,15 @@ def test_what_replaces_what(make):
 
 
 def test_ignored_keys_say_once_that_they_have_no_effect(make):
-    assert set(IGNORED) == set(CarriedOverKeys.model_fields)
+    assert set(IGNORED_KEYS) == set(CarriedOverKeys.model_fields)
     values = {"save_safetensors": False, "profiler_steps": [1, 2], "local_rank": 1, "fsdp_version": 1}
     values |= dict.fromkeys(("model_type", "tokenizer_type"), "LlamaForCausalLM")
-    for key in IGNORED:
-        value = values.get(key, "another value" if key in WITHOUT_EFFECT else True)
+    for key in IGNORED_KEYS:
+        value = values.get(key, "another value" if key in UNTYPED else True)
         messages = warned(make, **{key: value})[1]
         said = [message for message in messages if message.startswith(f"{key}: ") and "has no effect" in message]
         assert len(messages) == len(said) == (key != "strict"), key
-    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED.items() if ignored.harmless}
+    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED_KEYS.items() if ignored.harmless}
     assert warned(make, **harmless)[1] == []
 
 

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from ebft.config.axolotl import UNSUPPORTED
+from ebft.config.axolotl import UNSUPPORTED_KEYS
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, EBFTError
 
@@ -119,7 +119,7 @@ def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
 
 
 def test_a_key_of_other_trainers_says_what_to_do(make):
-    for key, reason in UNSUPPORTED.items():
+    for key, reason in UNSUPPORTED_KEYS.items():
         with pytest.raises(ConfigError) as caught:
             make(**{key: 1})
         assert f"{key} is not supported: {reason}." in str(caught.value)

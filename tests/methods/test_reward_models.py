@@ -6,7 +6,7 @@ import pytest
 
 from ebft import RunConfig
 from ebft.errors import ConfigError
-from ebft.methods.selection import selecting_keys
+from ebft.methods.method import selecting_keys
 from ebft.tools.evaluation.run import evaluate
 from tests.cli.conftest import ebft, plain  # noqa: F401 (a fixture)
 from tests.config.conftest import warned

@@ -1,6 +1,7 @@
-"""Keys of configs for other trainers: keys without effect, unsupported keys, and keys with a different name here.
+"""Keys of configs for axolotl and other trainers, in tables: key, harmless values, reason.
 
-A key without effect is accepted without a warning if its value describes what happens here anyway.
+A key without effect is accepted without a warning if its value describes what happens here anyway. Unsupported keys are
+errors, unless they are empty or false. Other keys have another name here.
 """
 
 from typing import Any, NamedTuple
@@ -9,45 +10,37 @@ from pydantic import Field, create_model, model_validator
 
 from ebft.config.section import Section
 
-
-def _same(reason: str, *names: str) -> dict[str, str]:
-    return dict.fromkeys(names, reason)
-
-
 _TEXT_ONLY = "models are trained on text only. Remove it"
 _RELORA = (
     "ReLoRA merges the adapter into the base weights during training, so that the result is not an adapter of "
     "base_model. Remove it, or train all weights"
 )
+_NO_SAMPLING = "remove it; preference methods do not sample"
+_REFERENCE = "the reference model is base_model, or the adapter of lora_model_dir as it is loaded"
+IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
+_PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
+_KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
+# Those that a method trains; others are refused.
+_CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
-REFUSED: dict[str, str] = {
+# Names -> what to do instead.
+_UNSUPPORTED = {
     # Adapters and weights
-    **_same(
-        _RELORA,
-        "relora",
-        "relora_steps",
-        "relora_warmup_steps",
-        "relora_anneal_steps",
-        "relora_prune_ratio",
-        "relora_cpu_offload",
-        "jagged_restart_steps",
-        "jagged_restart_warmup_steps",
-        "jagged_restart_anneal_steps",
-    ),
+    "relora relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio relora_cpu_offload "
+    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": _RELORA,
     "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of base_model. "
     "Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
     "lora_target_linear_modules": "set lora_target_modules",
-    **_same("LISA trains other layers in each step. Use unfrozen_parameters", "lisa_n_layers", "lisa_step_interval"),
-    **_same("list the parameters in unfrozen_parameters", "spectrum_top_fraction", "spectrum_model_name"),
+    "lisa_n_layers lisa_step_interval": "LISA trains other layers in each step. Use unfrozen_parameters",
+    "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
     "quantize_moe_experts": "experts are loaded in the dtype of the model. Remove it",
     "quantization": "ebft quantize quantises a trained model. Remove it",
     "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
     "fp8": "matrix products in 8 bits need a GPU from the H100 on, and change results. Set bf16: true",
     "bfloat16": "set bf16: true, which trains in bfloat16 without mixed precision of weights",
     "float16": "set fp16: true, or bf16: true on GPUs that support it",
-    "overrides_of_model_kwargs": "edit a copy of config.json, and name its folder in base_model_config",
-    "rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
+    "overrides_of_model_kwargs rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
     "fix_untrained_tokens": "it changes the base weights before training. List new tokens in tokens",
     # Attention
     "s2_attention": "shifted sparse attention differs from the model's own attention. Remove it",
@@ -59,23 +52,13 @@ REFUSED: dict[str, str] = {
     "dispatch_batches": "every process reads the whole stream. Remove it",
     "split_batches": "micro_batch_size is that of a process. Remove it",
     "accelerator_config": "batches are split by the method. Remove it",
-    **_same(
-        _TEXT_ONLY,
-        "is_multimodal",
-        "processor_type",
-        "processor_config",
-        "processor_kwargs",
-        "image_size",
-        "image_resize_algorithm",
-        "image_token_id",
-        "audio_sampling_rate",
-    ),
+    "is_multimodal processor_type processor_config processor_kwargs image_size image_resize_algorithm "
+    "image_token_id audio_sampling_rate": _TEXT_ONLY,
     # Optimizer, batches, memory
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
     "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",
-    "adam_beta3": "transformers has no optimizer that reads it. Remove it",
-    "adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
+    "adam_beta3 adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
     "auto_find_batch_size": "it changes the batch size of a run. `ebft doctor` measures the memory of a step",
     "dataloader_drop_last": "the last rows of an epoch are trained on. Remove it",
     "offload_optimizer": "use deepspeed: zero3_offload or fsdp_config with cpu_offload",
@@ -83,232 +66,18 @@ REFUSED: dict[str, str] = {
     "comet_api_key": "do not write it into a file. Set the environment variable COMET_API_KEY",
     "bench_dataset": "use ebft evaluate",
     "eval_table_size": "use ebft evaluate, or log_completions of the method",
-}
-
-
-def without_unset(values: dict[str, Any], unsupported: dict[str, str]) -> dict[str, Any]:
-    """The keys of a config without unsupported ones that ask for nothing: those that are empty or false."""
-
-    def asks(key: str, value: Any) -> bool:
-        return value not in (None, False, "", [], {})
-
-    return {key: value for key, value in values.items() if key not in unsupported or asks(key, value)}
-
-
-def without_repeated(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config without those that repeat the value of another key, under a name that is refused."""
-    again = {"bfloat16": "bf16", "float16": "fp16"}
-    found = {key: value for key, value in values.items() if key not in again or value != values.get(again[key])}
-    for section in ("datasets", "test_datasets"):
-        entries = found.get(section)
-        if isinstance(entries, list):
-            found[section] = [_without_conversation(entry, found.get("chat_template")) for entry in entries]
-    return found
-
-
-def _without_conversation(entry: Any, chat_template: Any) -> Any:
-    """A dataset without `conversation`, the name of its chat template in older configs, if the template is the same."""
-    if not isinstance(entry, dict) or entry.get("conversation") != (entry.get("chat_template") or chat_template):
-        return entry
-    return {key: value for key, value in entry.items() if key != "conversation"}
-
-
-class Ignored(NamedTuple):
-    """A key without effect: the values that give no warning, and why other values change nothing."""
-
-    harmless: tuple[Any, ...]
-    reason: str
-
-
-IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
-
-
-def _off(reason: str, *names: str) -> dict[str, Ignored]:
-    """Keys whose feature is not used, so that switching it off describes what happens."""
-    return dict.fromkeys(names, Ignored((False,), reason))
-
-
-WITHOUT_EFFECT: dict[str, Ignored] = {
-    # Kernels and layers
-    **_off(
-        "this kernel of Liger is not used; the model's own layers give the same results",
-        "liger_rms_norm_gated",
-        "liger_use_token_scaling",
-    ),
-    **_off(
-        IN_CHUNKS,
-        "cut_cross_entropy",
-        "chunked_cross_entropy_num_chunks",
-        "liger_cross_entropy",
-    ),
-    **_off(
-        "fused layers of flash-attn are not used; the model's own layers give the same results",
-        "flash_attn_cross_entropy",
-        "flash_attn_rms_norm",
-        "flash_attn_fuse_qkv",
-        "flash_attn_fuse_mlp",
-        "flash_optimum",
-    ),
-    **_off(
-        "Unsloth's kernels are not used; the model's own layers give the same results",
-        "unsloth_cross_entropy_loss",
-        "unsloth_lora_mlp",
-        "unsloth_lora_qkv",
-        "unsloth_lora_o",
-        "unsloth_rms_norm",
-        "unsloth_rope",
-    ),
-    **_off(
-        "experts are computed with transformers' own kernels; see experts_implementation",
-        "use_scattermoe",
-        "use_sonicmoe",
-        "use_kernels",
-    ),
-    "flex_attn_compile_kwargs": Ignored((), "the kernel is compiled with PyTorch's defaults"),
-    "lora_embedding_kernel": Ignored((False,), "fused adapter kernels are not available; PEFT's layers are used"),
-    # Adapters and the model
-    "lora_fan_in_fan_out": Ignored((False,), "PEFT determines the layout of the weights for each layer"),
-    "peft_autocast_adapter_dtype": Ignored((True,), "the weights of adapters are always float32"),
-    "lora_on_cpu": Ignored((False,), "ebft merge-lora reads one part of the weights at a time"),
-    "embeddings_skip_upcast": Ignored((False,), "PEFT prepares quantised models"),
-    "low_cpu_mem_usage": Ignored((True,), "transformers always reads weights one at a time"),
-    "freeze_mm_modules": Ignored((True, False), "only the text model is loaded"),
-    "is_falcon_derived_model": Ignored((), "the model family is determined by the model's config"),
-    "is_mistral_derived_model": Ignored((), "the model family is determined by the model's config"),
-    "is_qwen_derived_model": Ignored((), "the model family is determined by the model's config"),
-    "tokenizer_use_fast": Ignored((True,), "transformers only has fast tokenizers for these models"),
-    "tokenizer_legacy": Ignored((), "the tokenizer's files determine this"),
-    **_off("a model that is quantised with GPTQ is recognised by its files", "gptq", "gptq_groupsize", "gptq_model_v1"),
-    "gptq_disable_exllama": Ignored((True, False), "a model that is quantised with GPTQ is recognised by its files"),
-    # Data
-    "eot_tokens": Ignored((), "the end of a turn is what the chat template writes after its content"),
-    "remove_unused_columns": Ignored((True, False), "each method selects the columns that it reads"),
-    "dataset_keep_in_memory": Ignored((False,), "datasets maps its files into memory"),
-    "shuffle_before_merging_datasets": Ignored((False,), "see shuffle_merged_datasets"),
-    "group_by_modality": Ignored((False,), "all rows are text"),
-    "sample_packing_group_size": Ignored((), "all documents are packed together, longest first"),
-    "sample_packing_bin_size": Ignored((), "a row has as many documents as fit within sequence_len"),
-    "sample_packing_eff_est": Ignored((), "the number of packed rows is computed exactly"),
-    "sample_packing_sequentially": Ignored((False,), "all documents are packed together, longest first"),
-    "sample_packing_mp_start_method": Ignored((), "packing takes one process"),
-    "total_num_tokens": Ignored((), "the number of tokens is counted"),
-    "total_supervised_tokens": Ignored((), "the number of tokens is counted"),
-    "multipack_real_batches": Ignored((), "a packed row counts as one row of micro_batch_size"),
-    "pad_to_multiple_of": Ignored((), "batches are padded to their longest row"),
-    "push_dataset_to_hub": Ignored((), "prepared rows are stored in dataset_prepared_path only"),
-    # Processes, memory and logs
-    "ddp_timeout": Ignored((), "the timeout of the launcher applies"),
-    "ddp_bucket_cap_mb": Ignored((), "PyTorch's default size of buckets is used"),
-    "ddp_broadcast_buffers": Ignored((), "the models have no buffers that change"),
-    "gc_steps": Ignored((-1,), "the caching allocator frees memory when it is needed"),
-    "gpu_memory_limit": Ignored((), "use device_map to place the model"),
-    "include_tokens_per_second": Ignored((True, False), "the throughput is always logged"),
-    "include_tkps": Ignored((True, False), "the throughput is always logged"),
-    "use_otel_metrics": Ignored((False,), "metrics are written to metrics.jsonl in output_dir"),
-    "hf_use_auth_token": Ignored((True, False), "the token of `hf auth login` or of HF_TOKEN is used if there is one"),
-    "save_first_step": Ignored((False,), "set save_steps"),
-    "do_bench_eval": Ignored((False,), "use ebft evaluate"),
-    "do_causal_lm_eval": Ignored((False,), "the cross-entropy and the perplexity of held-out rows are always logged"),
-    "eval_causal_lm_metrics": Ignored(
-        ([], ["perplexity"]), "the cross-entropy and the perplexity of held-out rows are always logged"
-    ),
-    "eval_max_new_tokens": Ignored(
-        (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"
-    ),
-    "generate_samples": Ignored((False,), "rollouts are logged with log_completions"),
-    "torchdistx_path": Ignored((), "torchdistx is not used"),
-    "device": Ignored((), "the trainer places the model; see device_map"),
-}
-
-
-_PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
-_KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
-# Those that a method trains; others are refused.
-_CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
-
-
-KeysWithoutEffect: type[Section] = create_model(
-    "KeysWithoutEffect",
-    __base__=Section,
-    __module__=__name__,
-    **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in WITHOUT_EFFECT.items()},
-)
-
-
-class CarriedOverKeys(KeysWithoutEffect):
-    """Keys of configs for other trainers, accepted so that those configs can be loaded."""
-
-    pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
-    skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
-    save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
-    fsdp_version: int | None = Field(
-        None, description="2, the only supported version. With fsdp_config, it enables fsdp."
-    )
-    strict: bool = Field(True, description="No effect: unknown keys are always errors.")
-    model_type: str | None = Field(
-        None,
-        description="No effect: the class is determined by the model's config and the method, which it must match.",
-    )
-    tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
-    debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
-    local_rank: int | None = Field(None, description="No effect: the launcher sets the rank of each process.")
-    is_llama_derived_model: bool | None = Field(
-        None, description="No effect: the model family is determined by the model's config."
-    )
-    lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
-    lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
-    profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _unset_asks_for_nothing(cls, data: Any) -> Any:
-        """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
-        if not isinstance(data, dict):
-            return data
-        found = without_repeated(without_unset(data, UNSUPPORTED))
-        if "model_config" in found:  # no field of a pydantic model can have this name
-            found.setdefault("overrides_of_model_config", found.pop("model_config"))
-        return found
-
-
-IGNORED: dict[str, Ignored] = {
-    **WITHOUT_EFFECT,
-    "pad_to_sequence_len": Ignored((False,), "batches are padded to their longest row"),
-    "skip_prepare_dataset": Ignored((False,), _PREPARED),
-    "save_safetensors": Ignored((True,), "models are always saved as safetensors"),
-    "fsdp_version": Ignored((2,), "fsdp is not set"),
-    "strict": Ignored((True, False), "unknown keys are always errors"),
-    "model_type": Ignored(_CLASSES, "the class is determined by the model's config"),
-    "tokenizer_type": Ignored(("AutoTokenizer",), "the class is determined by the tokenizer's files"),
-    "debug": Ignored((False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
-    "local_rank": Ignored((), "the launcher sets the rank of each process"),
-    "is_llama_derived_model": Ignored((), "the model family is determined by the model's config"),
-    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), Ignored((False,), _KERNELS)),
-    "liger_fused_linear_cross_entropy": Ignored((False,), IN_CHUNKS),
-    "profiler_steps": Ignored((), "there is no built-in profiler; run the command under torch.profiler"),
-}
-
-
-_NO_SAMPLING = "remove it; preference methods do not sample"
-_REFERENCE = "the reference model is base_model, or the adapter of lora_model_dir as it is loaded"
-
-UNSUPPORTED = {
-    **REFUSED,
     "dataset_shard_num": "set shards of the datasets",
     "dataset_shard_idx": "set shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
-    "dpo_generate_during_eval": _NO_SAMPLING,
-    "generate_during_eval": _NO_SAMPLING,
+    "dpo_generate_during_eval generate_during_eval": _NO_SAMPLING,
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
     "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
     "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
-    "rl_adapter_ref_model": f"remove it; {_REFERENCE}",
-    "ref_model": f"remove it; {_REFERENCE}",
+    "rl_adapter_ref_model ref_model": f"remove it; {_REFERENCE}",
 }
+UNSUPPORTED_KEYS = {name: reason for names, reason in _UNSUPPORTED.items() for name in names.split()}
 
 # Keys of an element of datasets.
 UNSUPPORTED_IN_DATASETS = {
@@ -353,4 +122,217 @@ OTHER_NAMES = {
     "orpo_beta": "rl_beta",
     "simpo_beta": "rl_beta",
     "run_name": "wandb_name",
+}
+
+
+class Ignored(NamedTuple):
+    """A key without effect: the values that give no warning, and why other values change nothing."""
+
+    harmless: tuple[Any, ...]
+    reason: str
+
+
+# Names, harmless values, reason: keys that accept any value, and those declared in `CarriedOverKeys`.
+_WITHOUT_TYPE = (
+    # Kernels and layers
+    (
+        "liger_rms_norm_gated liger_use_token_scaling",
+        (False,),
+        "this kernel of Liger is not used; the model's own layers give the same results",
+    ),
+    ("cut_cross_entropy chunked_cross_entropy_num_chunks liger_cross_entropy", (False,), IN_CHUNKS),
+    (
+        "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum",
+        (False,),
+        "fused layers of flash-attn are not used; the model's own layers give the same results",
+    ),
+    (
+        "unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope",
+        (False,),
+        "Unsloth's kernels are not used; the model's own layers give the same results",
+    ),
+    (
+        "use_scattermoe use_sonicmoe use_kernels",
+        (False,),
+        "experts are computed with transformers' own kernels; see experts_implementation",
+    ),
+    ("flex_attn_compile_kwargs", (), "the kernel is compiled with PyTorch's defaults"),
+    ("lora_embedding_kernel", (False,), "fused adapter kernels are not available; PEFT's layers are used"),
+    # Adapters and the model
+    ("lora_fan_in_fan_out", (False,), "PEFT determines the layout of the weights for each layer"),
+    ("peft_autocast_adapter_dtype", (True,), "the weights of adapters are always float32"),
+    ("lora_on_cpu", (False,), "ebft merge-lora reads one part of the weights at a time"),
+    ("embeddings_skip_upcast", (False,), "PEFT prepares quantised models"),
+    ("low_cpu_mem_usage", (True,), "transformers always reads weights one at a time"),
+    ("freeze_mm_modules", (True, False), "only the text model is loaded"),
+    (
+        "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
+        (),
+        "the model family is determined by the model's config",
+    ),
+    ("tokenizer_use_fast", (True,), "transformers only has fast tokenizers for these models"),
+    ("tokenizer_legacy", (), "the tokenizer's files determine this"),
+    ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
+    ("gptq_disable_exllama", (True, False), "a model that is quantised with GPTQ is recognised by its files"),
+    # Data
+    ("eot_tokens", (), "the end of a turn is what the chat template writes after its content"),
+    ("remove_unused_columns", (True, False), "each method selects the columns that it reads"),
+    ("dataset_keep_in_memory", (False,), "datasets maps its files into memory"),
+    ("shuffle_before_merging_datasets", (False,), "see shuffle_merged_datasets"),
+    ("group_by_modality", (False,), "all rows are text"),
+    ("sample_packing_group_size", (), "all documents are packed together, longest first"),
+    ("sample_packing_bin_size", (), "a row has as many documents as fit within sequence_len"),
+    ("sample_packing_eff_est", (), "the number of packed rows is computed exactly"),
+    ("sample_packing_sequentially", (False,), "all documents are packed together, longest first"),
+    ("sample_packing_mp_start_method", (), "packing takes one process"),
+    ("total_num_tokens total_supervised_tokens", (), "the number of tokens is counted"),
+    ("multipack_real_batches", (), "a packed row counts as one row of micro_batch_size"),
+    ("pad_to_multiple_of", (), "batches are padded to their longest row"),
+    ("push_dataset_to_hub", (), "prepared rows are stored in dataset_prepared_path only"),
+    # Processes, memory and logs
+    ("ddp_timeout", (), "the timeout of the launcher applies"),
+    ("ddp_bucket_cap_mb", (), "PyTorch's default size of buckets is used"),
+    ("ddp_broadcast_buffers", (), "the models have no buffers that change"),
+    ("gc_steps", (-1,), "the caching allocator frees memory when it is needed"),
+    ("gpu_memory_limit", (), "use device_map to place the model"),
+    ("include_tokens_per_second include_tkps", (True, False), "the throughput is always logged"),
+    ("use_otel_metrics", (False,), "metrics are written to metrics.jsonl in output_dir"),
+    ("hf_use_auth_token", (True, False), "the token of `hf auth login` or of HF_TOKEN is used if there is one"),
+    ("save_first_step", (False,), "set save_steps"),
+    ("do_bench_eval", (False,), "use ebft evaluate"),
+    ("do_causal_lm_eval", (False,), "the cross-entropy and the perplexity of held-out rows are always logged"),
+    (
+        "eval_causal_lm_metrics",
+        ([], ["perplexity"]),
+        "the cross-entropy and the perplexity of held-out rows are always logged",
+    ),
+    ("eval_max_new_tokens", (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"),
+    ("generate_samples", (False,), "rollouts are logged with log_completions"),
+    ("torchdistx_path", (), "torchdistx is not used"),
+    ("device", (), "the trainer places the model; see device_map"),
+)
+_WITH_TYPE = (
+    ("pad_to_sequence_len", (False,), "batches are padded to their longest row"),
+    ("skip_prepare_dataset", (False,), _PREPARED),
+    ("save_safetensors", (True,), "models are always saved as safetensors"),
+    ("fsdp_version", (2,), "fsdp is not set"),
+    ("strict", (True, False), "unknown keys are always errors"),
+    ("model_type", _CLASSES, "the class is determined by the model's config"),
+    ("tokenizer_type", ("AutoTokenizer",), "the class is determined by the tokenizer's files"),
+    ("debug", (False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
+    ("local_rank", (), "the launcher sets the rank of each process"),
+    ("is_llama_derived_model", (), "the model family is determined by the model's config"),
+    ("lora_mlp_kernel lora_qkv_kernel lora_o_kernel", (False,), _KERNELS),
+    ("liger_fused_linear_cross_entropy", (False,), IN_CHUNKS),
+    ("profiler_steps", (), "there is no built-in profiler; run the command under torch.profiler"),
+)
+UNTYPED = {name: Ignored(harmless, reason) for names, harmless, reason in _WITHOUT_TYPE for name in names.split()}
+IGNORED_KEYS = UNTYPED | {
+    name: Ignored(harmless, reason) for names, harmless, reason in _WITH_TYPE for name in names.split()
+}
+
+KeysWithoutEffect: type[Section] = create_model(
+    "KeysWithoutEffect",
+    __base__=Section,
+    __module__=__name__,
+    **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in UNTYPED.items()},
+)
+
+
+class CarriedOverKeys(KeysWithoutEffect):
+    """Keys of configs for other trainers, accepted so that those configs can be loaded."""
+
+    pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
+    skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
+    save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
+    fsdp_version: int | None = Field(
+        None, description="2, the only supported version. With fsdp_config, it enables fsdp."
+    )
+    strict: bool = Field(True, description="No effect: unknown keys are always errors.")
+    model_type: str | None = Field(
+        None,
+        description="No effect: the class is determined by the model's config and the method, which it must match.",
+    )
+    tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
+    debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
+    local_rank: int | None = Field(None, description="No effect: the launcher sets the rank of each process.")
+    is_llama_derived_model: bool | None = Field(
+        None, description="No effect: the model family is determined by the model's config."
+    )
+    lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
+    lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
+    lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
+    liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
+    profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unset_asks_for_nothing(cls, data: Any) -> Any:
+        """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
+        if not isinstance(data, dict):
+            return data
+        found = without_repeated(without_unset(data, UNSUPPORTED_KEYS))
+        if "model_config" in found:  # no field of a pydantic model can have this name
+            found.setdefault("overrides_of_model_config", found.pop("model_config"))
+        return found
+
+
+def without_unset(values: dict[str, Any], unsupported: dict[str, str]) -> dict[str, Any]:
+    """The keys of a config without unsupported ones that ask for nothing: those that are empty or false."""
+
+    def asks(key: str, value: Any) -> bool:
+        return value not in (None, False, "", [], {})
+
+    return {key: value for key, value in values.items() if key not in unsupported or asks(key, value)}
+
+
+def without_repeated(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config without those that repeat the value of another key, under a name that is refused."""
+    again = {"bfloat16": "bf16", "float16": "fp16"}
+    found = {key: value for key, value in values.items() if key not in again or value != values.get(again[key])}
+    for section in ("datasets", "test_datasets"):
+        entries = found.get(section)
+        if isinstance(entries, list):
+            found[section] = [_without_conversation(entry, found.get("chat_template")) for entry in entries]
+    return found
+
+
+def _without_conversation(entry: Any, chat_template: Any) -> Any:
+    """A dataset without `conversation`, the name of its chat template in older configs, if the template is the same."""
+    if not isinstance(entry, dict) or entry.get("conversation") != (entry.get("chat_template") or chat_template):
+        return entry
+    return {key: value for key, value in entry.items() if key != "conversation"}
+
+
+# Degrees of parallelism that can only be 1.
+SINGLE = {
+    "dp_replicate_size": "models are sharded over all processes, or copied to each of them",
+    "context_parallel_size": "sequences are not split over processes; lower sequence_len, or shard the model with fsdp",
+    "tensor_parallel_size": "layers are not split over processes; shard the model with fsdp "
+    "(vllm.tensor_parallel_size is that of a vLLM server)",
+    "expert_parallel_size": "experts are not split over processes; shard the model with fsdp",
+}
+# Values of bnb_config_kwargs that describe how weights are quantised.
+BITSANDBYTES = {
+    "llm_int8_has_fp16_weight": False,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_use_double_quant": True,
+    "load_in_4bit": True,
+    "load_in_8bit": True,
+}
+# Plugins of axolotl by the end of their names, and what takes their place.
+PLUGINS = {
+    "liger.LigerPlugin": "liger_rope, liger_rms_norm, liger_glu_activation and liger_layer_norm are enough in SFT",
+    "cut_cross_entropy.CutCrossEntropyPlugin": IN_CHUNKS,
+    "kernels.KernelsPlugin": "experts are computed with transformers' own kernels; see experts_implementation",
+    "nemo_gym.NemoGymPlugin": "nemo_gym_enabled: true is enough",
+}
+UNSUPPORTED_PLUGINS = {
+    "spectrum": "list the parameters in unfrozen_parameters",
+    "grokfast": "gradients are not filtered",
+    "kd": "the loss has no teacher",
+    "diffusion": "models are trained on the next token",
+    "llm_compressor": "ebft quantize quantises a trained model",
+    "lm_eval": "use ebft evaluate, or lm_eval with the trained model",
+    "densemixer": "the router of the model is used unchanged",
 }

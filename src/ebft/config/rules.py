@@ -10,46 +10,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ebft.config.options import MIN_TEMPERATURE, RewardOptions, StridedOptions
+from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions, StridedOptions
 from ebft.config.section import option_names, section_of_options
+from ebft.config.trl import TRLSection
 from ebft.config.user_code import call_problem
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 
 Key = Callable[[str], str]
 
-# Trainer argument -> config key, where the names differ.
+# Trainer argument -> config key, where the names differ apart from the section.
 _IN_CONFIG = {
     "per_device_train_batch_size": "micro_batch_size",
     "vllm_structured_outputs_regex": "trl.vllm_guided_decoding_regex",
-    **{
-        name: f"ebft.{name}"
-        for name in (
-            "advantage_estimator",
-            "disable_dropout",
-            "feature_device",
-            "rollout_tokens_per_pass",
-            "single_pass",
-        )
-    },
-    **{
-        name: f"trl.{name}"
-        for name in (
-            "async_prefetch",
-            "environment_factory",
-            "num_generations",
-            "generation_batch_size",
-            "multi_objective_aggregation",
-            "reward_num_workers",
-            "rollout_func",
-            "tools",
-            "use_vllm",
-            "vllm_mode",
-        )
-    },
 }
-
-
 # Arguments of trainers with which the user's code takes part in rollouts.
 INTERACTIVE = ("tools", "environment_factory", "rollout_func")
 
@@ -61,7 +35,8 @@ def in_python(name: str) -> str:
 
 def in_config(name: str) -> str:
     """The config key that sets the trainer argument `name`."""
-    return _IN_CONFIG.get(name, name)
+    section = "ebft." if name in EBFTSection.model_fields else "trl." if name in TRLSection.model_fields else ""
+    return _IN_CONFIG.get(name, f"{section}{name}")
 
 
 def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> str | None:

@@ -10,8 +10,7 @@ from ebft.config.base import MethodKeys
 from ebft.config.checks.combinations import refuse_contradictions, resolve
 from ebft.config.section import Section
 from ebft.config.validation_errors import raise_config_error
-from ebft.methods.method import Method, MethodConfig
-from ebft.methods.selection import own_keys, selected_method
+from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
 from ebft.serving.keys import ServerSettings
 
 if TYPE_CHECKING:

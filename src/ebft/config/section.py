@@ -32,7 +32,8 @@ class ExpectedError(ValueError):
     """An invalid value of a key; the message is what was expected instead of it."""
 
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+# Validators are built on first use: those of most groups of keys never are.
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
 
 
 class Section(BaseModel):

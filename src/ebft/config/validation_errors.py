@@ -8,7 +8,7 @@ from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from ebft.config.axolotl import OTHER_NAMES, UNSUPPORTED, UNSUPPORTED_IN_DATASETS
+from ebft.config.axolotl import OTHER_NAMES, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
 from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
 from ebft.secrets import value_without_secrets
@@ -111,8 +111,8 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
-    if name in UNSUPPORTED and len(path) == 1:
-        return f"{key} is not supported: {UNSUPPORTED[name]}."
+    if name in UNSUPPORTED_KEYS and len(path) == 1:
+        return f"{key} is not supported: {UNSUPPORTED_KEYS[name]}."
     if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
         return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
     if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):

@@ -61,6 +61,8 @@ class DPO(PreferenceMethod):
     tag = "dpo"
     keys = DPOKeys
     offloads_activations = True
+    arguments = "trl:DPOConfig"
+    trainer = "ebft.preferences.trainers:DPOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
         return f"direct preference optimization (loss {', '.join(_losses(config))})"
@@ -87,16 +89,6 @@ class DPO(PreferenceMethod):
             "label_smoothing": config.dpo_label_smoothing,
             "use_weighting": config.dpo_use_weighting,
         }
-
-    def arguments_class(self) -> type:
-        from trl import DPOConfig
-
-        return DPOConfig
-
-    def trainer_class(self) -> type:
-        from ebft.preferences.trainers import DPOTrainer
-
-        return DPOTrainer
 
 
 def _losses(config: MethodConfig) -> list[str]:

@@ -6,63 +6,31 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
-from ebft.config.trl import RolloutOptions
+from ebft.config.user_code import call_problem, find_function
 from ebft.errors import ConfigError
-from ebft.methods import grpo_rules, nemo_gym
+from ebft.methods import nemo_gym
 from ebft.methods.ebft import warn_of_reward
-from ebft.methods.grpo_rules import FEATURE_MATCHING
-from ebft.methods.method import EvaluationSampling, Method
-from ebft.nemo_gym.keys import NemoGymKeys
+from ebft.methods.method import EvaluationSampling, Method, MethodConfig, class_at
+from ebft.models.files import reward_problem
+from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+
     from ebft.data.load import LoadedRows
     from ebft.machine import Machine
-    from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
 
-# Keys of `trl:` that are arguments of TRL's GRPOConfig, under the same or another name.
-_SAME_NAME = (
-    *option_names(RolloutOptions),
-    "use_vllm",
-    "num_generations",
-    "generation_batch_size",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "chat_template_kwargs",
-    "max_tool_calling_iterations",
-    "beta",
-    "num_iterations",
-    "epsilon",
-    "epsilon_high",
-    "loss_type",
-    "scale_rewards",
-    "mask_truncated_completions",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "importance_sampling_level",
-    "off_policy_mask_threshold",
-    "use_bias_correction_kl",
-    "sync_ref_model",
-    "ref_model_mixup_alpha",
-    "ref_model_sync_steps",
-    "reward_weights",
-    "multi_objective_aggregation",
-    "vllm_server_timeout",
-    "vllm_enable_sleep_mode",
-    "log_completions",
-    "num_completions_to_print",
-)
+FEATURE_MATCHING = "feature_matching"
+# Keys of `trl:` that are arguments of TRL's GRPOConfig under another name.
 _OTHER_NAME = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
@@ -79,9 +47,11 @@ class GRPO(Method):
     needs_reference = False
     phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
+    arguments = "ebft.structured:RolloutGRPOConfig"
+    trainer = "ebft.structured:RolloutGRPOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
-        names = [*(config.trl.reward_funcs or []), *grpo_rules.environments(config)]
+        names = [*(config.trl.reward_funcs or []), *_environments(config)]
         return f"GRPO on the rewards {', '.join(f'`{name}`' for name in names)}"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
@@ -100,7 +70,9 @@ class GRPO(Method):
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
-        grpo_rules.warn_of_idle_keys(config)
+        for applies, message in _IDLE:
+            if applies(config):
+                warnings.warn(message.format(keys=_keys_of_vllm(config)), stacklevel=2)
         if config.torch_compile:
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
@@ -119,11 +91,12 @@ class GRPO(Method):
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         names = self._reward_names(config)
-        yield from grpo_rules.batches(config)
-        yield from grpo_rules.rewards(config, names, self.own_rewards)
-        yield from grpo_rules.rollouts(config)
-        yield from grpo_rules.interaction(config, FEATURE_MATCHING in names)
-        yield from grpo_rules.processes(config)
+        yield from _batches(config)
+        yield from _rewards(config, names, self.own_rewards)
+        yield from _rollouts(config)
+        yield from _interaction(config, FEATURE_MATCHING in names)
+        if config.group_by_length:
+            yield "group_by_length is incompatible with grouped completions. Remove it."
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         found = rules.full_weights(
@@ -163,8 +136,8 @@ class GRPO(Method):
         return FEATURE_MATCHING in self._reward_names(config)
 
     def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
-        grpo_rules.check_reward_columns(config, rows.train)
-        grpo_rules.check_reward_templates(config, rows.train)
+        _check_reward_columns(config, rows.train)
+        _check_reward_templates(config, rows.train)
         if config.nemo_gym_enabled:
             nemo_gym.check_rows(config, rows.train, rows.evaluation)
 
@@ -198,7 +171,8 @@ class GRPO(Method):
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         trl, vllm = config.trl, config.vllm
-        kwargs = {key: getattr(trl, key) for key in _SAME_NAME}
+        arguments = {argument.name for argument in fields(self.arguments_class())} - _OTHER_NAME.keys()
+        kwargs = {key: getattr(trl, key) for key in type(trl).model_fields if key in arguments}
         kwargs |= {name: getattr(trl, key) for key, name in _OTHER_NAME.items()}
         kwargs["vllm_server_host"], kwargs["vllm_server_port"] = config.server_address
         if trl.use_vllm and not config.uses_server:
@@ -215,26 +189,16 @@ class GRPO(Method):
         """The keys of `ebft:` that are passed to its training arguments."""
         return option_names(DropoutOption, SharedPrefixOption)
 
-    def arguments_class(self) -> type:
-        from ebft.structured import RolloutGRPOConfig
-
-        return RolloutGRPOConfig
-
-    def trainer_class(self) -> type:
-        from ebft.structured import RolloutGRPOTrainer
-
-        return RolloutGRPOTrainer
-
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.structured.reward_funcs import load_reward_funcs
 
         built_in, agents = nemo_gym.rewards_and_agents(config)
-        return self.trainer_class()(
+        return class_at(self.trainer)(
             model=model,
             reward_funcs=load_reward_funcs(config.trl, config.ebft, model, tokenizer, built_in),
             agents=agents,
             server_failure=lambda: server.failure if server is not None else None,
-            **grpo_rules.load_interactive(config),
+            **_load_interactive(config),
             **common,
         )
 
@@ -257,3 +221,198 @@ class GDPO(GRPO):
     def resolve(self, config: MethodConfig) -> None:
         super().resolve(config)
         config.trl.multi_objective_aggregation = _AGGREGATION
+
+
+# When a key has no effect on full completions, and the warning.
+_IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
+    (
+        lambda c: c.trl.use_data_producer,
+        "trl.use_data_producer has no effect: generation and prefetching do not use a data producer.",
+    ),
+    (
+        lambda c: not c.trl.use_vllm and _keys_of_vllm(c),
+        "{keys}: no effect without use_vllm: true.",
+    ),
+    (
+        lambda c: "streaming_min_groups" in c.trl.model_fields_set and not c.trl.streaming_partial_batch,
+        "trl.streaming_min_groups has no effect without streaming_partial_batch: true.",
+    ),
+    (
+        lambda c: c.trl.streaming_partial_batch and c.trl.reward_num_workers > 1,
+        "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
+        "functions for one prompt at a time.",
+    ),
+    (
+        lambda c: "reward_timeout" in c.trl.model_fields_set and c.trl.reward_num_workers == 1,
+        "trl.reward_timeout has no effect without reward_num_workers above 1: the training process cannot end a call "
+        "that it makes itself, and only reports one that takes longer than a minute.",
+    ),
+    (
+        lambda c: "prefetch_depth" in c.trl.model_fields_set and not c.trl.async_prefetch,
+        "trl.prefetch_depth has no effect without async_prefetch: true.",
+    ),
+    (lambda c: c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts."),
+    (lambda c: c.sample_packing, "sample_packing: true has no effect on full completions of prompts."),
+    (
+        lambda c: c.uses_server and c.adapter is not None and c.trl.vllm_lora_sync is False,
+        "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same result.",
+    ),
+    (
+        lambda c: "vllm" in c.model_fields_set and not c.trl.use_vllm,
+        "vllm: has no effect without trl.use_vllm: true.",
+    ),
+)
+
+
+def _keys_of_vllm(config: MethodConfig) -> str:
+    given = sorted(key for key in config.trl.model_fields_set if key.startswith("vllm_"))
+    return ", ".join(f"trl.{key}" for key in given if key != "vllm_guided_decoding_regex")
+
+
+def _batches(config: MethodConfig) -> Iterator[str]:
+    """Problems with batches, which must consist of whole groups."""
+    trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
+    found = rules.groups(samples, trl.num_generations, rules.in_config)
+    if trl.generation_batch_size is None and found:
+        yield found
+    if trl.generation_batch_size is not None and trl.generation_batch_size % trl.num_generations:
+        yield (
+            f"trl.generation_batch_size: {trl.generation_batch_size} is not a multiple of trl.num_generations: "
+            f"{trl.num_generations}. Change one of them."
+        )
+    per_process = config.eval_batch_size
+    if per_process is not None and per_process % trl.num_generations:
+        yield (
+            f"eval_batch_size: {per_process} is not a multiple of trl.num_generations: {trl.num_generations}. Change "
+            "one of them."
+        )
+
+
+def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) -> Iterator[str]:
+    """Problems with the rewards `names`, of which the method includes `always`."""
+    funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
+    if not names and not config.trl.environment_factory:
+        yield (
+            "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, folders or Hub ids of reward "
+            "models, or feature_matching."
+        )
+    if len(set(names)) < len(names):
+        hint = " With rl: ebft, feature_matching is always included." if always else ""
+        yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{hint}"
+    for name in funcs:
+        if "/" in name:
+            problem = reward_problem(name)
+            if problem is not None:
+                yield problem
+        elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
+            find_function("trl.reward_funcs", name)
+    if weights is not None and len(weights) != len(names):
+        hint = " The weight of an environment's reward is always 1." if _environments(config) else ""
+        yield (
+            f"trl.reward_weights has {len(weights)} weights for {len(names)} rewards"
+            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{hint}"
+        )
+
+
+def _check_reward_columns(config: MethodConfig, rows: Dataset) -> None:
+    """Raise ConfigError for a reward function that cannot be called with the columns of the rows."""
+    columns = [name for name in rows.column_names or () if name not in ("prompt", "completion", "completion_ids")]
+    always = ["prompts", "completions", "completion_ids"]
+    if config.trl.reward_num_workers == 1:
+        always += ["trainer_state", "log_extra", "log_metric"]
+        always += ["environments"] if config.trl.environment_factory else []
+    for name in config.trl.reward_funcs or []:
+        if "/" in name or name in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
+            continue
+        given = dict.fromkeys([*always, *columns])
+        problem = call_problem(find_function("trl.reward_funcs", name), f"{name}({', '.join(given)})", **given)
+        if problem is not None:
+            raise ConfigError(
+                f"trl.reward_funcs: {name} {problem}. All arguments are passed by keyword: accept those that it does "
+                "not read with **kwargs, and keep the columns that it reads in the transform."
+            )
+
+
+def _check_reward_templates(config: MethodConfig, rows: Dataset) -> None:
+    """Raise ConfigError for messages that are to be scored by a reward model without a chat template."""
+    models = [name for name in config.trl.reward_funcs or [] if "/" in name]
+    if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
+        return
+    from ebft.structured.reward_funcs import reward_tokenizer
+
+    for name in models:
+        if reward_tokenizer(name).chat_template is None:
+            raise ConfigError(
+                f"trl.reward_funcs: {name} has no chat template, but the prompts are messages, which it would have to "
+                "render. Save its tokenizer with the chat_template that it was trained with, or use a transform that "
+                "returns text prompts."
+            )
+
+
+def _rollouts(config: MethodConfig) -> Iterator[str]:
+    """Problems with what generates rollouts."""
+    trl = config.trl
+    shared = (
+        rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config),
+        rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config),
+    )
+    yield from filter(None, shared)
+    if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
+        yield (
+            "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
+            "adapter. Remove it."
+        )
+    if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
+        yield (
+            "trl.vllm_mode: colocate needs vLLM in this environment: pip install 'ebft[vllm]'. Or set vllm_mode: "
+            "server or managed, which can use vLLM from a separate environment (vllm.python)."
+        )
+    if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
+        yield (
+            "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
+            "or set trl.use_vllm: false."
+        )
+
+
+def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
+    """Problems with tools and environments; `compares`: whether a reward compares features."""
+    trl = config.trl
+    given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
+    found = rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
+    if found:
+        yield found
+    if given and config.fsdp and not config.uses_server:
+        yield (
+            f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
+            "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
+        )
+    for name in given:
+        found = _load_named(name, getattr(trl, name))
+        if name == "rollout_func":
+            yield from filter(None, (rules.rollout_func(found, rules.in_config),))
+        elif name == "environment_factory":
+            for factory in found.values() if isinstance(found, dict) else [found]:
+                problem = call_problem(factory, f"{getattr(factory, '__name__', factory)}()")
+                if problem is not None:
+                    yield f"trl.environment_factory {problem}. It is called without arguments."
+    if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):
+        yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
+
+
+def _load_named(key: str, names: str | list[str] | dict[str, str]) -> Any:
+    """Return what the import paths of `trl.KEY` name, in the same structure. Raises ConfigError."""
+    find = lambda name: find_function(f"trl.{key}", name)
+    if isinstance(names, dict):
+        return {environment: find(name) for environment, name in names.items()}
+    return find(names) if isinstance(names, str) else [find(name) for name in names]
+
+
+def _load_interactive(config: MethodConfig) -> dict[str, Any]:
+    """Return the tools and environments of a config by the trainer's argument."""
+    return {name: _load_named(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))}
+
+
+def _environments(config: MethodConfig) -> list[str]:
+    """Return the import paths of `trl.environment_factory`."""
+    found = config.trl.environment_factory
+    return list(found.values()) if isinstance(found, dict) else [found] if found else []

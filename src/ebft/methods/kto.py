@@ -34,6 +34,8 @@ class KTO(PreferenceMethod):
     offloads_activations = True
     metrics = ("loss", "rewards/margins")
     data = "completions with a label"
+    arguments = "trl:KTOConfig"
+    trainer = "ebft.preferences.trainers:KTOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
         return "Kahneman-Tversky optimization (KTO)"
@@ -52,13 +54,3 @@ class KTO(PreferenceMethod):
             "desirable_weight": config.kto_desirable_weight,
             "undesirable_weight": config.kto_undesirable_weight,
         }
-
-    def arguments_class(self) -> type:
-        from trl import KTOConfig
-
-        return KTOConfig
-
-    def trainer_class(self) -> type:
-        from ebft.preferences.trainers import KTOTrainer
-
-        return KTOTrainer

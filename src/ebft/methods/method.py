@@ -1,4 +1,4 @@
-"""The interface between a training method and the rest of the package."""
+"""The interface between a training method and the rest of the package, and which method the keys of a config select."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ebft.config.base import BaseConfig
 from ebft.config.section import Section
 from ebft.data.keys import RequiredRows, Rows
+from ebft.methods import FLAGS, METHODS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,6 +85,7 @@ class Method(ABC):
     name: ClassVar[str]  # as used in messages
     tag: ClassVar[str]  # of the model card
     rows: ClassVar[Rows]  # what a row of data is converted to
+    arguments: ClassVar[str]  # the class of its training arguments, module:class, imported when it is used
     keys: ClassVar[type[Section]] = Section  # top-level config keys that it adds; other methods warn about them
     citation: ClassVar[str | None] = None  # BibTeX
     needs_reference: ClassVar[bool] = True  # whether every row of prompts must have one
@@ -95,7 +100,8 @@ class Method(ABC):
     copy_name: ClassVar[str] = "feature network"  # of `copies_model`, as `ebft doctor` calls it
     reads_streams: ClassVar[bool] = False  # whether rows can be read while training runs (streaming)
 
-    # Config
+    # Config. It is checked in three stages: alone (`conflicts`, then `resolve`), on the machine (`problems`,
+    # `problems_here`), and with the rows (`check_rows`).
 
     @abstractmethod
     def summary(self, config: MethodConfig) -> str:
@@ -195,9 +201,9 @@ class Method(ABC):
         """Training arguments in addition to those that all methods have."""
         return {}
 
-    @abstractmethod
     def arguments_class(self) -> type[TrainingArguments]:
         """The class of its training arguments."""
+        return class_at(self.arguments)
 
     @abstractmethod
     def build_trainer(
@@ -209,3 +215,55 @@ class Method(ABC):
 def pass_at(samples: int) -> tuple[str, ...]:
     """The held-out metrics computed from several samples."""
     return tuple(f"{name}_pass@{k}" for k in (1, samples) for name in ("alignment", "reward"))
+
+
+def selected_method(config: BaseConfig) -> Method:
+    """The method that the keys of `config` select. Does not import torch."""
+    flag = next(iter(_flags(config)), None)
+    return find_method(config.rl, config.ebft.mode) if flag is None else _method_at(FLAGS[flag])
+
+
+def find_method(rl: str | None, mode: str | None) -> Method:
+    """The method for a config's `rl` and `ebft.mode`. Does not import torch."""
+    return _method_at(METHODS.get((rl, mode)) or METHODS[rl, None])
+
+
+def selecting_keys(config: BaseConfig) -> dict[str, str | bool | None]:
+    """The keys that select the method of `config`, with their values; `ebft.mode` only if the method depends on it."""
+    keys = {"rl": config.rl, "ebft.mode": config.ebft.mode}
+    keys = keys if tuple(keys.values()) in METHODS else {"rl": config.rl}
+    return keys | {key: getattr(config, key) for key in FLAGS}
+
+
+def contradictory_selection(config: BaseConfig) -> Iterator[str]:
+    """Keys that select different methods, as a message."""
+    given = [f"rl: {config.rl}"] if config.rl else []
+    given += [f"{key}: true" for key in _flags(config)]
+    if len(given) > 1:
+        yield f"{' and '.join(given)} select different methods. Keep one of them."
+
+
+def own_keys() -> tuple[type[Section], ...]:
+    """The sections of top-level keys that individual methods add to a config."""
+    found = (class_at(path).keys for path in (*METHODS.values(), *FLAGS.values()))
+    return tuple(dict.fromkeys(keys for keys in found if keys.model_fields))
+
+
+def foreign_keys(config: MethodConfig) -> set[str]:
+    """The top-level keys of methods that the method of `config` does not read."""
+    return {name for keys in own_keys() for name in keys.model_fields} - set(config.method.keys.model_fields)
+
+
+def _flags(config: BaseConfig) -> list[str]:
+    return [key for key in FLAGS if getattr(config, key)]
+
+
+@cache
+def _method_at(path: str) -> Method:
+    return class_at(path)()
+
+
+def class_at(path: str) -> Any:
+    """What `module:name` names."""
+    module, name = path.split(":")
+    return attrgetter(name)(import_module(module))

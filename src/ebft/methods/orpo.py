@@ -28,6 +28,8 @@ class ORPO(PreferenceMethod):
     tag = "orpo"
     keys = ORPOKeys
     has_reference = False
+    arguments = "ebft.preferences.experimental:orpo.ORPOConfig"
+    trainer = "ebft.preferences.experimental:ORPOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
         return "odds ratio preference optimization (ORPO)"
@@ -40,16 +42,6 @@ class ORPO(PreferenceMethod):
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         found = super().own_arguments(config)
         return found if config.orpo_alpha is None else found | {"beta": config.orpo_alpha}
-
-    def arguments_class(self) -> type:
-        from ebft.preferences.experimental import orpo
-
-        return orpo.ORPOConfig
-
-    def trainer_class(self) -> type:
-        from ebft.preferences.experimental import ORPOTrainer
-
-        return ORPOTrainer
 
 
 class SimPOKeys(BetaKeys):
@@ -68,6 +60,8 @@ class SimPO(PreferenceMethod):
     tag = "simpo"
     keys = SimPOKeys
     has_reference = False
+    arguments = "ebft.preferences.experimental:cpo.CPOConfig"
+    trainer = "ebft.preferences.experimental:CPOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
         return "simple preference optimization (SimPO)"
@@ -75,13 +69,3 @@ class SimPO(PreferenceMethod):
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}
         return super().own_arguments(config) | own
-
-    def arguments_class(self) -> type:
-        from ebft.preferences.experimental import cpo
-
-        return cpo.CPOConfig
-
-    def trainer_class(self) -> type:
-        from ebft.preferences.experimental import CPOTrainer
-
-        return CPOTrainer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from ebft.config.section import Section
 from ebft.data.keys import PreferenceColumns
-from ebft.methods.method import Method
+from ebft.methods.method import Method, class_at
 from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class PreferenceMethod(Method):
     copy_name = "reference model"
     can_be_compared = False
     has_reference: ClassVar[bool] = True
+    trainer: ClassVar[str]  # of `ebft.preferences`, module:class
     metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
 
@@ -151,19 +151,15 @@ class PreferenceMethod(Method):
             arguments["router_aux_loss_coef"] = 0.0  # TRL would take that of the model
         return arguments
 
-    @abstractmethod
-    def trainer_class(self) -> type:
-        """The trainer, of `ebft.preferences`."""
-
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.preferences.trainers import without_router_loss
 
         without_router_loss(model)
         if not self.has_reference:
-            return self.trainer_class()(model, **common)
+            return class_at(self.trainer)(model, **common)
         from ebft.models.causal_lm import frozen_copy
 
         is_new_adapter = config.adapter is not None and config.lora_model_dir is None
         needs_copy = config.adapter is None and not config.precompute_ref_log_probs
         reference = frozen_copy(model) if needs_copy else None  # before TRL changes the model's forward
-        return self.trainer_class()(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)
+        return class_at(self.trainer)(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)

@@ -84,6 +84,7 @@ class RewardModel(Classifier):
     offloads_activations = True
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"
+    arguments = "ebft.reward_models:RewardModelConfig"
 
     def summary(self, config: MethodConfig) -> str:
         return "the Bradley-Terry loss as a reward model"
@@ -118,11 +119,6 @@ class RewardModel(Classifier):
             "activation_offloading": offloading,
         }
 
-    def arguments_class(self) -> type:
-        from ebft.reward_models import RewardModelConfig
-
-        return RewardModelConfig
-
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.reward_models import RewardModelTrainer
 
@@ -138,6 +134,7 @@ class ProcessRewardModel(Classifier):
     keys = HeadKeys
     class_ending = "ForTokenClassification"
     pipeline_tag = "token-classification"
+    arguments = "transformers:TrainingArguments"
 
     def summary(self, config: MethodConfig) -> str:
         return "the cross-entropy of the classes of steps as a process reward model"
@@ -167,11 +164,6 @@ class ProcessRewardModel(Classifier):
         from ebft.methods.views import StepView
 
         return StepView(tokenizer)
-
-    def arguments_class(self) -> type:
-        from transformers import TrainingArguments
-
-        return TrainingArguments
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator

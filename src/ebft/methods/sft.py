@@ -63,6 +63,7 @@ class SFT(Method):
     offloads_activations = True
     runs_plain_model = True
     reads_streams = True
+    arguments = "transformers:TrainingArguments"
 
     def summary(self, config: MethodConfig) -> str:
         return "SFT with the cross-entropy loss"
@@ -149,11 +150,6 @@ class SFT(Method):
         if config.streaming:  # which every process reads
             own["accelerator_config"] = {"dispatch_batches": False}
         return {**own, **liger_arguments(self._kernels(config))}
-
-    def arguments_class(self) -> type:
-        from transformers import TrainingArguments
-
-        return TrainingArguments
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import pack_rows

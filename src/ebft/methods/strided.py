@@ -37,6 +37,7 @@ class Strided(Method):
     rows = "tokens"
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
+    arguments = "ebft.strided:StridedEBFTConfig"
 
     def summary(self, config: MethodConfig) -> str:
         return f"energy-based fine-tuning (strided mode; {PAPER})"
@@ -100,11 +101,6 @@ class Strided(Method):
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
-
-    def arguments_class(self) -> type:
-        from ebft.strided import StridedEBFTConfig
-
-        return StridedEBFTConfig
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator

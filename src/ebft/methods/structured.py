@@ -28,6 +28,8 @@ class Structured(GRPO):
     keys = Section  # not those of NeMo Gym, whose rows have no references
     needs_reference = True
     own_rewards = (FEATURE_MATCHING,)
+    arguments = "ebft.structured:EBFTConfig"
+    trainer = "ebft.structured:EBFTTrainer"
 
     def summary(self, config: MethodConfig) -> str:
         return f"energy-based fine-tuning (structured mode; {PAPER})"
@@ -72,13 +74,3 @@ class Structured(GRPO):
 
     def own_options(self) -> list[str]:
         return super().own_options() + option_names(StructuredOptions, FeatureOptions, ThinkingOption)
-
-    def arguments_class(self) -> type:
-        from ebft.structured import EBFTConfig
-
-        return EBFTConfig
-
-    def trainer_class(self) -> type:
-        from ebft.structured import EBFTTrainer
-
-        return EBFTTrainer

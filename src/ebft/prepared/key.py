@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.axolotl import WITHOUT_EFFECT
+from ebft.config.axolotl import UNTYPED
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
 from ebft.data.sources import source_fingerprint
@@ -266,7 +266,7 @@ _REASONS = {
         nemo_gym_verify_timeout nemo_gym_multi_turn""",
 }
 EXCLUDED: dict[str, str] = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
-EXCLUDED |= dict.fromkeys(WITHOUT_EFFECT, "it has no effect")
+EXCLUDED |= dict.fromkeys(UNTYPED, "it has no effect")
 # What else a custom transform must contain for a key to affect its rows: batches end where processes do.
 _OTHER_WORDS = {"dataset_num_proc": ("batched",)}
 

@@ -19,7 +19,7 @@ from ebft.config.section import Section
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened
-from ebft.methods.selection import foreign_keys
+from ebft.methods.method import foreign_keys
 from ebft.models.fingerprint import (
     file_sample,
     model_folder,

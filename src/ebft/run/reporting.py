@@ -18,7 +18,7 @@ from typing import Any
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause
-from ebft.methods.selection import selecting_keys
+from ebft.methods.method import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
 from ebft.run_files import REPORT
 from ebft.secrets import without_secrets, without_secrets_in_text

@@ -15,7 +15,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.files import RUN_FILE, write_text
 from ebft.methods import FLAGS
-from ebft.methods.selection import selecting_keys
+from ebft.methods.method import selecting_keys
 from ebft.run.keys import RATE_KEYS
 
 _MODEL_KEYS = ("base_model", "gguf_file")

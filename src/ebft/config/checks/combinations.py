@@ -7,26 +7,26 @@ setting other than the one requested, one warning names the key.
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from ebft.catalog import as_folder, is_gguf
-from ebft.config.axolotl import IGNORED
-from ebft.config.checks.axolotl import carried_problems, resolve_carried
+from ebft.config.axolotl import BITSANDBYTES, IGNORED_KEYS, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
 from ebft.config.checks.data import chat_templates, entry_conflicts, idle_keys, idle_stream_keys, stream_problems
 from ebft.config.checks.processes import fsdp_problems
+from ebft.config.rules import NEFTUNE
 from ebft.config.tool_keys import RayKeys
 from ebft.data.transforms.names import equivalent_transform, trains_on
 from ebft.errors import ConfigError
-from ebft.methods.selection import contradictory_selection, foreign_keys
+from ebft.methods.method import MethodConfig, contradictory_selection, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
+from ebft.run.keys import RATE_KEYS
 
-if TYPE_CHECKING:
-    from ebft.methods.method import MethodConfig
-
+_FOREIGN = "axolotl.integrations."
 _ROWS = re.compile(r"\[\d*:\d*\]$")  # of a parameter, at the end of a name
 
 
-def adapter_problems(config: "MethodConfig") -> Iterator[str]:
+def adapter_problems(config: MethodConfig) -> Iterator[str]:
     """What contradicts `adapter` and the keys that describe it."""
     if config.adapter is None or config.lora_model_dir is not None:
         return
@@ -44,34 +44,12 @@ def adapter_problems(config: "MethodConfig") -> Iterator[str]:
             f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
             "lora_target_modules."
         )
-    yield from _layers(config)
-    yield from _dora(config)
-    yield from _parameters(config)
-
-
-def _layers(config: "MethodConfig") -> Iterator[str]:
-    if config.peft_layers_pattern is not None and config.peft_layers_to_transform is None:
-        yield "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern."
-    if config.peft_layers_to_transform is not None and isinstance(config.lora_target_modules, str):
-        yield (
-            "peft_layers_to_transform is not supported with a regular expression in lora_target_modules. Select the "
-            "layers in the expression, or list the modules."
-        )
-    if config.peft_init_lora_weights == "orthogonal" and config.lora_r is not None and config.lora_r % 2:
-        yield f"peft_init_lora_weights: orthogonal requires an even lora_r, not {config.lora_r}. Change one of them."
-
-
-def _dora(config: "MethodConfig") -> Iterator[str]:
-    if config.peft_use_dora and _uses_vllm(config):
-        yield "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one."
-
-
-def _parameters(config: "MethodConfig") -> Iterator[str]:
+    yield from _contradictions(config, _OF_ADAPTERS)
     if config.lora_target_parameters is not None:
         yield from expert_problems(config, "lora_target_parameters")
 
 
-def expert_problems(config: "MethodConfig", key: str) -> Iterator[str]:
+def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
     """What contradicts adapters of fused experts, which `key` selects.
 
     PEFT replaces adapted parameters during the forward pass of their module.
@@ -96,7 +74,7 @@ def expert_problems(config: "MethodConfig", key: str) -> Iterator[str]:
             yield f"{key} is not supported with {other}: {reason}. Remove one of them."
 
 
-def unfrozen_problems(config: "MethodConfig") -> Iterator[str]:
+def unfrozen_problems(config: MethodConfig) -> Iterator[str]:
     """What contradicts `unfrozen_parameters`."""
     if config.unfrozen_parameters is None:
         return
@@ -118,7 +96,7 @@ def unfrozen_problems(config: "MethodConfig") -> Iterator[str]:
             yield f"unfrozen_parameters: {pattern!r} is not a valid regular expression: {error}."
 
 
-def _uses_vllm(config: "MethodConfig") -> bool:
+def _uses_vllm(config: MethodConfig) -> bool:
     return config.method.rows == "prompts" and config.trl.use_vllm
 
 
@@ -141,34 +119,202 @@ _ANY_TEXT = re.compile(
 )
 
 
-def refuse_contradictions(config: "MethodConfig") -> None:
+Table = tuple[tuple[Callable[[MethodConfig], object], str], ...]  # when it applies, and the message
+
+_OF_ADAPTERS: Table = (
+    (
+        lambda c: c.peft_layers_pattern is not None and c.peft_layers_to_transform is None,
+        "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern.",
+    ),
+    (
+        lambda c: c.peft_layers_to_transform is not None and isinstance(c.lora_target_modules, str),
+        "peft_layers_to_transform is not supported with a regular expression in lora_target_modules. Select the layers "
+        "in the expression, or list the modules.",
+    ),
+    (
+        lambda c: c.peft_init_lora_weights == "orthogonal" and c.lora_r is not None and c.lora_r % 2,
+        "peft_init_lora_weights: orthogonal requires an even lora_r, not {c.lora_r}. Change one of them.",
+    ),
+    (
+        lambda c: c.peft_use_dora and _uses_vllm(c),
+        "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one.",
+    ),
+)
+_CONTRADICTIONS: Table = (
+    # Both are set
+    (
+        lambda c: c.embedding_lr is not None and c.embedding_lr_scale is not None,
+        "embedding_lr and embedding_lr_scale are both set. Keep one of them.",
+    ),
+    (
+        lambda c: c.warmup_steps is not None and c.warmup_ratio is not None,
+        "warmup_steps and warmup_ratio are both set. Keep one of them.",
+    ),
+    (
+        lambda c: c.chat_template_jinja is not None and c.chat_template not in (None, "jinja"),
+        "chat_template and chat_template_jinja are both set. Keep one of them.",
+    ),
+    (
+        lambda c: c.test_datasets and c.val_set_size,
+        "test_datasets and val_set_size are both set. Keep one of them.",
+    ),
+    (
+        lambda c: c.resume_from_checkpoint and c.auto_resume_from_checkpoints,
+        "resume_from_checkpoint and auto_resume_from_checkpoints are both set. Keep one of them.",
+    ),
+    (lambda c: c.deepspeed and c.fsdp, "deepspeed and fsdp are both set. Keep one of them."),
+    (lambda c: c.bf16 is True and c.fp16, "bf16 and fp16 are both true. Keep one of them."),
+    (
+        lambda c: c.load_in_4bit and c.load_in_8bit,
+        "load_in_4bit and load_in_8bit are both true. Keep one of them.",
+    ),
+    (
+        lambda c: (
+            None not in (c.trl.chat_template_kwargs, c.chat_template_kwargs)
+            and c.trl.chat_template_kwargs != c.chat_template_kwargs
+        ),
+        "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one.",
+    ),
+    # One needs the other
+    (
+        lambda c: c.adapter == "qlora" and not c.load_in_4bit,
+        "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora.",
+    ),
+    (
+        lambda c: c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit,
+        "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit.",
+    ),
+    (
+        lambda c: c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit,
+        "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit.",
+    ),
+    (
+        lambda c: c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config),
+        "dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it.",
+    ),
+    (
+        lambda c: c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers,
+        "dataloader_prefetch_factor needs dataloader_num_workers of at least 1. Set it, or remove the factor.",
+    ),
+    (
+        lambda c: c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine",
+        "cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one of them.",
+    ),
+    (
+        lambda c: c.chat_template == "jinja" and c.chat_template_jinja is None,
+        "chat_template: jinja needs the text of the template in chat_template_jinja. Set it.",
+    ),
+    (
+        lambda c: c.early_stopping_patience is not None and not _holds_out(c),
+        "early_stopping_patience needs held-out data. Set val_set_size or test_datasets, or remove it.",
+    ),
+    (
+        lambda c: (
+            c.early_stopping_patience is not None
+            and _holds_out(c)
+            and (c.eval_strategy == "no" or c.evals_per_epoch == 0)
+        ),
+        "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it.",
+    ),
+    (
+        lambda c: c.save_strategy == "best" and not _holds_out(c),
+        "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch.",
+    ),
+    (
+        lambda c: c.load_best_model_at_end and not _holds_out(c),
+        "load_best_model_at_end needs held-out data. Set val_set_size or test_datasets, or remove it.",
+    ),
+    (
+        lambda c: c.metric_for_best_model and not _holds_out(c),
+        "metric_for_best_model needs held-out data. Set val_set_size or test_datasets, or remove it.",
+    ),
+    (
+        lambda c: c.use_ray and c.ddp and c.ray_num_workers == 1,
+        "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp.",
+    ),
+    (
+        lambda c: c.use_ray and c.fsdp and c.ray_num_workers == 1,
+        "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp.",
+    ),
+    # One has no effect without the other
+    (
+        lambda c: c.torch_compile_backend is not None and not c.torch_compile,
+        "torch_compile_backend has no effect without torch_compile: true. Add it, or remove torch_compile_backend.",
+    ),
+    (
+        lambda c: c.torch_compile_mode is not None and not c.torch_compile,
+        "torch_compile_mode has no effect without torch_compile: true. Add it, or remove torch_compile_mode.",
+    ),
+    (
+        lambda c: c.loss_watchdog_patience is not None and c.loss_watchdog_threshold is None,
+        "loss_watchdog_patience has no effect without loss_watchdog_threshold. Set it, or remove the patience.",
+    ),
+    (
+        lambda c: c.loraplus_lr_ratio is not None and c.adapter is None,
+        "loraplus_lr_ratio has no effect without an adapter. Set adapter: lora, or remove it.",
+    ),
+    (
+        lambda c: c.loraplus_lr_embedding is not None and c.loraplus_lr_ratio is None,
+        "loraplus_lr_embedding has no effect without loraplus_lr_ratio. Set it, or remove loraplus_lr_embedding.",
+    ),
+    (
+        lambda c: c.fsdp_config and not c.fsdp and (c.fsdp is not None or c.fsdp_version is None),
+        "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it.",
+    ),
+    # One excludes the other
+    (
+        lambda c: c.neftune_noise_alpha is not None and not c.method.runs_plain_model,
+        f"neftune_noise_alpha is not supported with {{c.method.name}}: {NEFTUNE}. Remove it.",
+    ),
+    (
+        lambda c: c.overrides_of_model_config.model_fields_set and not c.method.runs_plain_model,
+        "overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
+        "Remove it.",
+    ),
+    (
+        lambda c: c.use_ray and c.manages_server,
+        "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
+        "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server.",
+    ),
+    (
+        lambda c: c.use_ray and c.ray_max_failures and c.save_only_model,
+        "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: true. "
+        "Remove one of them.",
+    ),
+)
+
+
+def _contradictions(config: MethodConfig, table: Table) -> Iterator[str]:
+    return (message.format(c=config) for applies, message in table if applies(config))
+
+
+def _holds_out(config: MethodConfig) -> bool:
+    return bool(config.test_datasets or config.val_set_size)
+
+
+def refuse_contradictions(config: MethodConfig) -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
-    found = [message for rule in (*_RULES, config.method.conflicts) for message in rule(config)]
+    rules = (
+        contradictory_selection,
+        adapter_problems,
+        unfrozen_problems,
+        partial(_contradictions, table=_CONTRADICTIONS),
+        _of_axolotl,
+        _model_type,
+        _schedule,
+        _evaluation,
+        fsdp_problems,
+        entry_conflicts,
+        stream_problems,
+        _chat_templates,
+        config.method.conflicts,
+    )
+    found = [message for rule in rules for message in rule(config)]
     if found:
         raise ConfigError("\n".join(found))
 
 
-def _quantisation(config: "MethodConfig") -> Iterator[str]:
-    if config.load_in_4bit and config.load_in_8bit:
-        yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
-    elif config.adapter == "qlora" and not config.load_in_4bit:
-        yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
-    elif config.load_in_4bit and config.adapter != "qlora":
-        yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
-    elif config.load_in_8bit and config.adapter != "lora":
-        yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
-
-
-def _gguf(config: "MethodConfig") -> Iterator[str]:
-    file = config.model_name
-    if not is_gguf(file):
-        return
-    hint = as_folder(file)
-    if config.load_in_4bit or config.load_in_8bit:
-        yield f"load_in_4bit and load_in_8bit are not supported with GGUF files, which are loaded dense. {hint}"
-
-
-def _model_type(config: "MethodConfig") -> Iterator[str]:
+def _model_type(config: MethodConfig) -> Iterator[str]:
     ending = config.method.class_ending
     if config.model_type is None or config.model_type.endswith(ending):
         return
@@ -187,14 +333,7 @@ def _model_type(config: "MethodConfig") -> Iterator[str]:
         )
 
 
-def _precision(config: "MethodConfig") -> Iterator[str]:
-    if config.bf16 is True and config.fp16:
-        yield "bf16 and fp16 are both true. Keep one of them."
-
-
-def _schedule(config: "MethodConfig") -> Iterator[str]:
-    if config.warmup_steps is not None and config.warmup_ratio is not None:
-        yield "warmup_steps and warmup_ratio are both set. Keep one of them."
+def _schedule(config: MethodConfig) -> Iterator[str]:
     for kind, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
         steps, strategy = f"{kind}_steps", f"{kind}_strategy"
         chosen = getattr(config, strategy)
@@ -208,55 +347,39 @@ def _schedule(config: "MethodConfig") -> Iterator[str]:
             )
 
 
-def _evaluation(config: "MethodConfig") -> Iterator[str]:
-    if config.test_datasets and config.val_set_size:
-        yield "test_datasets and val_set_size are both set. Keep one of them."
+def _evaluation(config: MethodConfig) -> Iterator[str]:
     metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
     if metric is not None and metric.removeprefix("eval_") not in known:
         yield f"metric_for_best_model: {metric!r} is not computed in this run. Choose from {', '.join(known)}."
-    if config.test_datasets or config.val_set_size:
-        return
-    if config.save_strategy == "best":
-        yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
-    for key in ("load_best_model_at_end", "metric_for_best_model"):
-        if getattr(config, key):
-            yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
 
 
-def _resuming(config: "MethodConfig") -> Iterator[str]:
-    if config.resume_from_checkpoint and config.auto_resume_from_checkpoints:
-        yield "resume_from_checkpoint and auto_resume_from_checkpoints are both set. Keep one of them."
-
-
-def _processes(config: "MethodConfig") -> Iterator[str]:
-    if config.deepspeed and config.fsdp:
-        yield "deepspeed and fsdp are both set. Keep one of them."
-    if config.fsdp_config and not config.fsdp and (config.fsdp is not None or config.fsdp_version is None):
-        yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
-    if config.fsdp or config.fsdp_config:
-        yield from fsdp_problems(config)
-
-
-def _ray(config: "MethodConfig") -> Iterator[str]:
-    if not config.use_ray:
-        return
-    if config.manages_server:
+def _of_axolotl(config: MethodConfig) -> Iterator[str]:
+    """What contradicts keys that configs for axolotl have."""
+    for key, reason in SINGLE.items():
+        if getattr(config, key) not in (None, 1):
+            yield f"{key}: {getattr(config, key)} is not supported: {reason}. Set it to 1, or remove it."
+    for key, value in (config.bnb_config_kwargs or {}).items():
+        if key not in BITSANDBYTES or value != BITSANDBYTES[key]:
+            yield (
+                f"bnb_config_kwargs.{key}: {value} is not supported: weights are quantised to nf4 with double "
+                "quantisation, or to int8, which `ebft merge-lora` repeats. Remove it."
+            )
+    given = [key for key in RATE_KEYS if getattr(config, key) is not None]
+    if given and config.deepspeed is not None:
+        yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."
+    file = config.model_name
+    if is_gguf(file) and (config.load_in_4bit or config.load_in_8bit):
         yield (
-            "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
-            "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server."
+            "load_in_4bit and load_in_8bit are not supported with GGUF files, which are loaded dense. "
+            f"{as_folder(file)}"
         )
-    if config.ray_max_failures and config.save_only_model:
-        yield (
-            "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: "
-            "true. Remove one of them."
-        )
-    if config.ddp and config.ray_num_workers == 1:
-        yield "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp."
-    if config.fsdp and config.ray_num_workers == 1:
-        yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
+    for name in config.plugins:
+        if name.startswith(_FOREIGN) and name.removeprefix(_FOREIGN) not in PLUGINS:
+            reason = UNSUPPORTED_PLUGINS.get(name.removeprefix(_FOREIGN).partition(".")[0], "it does not run here")
+            yield f"plugins: {name} is a plugin for axolotl that is not supported: {reason}. Remove it."
 
 
-def _chat_templates(config: "MethodConfig") -> Iterator[str]:
+def _chat_templates(config: MethodConfig) -> Iterator[str]:
     """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
     given = chat_templates(config)
     chosen = config.chat_template or next(iter(given), None)
@@ -268,38 +391,10 @@ def _chat_templates(config: "MethodConfig") -> Iterator[str]:
             )
 
 
-def _template_kwargs(config: "MethodConfig") -> Iterator[str]:
-    given = config.trl.chat_template_kwargs
-    if None not in (given, config.chat_template_kwargs) and given != config.chat_template_kwargs:
-        yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
-
-
-_RULES: list[Callable[["MethodConfig"], Iterator[str]]] = [
-    contradictory_selection,
-    adapter_problems,
-    unfrozen_problems,
-    carried_problems,
-    _quantisation,
-    _gguf,
-    _model_type,
-    _precision,
-    _schedule,
-    _evaluation,
-    _resuming,
-    _processes,
-    _ray,
-    entry_conflicts,
-    stream_problems,
-    _chat_templates,
-    _template_kwargs,
-]
-
-
-def resolve(config: "MethodConfig") -> None:
+def resolve(config: MethodConfig) -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
     _set_attention(config)
-    resolve_carried(config)
-    _warn_ignored(config)
+    _resolve_axolotl(config)
     _warn_of_variables(config)
     _warn_of_activations(config)
     _warn_of_adapter(config)
@@ -315,7 +410,7 @@ def resolve(config: "MethodConfig") -> None:
         config.wandb_name = config.wandb_run_id
 
 
-def _set_attention(config: "MethodConfig") -> None:
+def _set_attention(config: MethodConfig) -> None:
     config.attn_implementation = _resolve_attention(config)
     if config.xformers_attention:
         warnings.warn(
@@ -327,7 +422,7 @@ def _set_attention(config: "MethodConfig") -> None:
         setattr(config, flag, None)
 
 
-def _resolve_transforms(config: "MethodConfig") -> None:
+def _resolve_transforms(config: MethodConfig) -> None:
     """Replace transforms that give the other kind of rows with equivalent ones, so that a dataset suits all methods."""
     rows, used = config.required_rows, {}
     for section in ("datasets", "test_datasets"):
@@ -343,7 +438,7 @@ def _resolve_transforms(config: "MethodConfig") -> None:
         warnings.warn(f"{pairs}: {trains_on(rows)}. The replacement reads the same columns.", stacklevel=2)
 
 
-def _resolve_entries(config: "MethodConfig") -> None:
+def _resolve_entries(config: MethodConfig) -> None:
     """Use the chat template and its arguments of the datasets for the run, and warn of their keys without effect."""
     config.chat_template = config.chat_template or next(iter(chat_templates(config)), None)
     own = [entry.chat_template_kwargs for entry in config.datasets]
@@ -356,8 +451,17 @@ def _resolve_entries(config: "MethodConfig") -> None:
         warnings.warn(message, stacklevel=3)
 
 
-def _warn_ignored(config: "MethodConfig") -> None:
-    for key, (harmless, reason) in IGNORED.items():
+def _resolve_axolotl(config: MethodConfig) -> None:
+    """Replace the text of a chat template and the plugins of axolotl by what they stand for; warn of ignored keys."""
+    if config.chat_template_jinja is not None:
+        config.chat_template, config.chat_template_jinja = config.chat_template_jinja, None
+    replaced = [name for name in config.plugins if name.startswith(_FOREIGN)]
+    if "nemo_gym_enabled" in config.method.keys.model_fields:  # such methods replace NeMo Gym's plugin
+        replaced = [name for name in replaced if name != f"{_FOREIGN}nemo_gym.NemoGymPlugin"]
+    for name in replaced:
+        warnings.warn(f"plugins: {name} has no effect: {PLUGINS[name.removeprefix(_FOREIGN)]}.", stacklevel=2)
+    config.plugins = [name for name in config.plugins if name not in replaced]
+    for key, (harmless, reason) in IGNORED_KEYS.items():
         value = getattr(config, key)
         if key == "skip_prepare_dataset" and config.streaming:
             continue  # rows of a stream are not prepared
@@ -365,7 +469,7 @@ def _warn_ignored(config: "MethodConfig") -> None:
             warnings.warn(f"{key}: {value} has no effect: {reason}.", stacklevel=2)
 
 
-def _warn_of_variables(config: "MethodConfig") -> None:
+def _warn_of_variables(config: MethodConfig) -> None:
     """Some programs replace `${NAME}` in YAML files; it would become a part of a path or the name of a run."""
     found = dict(_variables(config.model_dump(exclude_unset=True)))
     if found:
@@ -389,14 +493,14 @@ def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _warn_of_other_methods(config: "MethodConfig") -> None:
+def _warn_of_other_methods(config: MethodConfig) -> None:
     for key in sorted(foreign_keys(config) & config.model_fields_set):
         if getattr(config, key) in _HARMLESS.get(key, (None, False)):
             continue
         warnings.warn(f"{key} has no effect: {config.method.name} does not read it.", stacklevel=2)
 
 
-def _warn_of_activations(config: "MethodConfig") -> None:
+def _warn_of_activations(config: MethodConfig) -> None:
     if config.activation_offloading and not config.method.offloads_activations:
         config.activation_offloading = False
         warnings.warn(
@@ -406,7 +510,7 @@ def _warn_of_activations(config: "MethodConfig") -> None:
         )
 
 
-def _warn_of_adapter(config: "MethodConfig") -> None:
+def _warn_of_adapter(config: MethodConfig) -> None:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
     if config.adapter is None and given:
         reason = "adapter is not set (all weights are trained)"
@@ -419,7 +523,7 @@ def _warn_of_adapter(config: "MethodConfig") -> None:
         )
 
 
-def _warn_without_held_out_data(config: "MethodConfig") -> None:
+def _warn_without_held_out_data(config: MethodConfig) -> None:
     """Published configs often have a schedule of evaluations with `val_set_size: 0.0`."""
     keys = ("eval_steps", "eval_on_start", "evals_per_epoch")
     given = [key for key in keys if getattr(config, key)]
@@ -432,7 +536,7 @@ def _warn_without_held_out_data(config: "MethodConfig") -> None:
         )
 
 
-def _warn_without_ray(config: "MethodConfig") -> None:
+def _warn_without_ray(config: MethodConfig) -> None:
     given = [name for name in RayKeys.model_fields if name in config.model_fields_set and name != "use_ray"]
     if not config.use_ray and given:
         warnings.warn(f"{', '.join(given)}: no effect because use_ray is not set.", stacklevel=2)

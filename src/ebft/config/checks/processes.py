@@ -20,7 +20,9 @@ _WORDS = ("full_shard", "shard_grad_op", "auto_wrap", "offload")
 
 
 def fsdp_problems(config: MethodConfig) -> Iterator[str]:
-    """What contradicts `fsdp` and `fsdp_config` in a config that has one of them."""
+    """What contradicts `fsdp` and `fsdp_config`."""
+    if not (config.fsdp or config.fsdp_config):
+        return
     details = config.fsdp_config or FSDPKeys()
     for key, version in (("fsdp_version", config.fsdp_version), ("fsdp_config.version", details.version)):
         if version not in (None, 2):

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 
 from ebft.errors import ConfigError
-from ebft.methods.selection import selecting_keys
+from ebft.methods.method import selecting_keys
 from ebft.scores import CURVE, Scores, interval
 from ebft.tools.dashboard.curves import NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
