@@ -99,7 +99,7 @@ def draw_attention() -> Figure:
 def draw_rooms() -> Figure:
     """The folders of the package, each above those that it imports, from the table that a test compares with them."""
     sys.path.insert(0, str(IMAGES.parents[1]))
-    from tests.test_package import ROOMS
+    from tests.test_package import CORE, ROOMS
 
     figure, axes = pyplot.subplots(figsize=(9, 0.62 * (len(ROOMS) + 1)), layout="constrained")
     height = 0.0
@@ -113,7 +113,11 @@ def draw_rooms() -> Figure:
             axes.add_patch(box)
             axes.text(x + width / 2, height + 0.33, room, ha="center", va="center", fontsize=8)
             x += width + 0.12
-        axes.axhline(height + 0.85, color="0.8", linewidth=0.8)
+        is_wall = line == CORE[-1]  # below the tools
+        axes.axhline(height + 0.85, color="#c62828" if is_wall else "0.8", linewidth=2 if is_wall else 0.8)
+        if is_wall:
+            axes.text(9.9, height + 0.95, "tools", ha="right", va="bottom", color="#c62828")
+            axes.text(9.9, height + 0.75, "core", ha="right", va="top", color="#c62828")
         height += 1
     axes.annotate("", (10.4, 0), (10.4, height - 0.2), arrowprops={"arrowstyle": "->", "color": "0.3"})
     axes.text(10.6, height / 2, "imports", rotation=90, va="center")

@@ -1,8 +1,12 @@
 """Writes the generated pages: docs/options.md, the reference of every config key, from the schema;
 docs/troubleshooting.md from the table of conditions that `ebft.health` recognises; docs/commands.md from the command
-line; docs/api.md, the list of public names, whose descriptions the site takes from docstrings."""
+line; docs/api.md, the list of public names, whose descriptions the site takes from docstrings; the figures of
+docs/reading.md."""
 
 import inspect
+import json
+import subprocess
+import sys
 from dataclasses import MISSING, fields, is_dataclass
 from enum import EnumType
 from pathlib import Path
@@ -17,6 +21,7 @@ from ebft.health.rules import START, WINDOW
 from ebft.tools.cli import app
 
 FOLDER = Path(__file__).parent
+WALK, WALK_END = "<!-- walk -->", "<!-- end -->"
 INTRODUCTION = """\
 # Config keys
 
@@ -274,6 +279,23 @@ def _type_text(hint: Any) -> str:
     return f"`{hint.__name__ if plain else str(hint).replace('typing.', '')}`"
 
 
+def render_reading() -> str:
+    """The page of the walk, with the figures of walk.py between its marks."""
+    page = (FOLDER / "reading.md").read_text(encoding="utf-8")
+    before, after = page.split(WALK)[0], page.split(WALK_END)[1]
+    printed = subprocess.run([sys.executable, FOLDER / "walk.py"], check=True, capture_output=True, text=True)
+    found = json.loads(printed.stdout)
+    lines = ["| | strided | structured |", "| --- | --- | --- |"]
+    lines += [
+        f"| {name} | {found['strided'][name]:,} | {found['structured'][name]:,} |"
+        for name in found["strided"]
+        if name != "functions"
+    ]
+    lines += ["", "| the package | |", "| --- | --- |"]
+    lines += [f"| {name} | {value:,} |" for name, value in found["package"].items()]
+    return "\n".join([before + WALK, *lines, WALK_END + after])
+
+
 PAGES = {
     "options.md": render,
     "troubleshooting.md": render_troubleshooting,
@@ -282,6 +304,6 @@ PAGES = {
 }
 
 if __name__ == "__main__":
-    for page, render_page in PAGES.items():
+    for page, render_page in {**PAGES, "reading.md": render_reading}.items():
         (FOLDER / page).write_text(render_page(), encoding="utf-8")
-    print(f"Wrote {', '.join(PAGES)} in {FOLDER}")
+    print(f"Wrote {', '.join(PAGES)} and reading.md in {FOLDER}")

@@ -1,0 +1,25 @@
+"""The page for readers of the code names files that run, and its figures are those of the code."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.commands import ROOT
+
+PAGE = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_page_describes_the_walk():
+    command = [sys.executable, ROOT / "docs" / "walk.py"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    named = re.findall(r"^\| \d+ \| `(.+?)` \|", PAGE, re.MULTILINE)
+    assert len(named) == 12 and set(named) - {"config/options.py"} <= found["strided"]["functions"].keys()
+    stored = {name: values.replace(",", "") for name, values in re.findall(r"^\| ([a-z].*?) \| (.*) \|$", PAGE, re.M)}
+    for name, value in {**found["package"], **found["strided"]}.items():
+        if name != "functions":
+            written = int(stored[name].split(" | ")[0])
+            assert abs(written - value) <= max(3, 0.05 * value), f"{name}: run make docs"
