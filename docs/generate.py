@@ -118,7 +118,7 @@ def _cells(*cells: str) -> str:
 COMMANDS_INTRODUCTION = """\
 # Commands
 
-Generated from the command line by `make docs`; change the declarations in `src/ebft/cli/`, not this page.
+Generated from the command line by `make docs`; change the declarations in `src/ebft/tools/cli/`, not this page.
 
 `ebft COMMAND --help` prints the same. `ebft --version` prints the version, and `ebft --install-completion` adds
 completion of commands and keys to the shell. CONFIG is a YAML file, and `KEY=VALUE` overrides a [key](options.md) of
