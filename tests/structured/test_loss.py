@@ -52,9 +52,11 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, tmp_pa
 def test_rollouts_reward_and_cross_entropy_share_one_rendering(chat_tokenizer, tmp_path, monkeypatch):
     trainer = make(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, ce_coef=0.3)
     rendered = []
-    conversation_of = type(trainer.renderer)._conversation
+    conversation_of = type(trainer.generation.renderer)._conversation
     monkeypatch.setattr(
-        type(trainer.renderer), "_conversation", lambda *given: rendered.append(given[1:]) or conversation_of(*given)
+        type(trainer.generation.renderer),
+        "_conversation",
+        lambda *given: rendered.append(given[1:]) or conversation_of(*given),
     )
     *_, batch = one_step(trainer)
     assert len(rendered) == len(batch) // trainer.args.num_generations > 1

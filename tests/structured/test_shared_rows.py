@@ -173,14 +173,14 @@ def test_long_sequences_with_changing_rotary_frequencies_are_scored_in_separate_
         counts = []
         add = trainer.add_to_loss
         trainer.add_to_loss = lambda *args, add=add, trainer=trainer, counts=counts: (
-            counts.append(trainer.reference_logps is not None) or add(*args)
+            counts.append(trainer.scorer.reference_logps is not None) or add(*args)
         )
         if shares:
             one_step(trainer)
         else:
             with pytest.warns(UserWarning, match="sequences of more than 40 tokens"):
                 one_step(trainer)
-        assert counts == [shares] * 3 and trainer.reference_logps is None
+        assert counts == [shares] * 3 and trainer.scorer.reference_logps is None
 
 
 def test_models_with_a_running_state_are_scored_in_separate_rows(chat_tokenizer, tmp_path):

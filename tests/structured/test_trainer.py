@@ -101,7 +101,7 @@ class SameForAll:
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
 def test_equal_completions_do_not_move_the_policy(estimator, chat_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: SameForAll())
+    monkeypatch.setattr(EBFTTrainer, "backend", lambda self: SameForAll())
     policy = lora(chat_model(chat_tokenizer))
     before = copy.deepcopy(policy.state_dict())
     options = {"weight_decay": 0.0, "use_whitening": True, "adam_epsilon": 1e-12, "advantage_estimator": estimator}
@@ -203,7 +203,7 @@ def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, tmp_path):
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     class Ended(EBFTTrainer):
-        def _backend(self):
+        def backend(self):
             return self
 
         def generate(self, prompts, max_tokens):

@@ -141,7 +141,7 @@ def a_sharded_adapter_is_sent_whole_and_can_be_exchanged(folder, rank):
 
 
 class Trainer(RolloutGRPOTrainer):
-    def _backend(self):
+    def backend(self):
         return FromThePrompt()
 
 

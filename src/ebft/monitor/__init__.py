@@ -1,16 +1,13 @@
 """Monitoring of training: console output, throughput and the compute budget."""
 
-from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
+from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
 from ebft.monitor.console_metrics import ConsoleMetrics, ProgressBar
 from ebft.monitor.metrics import Throughput
-from ebft.trainer.stopping import StopOnNonFinite
 
 __all__ = [
     "ConsoleMetrics",
-    "CountsBudget",
     "ProgressBar",
     "StopAtBudget",
-    "StopOnNonFinite",
     "Throughput",
     "limit_reached",
     "spent_at",

@@ -224,7 +224,7 @@ def _with_common_prefixes(contexts: list[list[int]]) -> tuple[list[list[int]], l
 
 
 @contextmanager
-def passes_in_step(model: nn.Module, accelerator: Any) -> Iterator[None]:
+def lockstep(model: nn.Module, accelerator: Any) -> Iterator[None]:
     """Let processes make different numbers of passes of `model` within the block; no effect if it is not sharded.
 
     All processes must enter and leave the block together. Gradients must not be computed in it.

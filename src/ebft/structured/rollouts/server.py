@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -215,30 +214,11 @@ class Agents(Protocol):
         ...
 
 
-@dataclass
-class AgentJob:
-    """The inputs for the conversations of some rows, fixed when the job is created; `run` may be called on any thread.
+def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend, max_tokens: int) -> list[Rollout]:
+    """Return the rollouts of the agents' conversations about some rows.
 
-    Jobs run one at a time, since the server has a single adapter under the name that agents request.
+    Calls wait for each other, since the server has a single adapter under the name that agents request.
     """
-
-    agents: Agents
-    rows: list[dict[str, Any]]
-    backend: VLLMBackend
-    max_tokens: int
-    weights_step: int  # the optimizer step of the weights used for sampling
-    seconds: float = 0.0  # duration of `run`
-
-    def run(self) -> list[Rollout]:
-        started = time.perf_counter()
-        try:
-            return self._run()
-        finally:
-            self.seconds = time.perf_counter() - started
-
-    def _run(self) -> list[Rollout]:
-        version, sampling = self.backend.version, self.backend.sampling
-        with self.backend.adapters.served_as(POLICY, version):
-            return self.agents.run(
-                self.rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, self.max_tokens)
-            )
+    version, sampling = backend.version, backend.sampling
+    with backend.adapters.served_as(POLICY, version):
+        return agents.run(rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, max_tokens))
