@@ -155,7 +155,7 @@ class VLLMClient:
 
     def _unusable(self, path: str, answer: object) -> RolloutError:
         return RolloutError(
-            f"The server at {self.address} does not respond to {path} as vLLM does: {_shortened(str(answer))!r}. Set "
+            f"The server at {self.address} does not respond to {path} as vLLM does: {shortened(str(answer))!r}. Set "
             "trl.vllm_server_host and trl.vllm_server_port to the address of a vLLM server."
         )
 
@@ -186,7 +186,7 @@ class VLLMClient:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
             if response.status_code < 500:
                 break
-            last = f"{response.status_code}: {_shortened(response.text)}"
+            last = f"{response.status_code}: {shortened(response.text)}"
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
@@ -195,7 +195,7 @@ class VLLMClient:
                 f"{last}"
             )
         raise RolloutError(
-            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {_shortened(response.text)}"
+            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
         )
 
     async def _wait_until_up(self, announce: bool, last: str | None = None) -> None:
@@ -224,7 +224,7 @@ class VLLMClient:
         try:
             response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
-            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return described(error)
         if response.status_code == 404:
             raise RolloutError(
                 f"The server at {self.address} is not a vLLM server (no /health endpoint). Set trl.vllm_server_host "
@@ -267,8 +267,14 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
     return {**body, **sampling.extra}
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 500 else f"{text[:500]} ..."
+def shortened(text: str, length: int = 500) -> str:
+    """The first characters of a response, for messages."""
+    return text if len(text) <= length else f"{text[:length]} ..."
+
+
+def described(error: Exception) -> str:
+    """The type of an error, and what it says, if anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 T = TypeVar("T")
