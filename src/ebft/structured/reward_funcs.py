@@ -10,7 +10,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.config.options import RewardOptions
-from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_code import find_function
 from ebft.data.locate import lasting_name
@@ -19,7 +18,7 @@ from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_confi
 from ebft.models.files import reward_problem
 from ebft.models.heads import SCORE
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
-from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.reward import reward_of
 
 FEATURE_MATCHING = "feature_matching"
 
@@ -39,16 +38,7 @@ def load_reward_funcs(
     funcs: list[Any] = []
     for name in trl.reward_funcs or []:
         if name == FEATURE_MATCHING:
-            funcs.append(
-                FeatureMatchingReward(
-                    model,
-                    tokenizer,
-                    trl.num_generations,
-                    chat_template_kwargs=trl.chat_template_kwargs,
-                    stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
-                    **{option: getattr(ebft, option) for option in option_names(RewardOptions)},
-                )
-            )
+            funcs.append(reward_of(model, tokenizer, trl, ebft))
         elif name in built_in:
             funcs.append(built_in[name])
         elif "/" in name:

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trl.trainer.utils import pad
 
-from ebft.config.options import RewardOptions
-from ebft.config.section import option_names
 from ebft.data.conversation import Conversation
 from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
@@ -28,7 +26,7 @@ from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import Row
 from ebft.structured.grpo import RolloutGRPOTrainer
-from ebft.structured.reward import FeatureMatchingReward, held_out_values
+from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
 from ebft.structured.validation import check_arguments, check_rows
@@ -69,14 +67,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         model = load(model, peft_config, args.seed)
         if processing_class is None:
             processing_class = pretrained_tokenizer(unwrap_adapter(model).config.name_or_path)
-        self.feature_reward: FeatureMatchingReward = FeatureMatchingReward(
-            model,
-            processing_class,
-            args.num_generations,
-            chat_template_kwargs=args.chat_template_kwargs,
-            stop_token_ids=(args.generation_kwargs or {}).get("stop_token_ids", ()),
-            **{name: getattr(args, name) for name in option_names(RewardOptions)},
-        )
+        self.feature_reward: FeatureMatchingReward = reward_of(model, processing_class, args, args)
         limit = ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._reference_nll = MeanMetrics()

@@ -68,7 +68,7 @@ class AdapterSync:
             try:
                 outcome = [self._publish(step, whole)]
             except Exception as error:  # any error: the other processes wait for the outcome
-                outcome = [_told(error, self._root)]
+                outcome = [_as_rollout_error(error, self._root)]
         broadcast_object_list(outcome)  # a failure on the main process is raised on every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
@@ -197,7 +197,7 @@ class AdapterSync:
         shutil.rmtree(version.path, ignore_errors=True)
 
 
-def _told(error: Exception, root: Path) -> RolloutError:
+def _as_rollout_error(error: Exception, root: Path) -> RolloutError:
     if isinstance(error, RolloutError):
         return RolloutError(
             f"{error} The adapter is in {root}. The server must have access to this folder under the same path, run "

@@ -1,4 +1,4 @@
-"""Rollouts from a vLLM server: checks the server and keeps its weights up to date."""
+"""Rollouts from a vLLM server, whose weights are kept up to date, directly or through agents that sample from it."""
 
 from __future__ import annotations
 

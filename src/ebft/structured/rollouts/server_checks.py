@@ -1,4 +1,4 @@
-"""Check before training that the server's model, vocabulary and log-probabilities match those of the trainer."""
+"""Whether a server samples from the trainer's weights: its model before training, its samples in each batch."""
 
 from __future__ import annotations
 
