@@ -47,9 +47,8 @@ class VLLMClient:
         self.address: str = url.removeprefix("http://")
         self.timeout = timeout
         self._failure = failure
-        self._loop = BackgroundLoop(
-            "ebft-vllm-client", f"The connection to the vLLM server at {self.address} is closed."
-        )
+        closed = f"The connection to the vLLM server at {self.address} is closed."
+        self._loop = BackgroundLoop("ebft-vllm-client", closed)
         self._run = self._loop.run
         self._http = httpx2.AsyncClient(
             base_url=url,
@@ -62,7 +61,7 @@ class VLLMClient:
 
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
-        self._run(self._wait_until_up(announce=True))
+        self._run(self._wait_until_up())
 
     def models(self) -> list[dict[str, Any]]:
         """Return the server's models and adapters, as listed by /v1/models."""
@@ -173,7 +172,7 @@ class VLLMClient:
                     "trl.vllm_server_timeout if the server is slow, and see its log."
                 ) from error
             except httpx2.TransportError:  # refused, reset or closed: the server is not running or still starting
-                await self._wait_until_up(announce=True, last=last)
+                await self._wait_until_up(last)
                 continue
             except httpx2.RequestError as error:  # such as a damaged compression
                 raise self._unusable(path, error) from error
@@ -198,9 +197,9 @@ class VLLMClient:
             f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
         )
 
-    async def _wait_until_up(self, announce: bool, last: str | None = None) -> None:
+    async def _wait_until_up(self, last: str | None = None) -> None:
         """Wait until the server responds; `last` is its last response before the connection was lost."""
-        deadline = time.monotonic() + self.timeout
+        deadline, has_reported = time.monotonic() + self.timeout, False
         while True:
             reason = await self._why_not_up()
             if reason is None:
@@ -215,8 +214,8 @@ class VLLMClient:
                     "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
                     "trl.vllm_server_timeout."
                 )
-            if announce:
-                announce = False
+            if not has_reported:
+                has_reported = True
                 say(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", err=True)
             await asyncio.sleep(_POLL)
 
