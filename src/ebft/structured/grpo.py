@@ -247,7 +247,7 @@ class RolloutGRPOTrainer(OverTRL):
     def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         if not self.model.training:
             return inputs
-        rewards = self._of_this_process(self.rewards, rows)
+        rewards = of_this_process(self.accelerator, self.rewards, rows)
         totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
         self.scored_rollouts(partial(self._logged_groups, rows, rewards, totals, inputs["advantages"]), totals)
         self.reuse.note_failed(rows, totals)
@@ -313,11 +313,6 @@ class RolloutGRPOTrainer(OverTRL):
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
-    def _of_this_process(self, values: Tensor, rows: list[Row]) -> Tensor:
-        """Return the entries of `rows` among those of all processes."""
-        first = self.accelerator.process_index * len(rows)
-        return values[first : first + len(rows)]
-
     def _without_signal(self, rows: list[Row]) -> Tensor:
         """Return which of this process's completions (B,) are in a group whose rewards are all equal.
 
@@ -325,7 +320,7 @@ class RolloutGRPOTrainer(OverTRL):
         Completions without a reward do not count.
         """
         n, rounding = self._group_size(), 0.0
-        values = self._of_this_process(self.rewards, rows)  # (B, functions)
+        values = of_this_process(self.accelerator, self.rewards, rows)  # (B, functions)
         if self.multi_objective_aggregation == "sum_then_normalize" and values.shape[1] > 1:
             weighted = values * self.reward_weights.to(values)
             values = weighted.nansum(-1, keepdim=True).masked_fill(values.isnan().all(-1, keepdim=True), math.nan)
@@ -386,6 +381,12 @@ class RolloutGRPOTrainer(OverTRL):
     def _terms_of(self, index: int) -> dict[str, float]:
         """Return the terms of the reward of a completion, by name."""
         return {}
+
+
+def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor:
+    """Return the entries of this process's `rows` among those of all processes."""
+    first = accelerator.process_index * len(rows)
+    return values[first : first + len(rows)]
 
 
 def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

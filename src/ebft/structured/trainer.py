@@ -25,7 +25,7 @@ from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import Row
-from ebft.structured.grpo import RolloutGRPOTrainer
+from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
@@ -105,7 +105,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             std = rewards.std() if self.scale_rewards == "batch" else rewards.std(-1, keepdim=True)
             advantages = advantages / (std + SCALE_EPS)
         self.log_advantages(advantages.flatten())
-        return self._of_this_process(advantages.flatten(), rows)
+        return of_this_process(self.accelerator, advantages.flatten(), rows)
 
     def _terms_of(self, index: int) -> dict[str, float]:
         match, where = self.feature_reward.last, divmod(index, self.num_generations)
