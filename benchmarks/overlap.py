@@ -142,7 +142,7 @@ def run(
             callbacks=[clock],
         )
         trainer.train()
-    trainer.server.close()
+    trainer.generation.server.close()
     waits = [entry["rollouts/wait_s"] for entry in trainer.state.log_history if "loss" in entry][WARM_UP:]
     whole = [after - before for before, after in zip(clock.ends, clock.ends[1:])][WARM_UP - 1 :]
     return {

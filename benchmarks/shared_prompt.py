@@ -128,7 +128,7 @@ def step(trainer: EBFTTrainer, inputs: dict[str, Tensor]) -> None:
 
 def roll_out(trainer: EBFTTrainer, inputs: dict[str, Tensor]) -> None:
     """Sample completions of the same lengths; no token ends them."""
-    sampling = replace(trainer.sampling, end_ids=frozenset())
+    sampling = replace(trainer.generation.sampling, end_ids=frozenset())
     backend = HFBackend(trainer, sampling, trainer.processing_class.pad_token_id)
     backend.generate(inputs["prompt_ids"].tolist(), inputs["completion_mask"].sum(1).tolist())
 

@@ -22,18 +22,14 @@ from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
-from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer, PreparedPairs, PreparedRows
+from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer
 from ebft.preferences.trl import KeepsMetrics
 from ebft.reward_models import ProcessRewardTrainer, ResumesComparisons, RewardModelTrainer
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
-from ebft.structured.over_trl.held_out import CountsRowsOnce
-from ebft.structured.trl import HasHooks, NamesPrivates, ResumesGeneration
-from ebft.trainer.checkpoints import CompletesCheckpoints, FinishesEvaluations, ShardedTrainer
-from ebft.trainer.pushing import PushesModel
-from ebft.trainer.resuming import ComparesRows, KeepsRunningState
-from ebft.trainer.stopping import StopOnNonFinite, StopsSafely
+from ebft.structured.trl import OverTRL
+from ebft.trainer import OverTrainer
 
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
@@ -87,34 +83,58 @@ MEANINGS = {
 }
 # Those that each of our classes reads, sets, calls or overrides.
 OF_TRAINERS = {
-    PushesModel: {"_finish_current_push", "_push_from_checkpoint"},
-    ShardedTrainer: {"_load_best_model", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_save",
-                     "_save_optimizer_and_scheduler"},
-    FinishesEvaluations: {"_determine_best_metric", "_evaluate", "_get_output_dir", "_load_rng_state"},
-    CompletesCheckpoints: {"_finalize_training", "_get_output_dir", "_init_training_state", "_load_from_checkpoint",
-                           "_save", "_save_checkpoint"},
-    KeepsRunningState: {"_globalstep_last_logged", "_init_training_state", "_load_optimizer_and_scheduler",
-                        "_run_epoch", "_save_rng_state", "_total_loss_scalar", "_tr_loss"},
-    StopsSafely: {"_evaluate", "_init_training_state", "_maybe_log_save_evaluate", "_save_checkpoint"},
-    ComparesRows: {"_init_training_state"},
-    StopOnNonFinite: {"_get_grad_norm"},
+    OverTrainer: {
+        "_determine_best_metric",
+        "_evaluate",
+        "_finalize_training",
+        "_finish_current_push",
+        "_get_grad_norm",
+        "_get_output_dir",
+        "_globalstep_last_logged",
+        "_init_training_state",
+        "_load_best_model",
+        "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
+        "_load_rng_state",
+        "_maybe_log_save_evaluate",
+        "_push_from_checkpoint",
+        "_run_epoch",
+        "_save",
+        "_save_checkpoint",
+        "_save_optimizer_and_scheduler",
+        "_save_rng_state",
+        "_total_loss_scalar",
+        "_tr_loss",
+    },
     SFTTrainer: {"_prepare_inputs"},
     KeepsMetrics: {"_get_num_items_in_batch"},
     HasReference: {"_metrics", "_precompute_ref_logps", "_total_train_tokens"},
-    PreparedPairs: {"_prepare_dataset"},
-    PreparedRows: {"_get_train_sampler", "_prepare_dataset"},
+    DPOTrainer: {"_prepare_dataset"},
+    KTOTrainer: {"_get_train_sampler", "_prepare_dataset"},
     PreparedBatches: {"_stored_metrics"},
     StridedEBFTTrainer: {"_get_num_items_in_batch"},
-    CountsRowsOnce: {"_calculate_rewards", "_compute_loss", "_generate", "_get_eval_sampler", "_metrics", "_tokenizer"},
-    HasHooks: {"_buffered_inputs", "_calculate_rewards", "_compute_loss", "_generate",
-               "_generate_and_score_completions", "_generate_single_turn", "_get_per_token_logps_and_entropies",
-               "_prepare_inputs", "_step"},
-    ResumesGeneration: {"_buffered_inputs", "_get_train_sampler", "_metrics", "_step"},
+    OverTRL: {
+        "_buffered_inputs",
+        "_calculate_rewards",
+        "_compute_loss",
+        "_entropy_bonus_enabled",
+        "_generate",
+        "_generate_and_score_completions",
+        "_generate_single_turn",
+        "_get_eval_sampler",
+        "_get_num_items_in_batch",
+        "_get_per_token_logps_and_entropies",
+        "_get_train_sampler",
+        "_last_loaded_step",
+        "_logs",
+        "_metrics",
+        "_pending_metrics",
+        "_prepare_inputs",
+        "_step",
+        "_tokenizer",
+    },
     ResumesComparisons: {"_metrics", "_total_train_tokens"},
-    NamesPrivates: {"_buffered_inputs", "_entropy_bonus_enabled", "_get_num_items_in_batch",
-                    "_get_per_token_logps_and_entropies", "_last_loaded_step", "_logs", "_metrics", "_pending_metrics",
-                    "_step", "_tokenizer"},
-}  # fmt: skip
+}
 SEAM = ROOT / "over_transformers.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {

@@ -13,10 +13,8 @@ from torch.nn import functional as F
 from trl import RewardConfig, RewardTrainer
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.monitor import CountsBudget
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.trainer import OverTrainer
-from ebft.trainer.stopping import StopOnNonFinite
 
 
 class ResumesComparisons(OverTrainer, RewardTrainer):
@@ -46,7 +44,7 @@ class RewardModelConfig(RewardConfig):
     disable_dropout: bool = False
 
 
-class RewardModelTrainer(CountsBudget, StopOnNonFinite, ResumesComparisons):
+class RewardModelTrainer(ResumesComparisons):
     """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
@@ -77,7 +75,7 @@ def pair_losses(chosen: Tensor, rejected: Tensor, centring: float, margin: Tenso
     return -F.logsigmoid(distance) + centring * (chosen + rejected) ** 2
 
 
-class ProcessRewardTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
+class ProcessRewardTrainer(OverTrainer):
     """Trainer of a token classifier; loss and accuracy are means over steps, also over accumulated batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

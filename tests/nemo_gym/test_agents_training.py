@@ -12,7 +12,7 @@ import torch
 from ebft import train
 from ebft.errors import ConfigError, RolloutError
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.structured.generation import Prefetcher
+from ebft.structured.rollouts.prefetching import Prefetcher
 from tests.nemo_gym.agents import TOOL, TwoReplies
 from tests.nemo_gym.servers import config_of, row
 from tests.nemo_gym.stand_in_vllm import StandInVLLM
@@ -135,7 +135,7 @@ def test_agents_that_die_end_the_run_and_the_checkpoint_stays(agent, make, tmp_p
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_it_prefetches_is_resumed(agent, make, tmp_path, vllm):
     config = make({"async_prefetch": True}, auto_resume_from_checkpoints=True)
-    assert run(config, before(Prefetcher, "take", 3)).code == -signal.SIGKILL
+    assert run(config, before(Prefetcher, "result", 3)).code == -signal.SIGKILL
     assert newest_checkpoint(tmp_path / "out").name == "checkpoint-2"
     trainer = train(config).trainer
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3]

@@ -154,7 +154,7 @@ def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
 
 def test_a_checkpoint_is_not_deleted_while_it_is_pushed(pushed, hub, monkeypatch):
     kept = []
-    monkeypatch.setattr(pushing.PushesModel, "is_pushing", property(lambda trainer: trainer.state.global_step == 2))
+    monkeypatch.setattr(pushing.Pushing, "needs_files", property(lambda part: part.trainer.state.global_step == 2))
     monkeypatch.setattr(ebft.trainer.checkpoints, "rotate", lambda folder, *_: kept.append(folder.name))
     train(pushed(max_steps=3, save_total_limit=1))
     assert kept[:2] == ["checkpoint-1", "checkpoint-3"] and "checkpoint-2" not in kept
@@ -163,8 +163,8 @@ def test_a_checkpoint_is_not_deleted_while_it_is_pushed(pushed, hub, monkeypatch
 @pytest.mark.parametrize("failures", [[], [False, True]])
 def test_checkpoints_that_were_not_pushed_at_their_save_are_pushed_at_the_end(failures, pushed, out, hub, monkeypatch):
     hub.failures = failures
-    busy = property(lambda trainer: 1 < trainer.state.global_step < 4)
-    monkeypatch.setattr(pushing.PushesModel, "_is_busy", busy)
+    busy = property(lambda part: 1 < part.trainer.state.global_step < 4)
+    monkeypatch.setattr(pushing.Pushing, "is_busy", busy)
     with pytest.warns(UserWarning, match="not pushed") if failures else nullcontext():
         train(pushed(max_steps=4, save_total_limit=1, hub_strategy="all_checkpoints"))
     found = {name.partition("/")[0] for _, files in hub.commits for name in files if "/" in name}

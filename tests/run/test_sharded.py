@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import ebft.run.training
 from ebft.errors import ModelError
-from ebft.structured.generation import GeneratesRollouts
+from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.tools.export.sharded import merge_sharded
 from tests.ranks import run_module
 from tests.run.crash import METHODS, TRL, config_of, run_processes
@@ -44,7 +44,7 @@ def reward(completion_ids, **columns):
 
 
 def inject():
-    GeneratesRollouts._backend = lambda self: FromThePrompt()
+    RolloutGRPOTrainer.backend = lambda self: FromThePrompt()
 
 
 def check_that_one_process_reads_the_weights():

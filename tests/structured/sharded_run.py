@@ -31,15 +31,15 @@ ebft.prefix.logps.LOGITS_PER_CHUNK = {"cpu": 1}  # 16 rows: the head is applied 
 class Fixed:
     """Completions of unequal lengths that do not depend on the policy."""
 
-    def _backend(self):
+    def backend(self):
         return FromThePrompt()
 
 
 class Greedy:
     """The most likely completions, whose lengths depend on the references and the numbers of turns."""
 
-    def _backend(self):
-        sampling = replace(self.sampling, temperature=0.0)
+    def backend(self):
+        sampling = replace(self.generation.sampling, temperature=0.0)
         return HFBackend(self, sampling, self.processing_class.pad_token_id)
 
     def after_inputs(self, rows, inputs):

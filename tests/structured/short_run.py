@@ -24,12 +24,12 @@ class FromThePrompt:
 
 
 class Trainer(EBFTTrainer):
-    def _backend(self):
+    def backend(self):
         return FromThePrompt()
 
 
 class GRPOTrainer(RolloutGRPOTrainer):
-    def _backend(self):
+    def backend(self):
         return FromThePrompt()
 
 

@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, build,
 
 def test_rollouts_reward_and_cross_entropy_share_one_rendering(build, monkeypatch):
     trainer, rendered = build(ce_coef=0.3), []
-    kind = type(trainer.renderer)
+    kind = type(trainer.generation.renderer)
     plain = kind._conversation
     monkeypatch.setattr(kind, "_conversation", lambda *given: rendered.append(given[1:]) or plain(*given))
     *_, batch = one_step(trainer)

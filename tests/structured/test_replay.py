@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from ebft.errors import ConfigError
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.replay import FailedPrompts, ReplayBuffer
+from ebft.structured.replay import FailedPrompts, PromptReuse, ReplayBuffer
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
 from tests.structured.trainers import USER, logged
@@ -165,4 +165,4 @@ def test_groups_that_are_spread_over_processes_cannot_be_replaced(chat_tokenizer
     trainer = build(chat_model(chat_tokenizer), kind=RolloutGRPOTrainer, reward_funcs=rewarded, **option)
     trainer.args.steps_per_generation, trainer.args.per_device_train_batch_size = 1, 2  # as with two processes
     with pytest.raises(ConfigError, match=r"replace groups of num_generations \(4\) .* generates 2 at once"):
-        trainer.prepare_second_uses()
+        PromptReuse(trainer)

@@ -146,10 +146,10 @@ def test_long_sequences_with_changing_rotary_frequencies_are_scored_in_separate_
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": positions}
     trainer = build(lora(chat_model(chat_tokenizer, rope_parameters=rope)), ce_coef=0.3)
     counts, add = [], trainer.add_to_loss
-    trainer.add_to_loss = lambda *args: counts.append(trainer.reference_logps is not None) or add(*args)
+    trainer.add_to_loss = lambda *args: counts.append(trainer.scorer.reference_logps is not None) or add(*args)
     one_step(trainer)
     assert any("sequences of more than 40 tokens" in str(warning.message) for warning in recwarn) == (not shares)
-    assert counts == [shares] * 3 and trainer.reference_logps is None
+    assert counts == [shares] * 3 and trainer.scorer.reference_logps is None
 
 
 def test_models_with_a_running_state_are_scored_in_separate_rows(chat_tokenizer, build):

@@ -92,7 +92,7 @@ class Made:
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
 def test_equal_completions_do_not_move_the_policy(estimator, build, monkeypatch):
     same = Made(lambda number, prompt: [5 + len(prompt) % 50, 9, 7])
-    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: same)
+    monkeypatch.setattr(EBFTTrainer, "backend", lambda self: same)
     options = {"weight_decay": 0.0, "use_whitening": True, "adam_epsilon": 1e-12, "advantage_estimator": estimator}
     trainer = build(None, rows(multi_turn=False), **options)
     before = copy.deepcopy(trainer.model.state_dict())
@@ -174,7 +174,7 @@ def test_the_async_class_prefetches():
 def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, build, monkeypatch):
     end = chat_tokenizer.convert_tokens_to_ids("<|im_end|>")
     ended = Made(lambda number, prompt: [50 + number % 40, 60, end])
-    monkeypatch.setattr(EBFTTrainer, "_backend", lambda self: ended)
+    monkeypatch.setattr(EBFTTrainer, "backend", lambda self: ended)
     trainer = build(None, rows(multi_turn=False), max_steps=1, mask_truncated_completions=True)
     trainer.train()
     assert logged(trainer, "completions/clipped_ratio") == [0] and logged(trainer, "grad_norm")[0] > 0

@@ -408,13 +408,13 @@ def test_adapters_that_cannot_be_written(base, port, tmp_path, fault, monkeypatc
 
 def test_what_an_earlier_run_left_does_not_matter(base, port, tmp_path):
     first = make(base, arguments(tmp_path, port, max_steps=1))
-    first.server._adapters.close = lambda: None  # as if it had been killed
+    first.generation.server._adapters.close = lambda: None  # as if it had been killed
     first.train()
-    leftovers = {entry["id"] for entry in first.server.client.models()}
+    leftovers = {entry["id"] for entry in first.generation.server.client.models()}
     second = make(base, arguments(tmp_path, port, max_steps=2))
     second.train()
     assert max(differences(second.state.log_history)) < AGREE
-    assert {entry["id"] for entry in second.server.client.models()} == leftovers
+    assert {entry["id"] for entry in second.generation.server.client.models()} == leftovers
 
 
 # Samples from other weights

@@ -1,11 +1,10 @@
 """Monitoring of training: console output, throughput and the compute budget."""
 
-from ebft.monitor.budget import CountsBudget, StopAtBudget, limit_reached, spent_at
+from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
 from ebft.monitor.metrics import ConsoleMetrics, ProgressBar, Throughput
 
 __all__ = [
     "ConsoleMetrics",
-    "CountsBudget",
     "ProgressBar",
     "StopAtBudget",
     "Throughput",

@@ -60,40 +60,10 @@ class Budget:
         self.restart({name: round(value) for name, value in totals.items()})
 
 
-class CountsBudget:
-    """Mixin for a transformers Trainer: `self.budget` accumulates over training steps and is logged with the loss.
-
-    FLOPs are not counted for compiled models.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.budget: Budget = Budget()
-        self.add_callback(KeepBudget(self))
-
-    def computing_models(self) -> list[nn.Module]:
-        """Return the models whose FLOPs are counted."""
-        return [self.model]
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
-            return super().train(*args, **kwargs)
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        with self.budget.meter.counting():
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs or "train_loss" in logs:  # the latter is logged once, at the end of training
-            counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
-            logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
-        super().log(logs, start_time)
-
-
 class KeepBudget(TrainerCallback):
-    """Updates a trainer's budget after every step, saves it in the trainer state, and restores it when resuming."""
+    """Updates the `budget` of a trainer after every step, saves it in the trainer state, and restores it."""
 
-    def __init__(self, trainer: CountsBudget) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

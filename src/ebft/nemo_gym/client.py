@@ -1,4 +1,4 @@
-"""HTTP client of NeMo Gym's servers: which servers there are, and many requests at once with retries."""
+"""The servers of NeMo Gym: starting them, which there are, and many requests at once with retries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from ebft.errors import ConfigError, RolloutError, ServerError
 from ebft.nemo_gym.keys import NemoGymKeys
 from ebft.printed import say
 from ebft.serving.keys import base_url
-from ebft.serving.server import ServerLog, end_supervisor
-from ebft.structured.rollouts.client import BackgroundLoop
+from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
+from ebft.structured.rollouts.client import BackgroundLoop, described, shortened
 
 HOST = "127.0.0.1"
 CONFIG_PATH = "/global_config_dict_yaml"  # of the head server: the config of all servers
@@ -105,8 +104,7 @@ class Servers:
 
     def model(self, agent: Server) -> Server | None:
         """The model server of an agent, None if the config does not name one."""
-        name = _dict(agent.settings.get("model_server")).get("name")
-        return self.by_name.get(name)
+        return self.by_name.get(_dict(agent.settings.get("model_server")).get("name"))
 
     def _find(self, name: Any, kinds: tuple[str, ...], of: str = "") -> Server:
         server = self.by_name.get(name)
@@ -197,20 +195,20 @@ class GymClient:
             except TimeoutError:
                 return Failure(f"no response within {self.timeout:g} s (nemo_gym_verify_timeout)")
             except httpx2.RequestError as error:
-                reason = _described(error)
+                reason = described(error)
                 continue
             if response.status_code == 200:
                 try:
                     return response.json()
                 except (ValueError, RecursionError):
-                    return Failure(f"the response is not JSON: {_shortened(response.text)}")
-            reason = f"status {response.status_code}: {_shortened(response.text)}"
+                    return Failure(f"the response is not JSON: {shortened(response.text, 300)}")
+            reason = f"status {response.status_code}: {shortened(response.text, 300)}"
             if response.status_code < 500:
                 return Failure(reason)
         return Failure(f"{reason} ({ATTEMPTS} attempts)")
 
     async def _wait(self, url: str, what: str, timeout: float, any_status: bool = False) -> str:
-        deadline, has_said = time.monotonic() + timeout, False
+        deadline, has_reported = time.monotonic() + timeout, False
         while True:
             text, reason = await self._answer(url, any_status)
             if text is not None:
@@ -220,8 +218,8 @@ class GymClient:
                     f"{what} does not respond at {url} after {timeout:g} s ({reason}). Start NeMo Gym with ng_run, or "
                     "correct nemo_gym_head_port. To wait longer, increase nemo_gym_server_timeout."
                 )
-            if not has_said:
-                has_said = True
+            if not has_reported:
+                has_reported = True
                 say(f"Waiting up to {timeout:g} s for {what} at {url}.", err=True)
             await asyncio.sleep(_POLL)
 
@@ -230,21 +228,13 @@ class GymClient:
         try:
             response = await self._http.get(url, timeout=_CONNECT_TIMEOUT)
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
-            return None, _described(error)
+            return None, described(error)
         is_good = any_status or response.status_code == 200
         return (response.text if is_good else None), f"status {response.status_code}"
 
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
 LOG = "nemo_gym.log"
@@ -269,7 +259,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
             yield
             return
         log = ServerLog(Path(output_dir) / LOG)
-        process = _launch(keys, log)
+        process = start_supervisor(start_command(keys), log, cwd=Path(keys.nemo_gym_dir).expanduser())
         try:
             _await_head(process, client, keys.nemo_gym_server_timeout, log)
             yield
@@ -297,19 +287,6 @@ def start_command(keys: NemoGymKeys) -> list[str]:
     if keys.nemo_gym_head_port != DEFAULT_PORT:
         command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
     return command
-
-
-def _launch(keys: NemoGymKeys, log: ServerLog) -> subprocess.Popen:
-    command = start_command(keys)
-    with log.open(command) as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "ebft.serving.supervisor", "--", *command],
-            cwd=Path(keys.nemo_gym_dir).expanduser(),
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def _await_head(process: subprocess.Popen, client: GymClient, timeout: float, log: ServerLog) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from ebft.data.transforms.rows import IGNORE
-from ebft.preferences.trainers import CountsRows
 from ebft.preferences.trl import KeepsMetrics, Logged, score_tokens
 from ebft.prefix.forward import run_wrapped, take_programs
 
@@ -101,13 +100,13 @@ with warnings.catch_warnings():  # of TRL, on import; the documentation says it
     from trl.experimental import cpo, orpo
 
 
-class ORPOTrainer(CountsRows, PreparedBatches, orpo.ORPOTrainer):
+class ORPOTrainer(PreparedBatches, orpo.ORPOTrainer):
     """ORPO."""
 
     scores_prompts = True
 
 
-class CPOTrainer(CountsRows, PreparedBatches, cpo.CPOTrainer):
+class CPOTrainer(PreparedBatches, cpo.CPOTrainer):
     """SimPO, a loss of CPO."""
 
     scores_prompts = False

@@ -15,9 +15,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.monitor import CountsBudget
 from ebft.preferences.trl import KeepsMetrics, Logged, score_in_chunks
-from ebft.trainer.stopping import StopOnNonFinite
 
 _REFERENCE = "ref"  # TRL's name for its copy of an adapter
 
@@ -58,8 +56,8 @@ class HasReference(KeepsMetrics):
         self._total_train_tokens = state.get("tokens", 0)
 
 
-class PreparedPairs(HasReference):
-    """Mixin for DPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+class DPOTrainer(HasReference, trl.DPOTrainer):
+    """DPO and IPO, for rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
     use_weighting: bool
     loss_types: list[str]
@@ -100,8 +98,8 @@ class PreparedPairs(HasReference):
         return Dataset(dataset.with_format("arrow")[:]) if args.precompute_ref_log_probs else dataset
 
 
-class PreparedRows(HasReference):
-    """Mixin for KTOTrainer with rows `prompt_ids`, `completion_ids` and `label`.
+class KTOTrainer(HasReference, trl.KTOTrainer):
+    """KTO, for rows `prompt_ids`, `completion_ids` and `label`.
 
     TRL estimates the KL term of a batch with its prompts and completions in other pairs. It pairs them before training,
     which keeps batches the same in every epoch. Here the collator pairs the rows of each batch, so rows are shuffled
@@ -207,28 +205,6 @@ def spare_completions(dataset: Dataset) -> list[list[int]]:
     completions = dataset["completion_ids"]
     first = completions[0]
     return [first, *islice((ids for ids in completions if ids != first), 1)]
-
-
-class CountsRows(CountsBudget, StopOnNonFinite):
-    """Mixin that counts pairs, or completions with a label, as documents, and the FLOPs of the reference model."""
-
-    ref_model: nn.Module | None = None
-
-    def computing_models(self) -> list[nn.Module]:
-        """Return the policy, and the reference model if it is not the policy without its adapter."""
-        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        self.budget.add(documents=self.rows_behind("loss", inputs))
-        return super().training_step(model, inputs, num_items_in_batch)
-
-
-class DPOTrainer(CountsRows, PreparedPairs, trl.DPOTrainer):
-    """DPO and IPO."""
-
-
-class KTOTrainer(CountsRows, PreparedRows, trl.KTOTrainer):
-    """KTO."""
 
 
 def without_router_loss(model: nn.Module) -> None:

@@ -22,21 +22,23 @@ from ebft.prefix.forward import head_of, take_programs
 from ebft.prefix.logps import choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax
 from ebft.trainer import OverTrainer
-from ebft.trainer.held_out_rows import EvaluatesRowsOnce
+from ebft.trainer.held_out_rows import HeldOutRows
 
 Logged = defaultdict[str, list[float]]
 _OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them
 _ROWS = ""  # the number of rows among counts
 
 
-class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
+class KeepsMetrics(OverTrainer):
     """Trainer whose metrics continue after a resume, and whose means count every row or token once.
 
-    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. `loss_name`: the
-    name of the loss in `logged("eval")`. `loss_items`: the name in `counts_behind` of the items over which a term of
-    the loss is a mean, or None if it is one over rows. `of_step`: metrics that are normalised by `divisor` already.
+    TRL logs the mean of the values of batches, each a mean over the rows or tokens of all processes. Pairs, or
+    completions with a label, are the documents of the budget. `loss_name`: the name of the loss in `logged("eval")`.
+    `loss_items`: the name in `counts_behind` of the items over which a term of the loss is a mean, or None if it is one
+    over rows. `of_step`: metrics that are normalised by `divisor` already.
     """
 
+    ref_model: nn.Module | None = None
     loss_name = "loss"
     loss_items: str | None = None
     of_step: ClassVar[tuple[str, ...]] = ()
@@ -44,6 +46,14 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     _per_batch: float | None = None  # items of the loss per micro-batch of the current step
     _per_row: float | None = None  # items of the loss per row of the current evaluation
     _is_evaluating: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.held_out_rows: HeldOutRows = HeldOutRows(self)
+        super().__init__(*args, **kwargs)
+
+    def computing_models(self) -> list[nn.Module]:
+        """Return the policy, and the reference model if it is not the policy without its adapter."""
+        return [self.model] if self.ref_model is None else [self.model, self.ref_model]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -75,7 +85,7 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
         return self.counts_behind(inputs) | {_ROWS: self.rows_behind("loss", inputs)}
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        loader = super().get_eval_dataloader(eval_dataset)
+        loader = self.held_out_rows.loader(eval_dataset, super().get_eval_dataloader)
         self._per_row = None
         if self.loss_items is not None:
             rows = [loader.dataset[index] for index in range(len(loader.dataset))]
@@ -89,6 +99,7 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
+        self.budget.add(documents=self.rows_behind("loss", inputs))
         logged = self.logged("train")
         before = {name: len(values) for name, values in logged.items()}
         batches = self.current_gradient_accumulation_steps
@@ -133,6 +144,7 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, None, None]:
+        self.held_out_rows.begin_batch()
         logged = self.logged("eval")
         before = {name: len(values) for name, values in logged.items()}
         self._is_evaluating = True
@@ -144,7 +156,7 @@ class KeepsMetrics(EvaluatesRowsOnce, OverTrainer):
             logged[self.loss_name].append(self.accelerator.reduce(found[0], reduction="mean").item())
         for name, values in logged.items():  # TRL logs the mean of the values, one for each batch
             if len(values) > before.get(name, 0):
-                values += values[-1:] * (self._rows_of_all(name, inputs) // self.copies - 1)
+                values += values[-1:] * (self._rows_of_all(name, inputs) // self.held_out_rows.copies - 1)
         return found
 
     def _rows_of_all(self, name: str, inputs: dict[str, Any]) -> int:

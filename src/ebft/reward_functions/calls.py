@@ -7,7 +7,8 @@ import math
 import numbers
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
-from functools import update_wrapper
+from contextlib import suppress
+from functools import partial, update_wrapper
 from itertools import islice
 from typing import Any
 
@@ -18,11 +19,13 @@ _ATOMS = (int, float, str, bool)
 _SHOWN = 80  # characters of a prompt in messages
 
 
+def _each(wrap: Callable[[Any], Any], reward_funcs: Any) -> Any:
+    return [wrap(function) for function in reward_funcs] if isinstance(reward_funcs, list) else wrap(reward_funcs)
+
+
 def checked_functions(reward_funcs: Any) -> Any:
     """The reward functions such that errors and invalid rewards raise RewardError; models are returned unchanged."""
-    if isinstance(reward_funcs, list):
-        return [_checked(function) for function in reward_funcs]
-    return _checked(reward_funcs)
+    return _each(_checked, reward_funcs)
 
 
 def _checked(function: Any) -> Any:
@@ -120,20 +123,15 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
 def _reward(name: str, value: Any, index: int, prompt: Any) -> float | None:
     if value is None:
         return None
-    value = _item(value) if hasattr(value, "item") else value  # a scalar of NumPy or PyTorch
+    if hasattr(value, "item"):  # a scalar of NumPy or PyTorch
+        with suppress(ValueError, RuntimeError):  # of more than one element
+            value = value.item()
     if isinstance(value, numbers.Real) and math.isfinite(value):
         return float(value)
     raise RewardError(
         f"The reward function {name} returned {_described(value)} for completion {index} (prompt "
         f"{prompt!r:.{_SHOWN}}). Rewards must be finite numbers, or None for no reward."
     )
-
-
-def _item(value: Any) -> Any:
-    try:
-        return value.item()
-    except (ValueError, RuntimeError):  # more than one element
-        return value
 
 
 def _described(value: Any) -> str:
@@ -151,39 +149,34 @@ def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int])
 
     Models, callable objects and coroutine functions are returned unchanged.
     """
+    return _each(partial(_in_chunks, groups=groups, group_size=group_size), reward_funcs)
 
-    def in_chunks(function: Any) -> Any:
-        if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
-            return function
 
-        def call(**given: Any) -> list[float | None]:
-            rewards: list[float | None] = []
-            logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
-            for columns, others in split(given, groups * group_size()):
-                size = len(columns["prompts"])
-                if "log_metric" in others:
-                    note = lambda name, value, size=size: logged[name].append((value, size))
-                    others = others | {"log_metric": note}
-                rewards += rewards_of(function, function(**columns, **others), columns["prompts"])
-            for name, values in logged.items():  # one value per batch, as without chunks
-                given["log_metric"](name, sum(v * size for v, size in values) / sum(size for _, size in values))
-            return rewards
+def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any:
+    if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
+        return function
 
-        return update_wrapper(call, function)
+    def call(**given: Any) -> list[float | None]:
+        rewards: list[float | None] = []
+        logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for columns, others in split(given, groups * group_size()):
+            size = len(columns["prompts"])
+            if "log_metric" in others:
+                note = lambda name, value, size=size: logged[name].append((value, size))
+                others = others | {"log_metric": note}
+            rewards += rewards_of(function, function(**columns, **others), columns["prompts"])
+        for name, values in logged.items():  # one value per batch, as without chunks
+            given["log_metric"](name, sum(v * size for v, size in values) / sum(size for _, size in values))
+        return rewards
 
-    if not isinstance(reward_funcs, list):
-        return in_chunks(reward_funcs)
-    return [in_chunks(function) for function in reward_funcs]
+    return update_wrapper(call, function)
 
 
 def split(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
     """Yield the lists of all completions among the arguments, `size` completions at a time, and the other arguments."""
     count = len(given["prompts"])
-    columns = {name: list(value) for name, value in given.items() if _is_column(value, count)}
+    is_column = lambda value: isinstance(value, list | tuple) and len(value) == count
+    columns = {name: list(value) for name, value in given.items() if is_column(value)}
     others = {name: value for name, value in given.items() if name not in columns}
     for start in range(0, count, size):
         yield {name: value[start : start + size] for name, value in columns.items()}, others
-
-
-def _is_column(value: Any, count: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == count

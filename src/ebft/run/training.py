@@ -62,7 +62,7 @@ from ebft.run.trackers import tracker_environment
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer
-from ebft.trainer.stopping import check_weights
+from ebft.trainer.finite import check_weights
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The command line and environment of vLLM's OpenAI server, built from the settings of a server."""
+"""The command line of vLLM's OpenAI server, its environment, the interpreter that has vLLM, and the GPUs it runs on."""
 
 import json
 import os
@@ -58,8 +58,13 @@ def server_command(
     _check_model(settings.model)
     on_gpu = serves_on_gpu(vllm, gpus)
     model, rank = lasting_name(settings.model.base_model), max_lora_rank(settings.model)
-    if rank is not None or on_gpu:
-        _warn_of_open_host(vllm.host)
+    if (rank is not None or on_gpu) and is_everywhere(vllm.host):
+        warnings.warn(
+            f"vllm.host: {vllm.host} accepts connections from other machines, and the server loads weights and "
+            "adapters on request without authentication: anyone who reaches the port can replace the model. Use "
+            "127.0.0.1, or a network that only you can reach.",
+            stacklevel=2,
+        )
     flags = [
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
         *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
@@ -75,16 +80,6 @@ def server_command(
         port=settings.port,
         max_lora_rank=rank,
     )
-
-
-def _warn_of_open_host(host: str) -> None:
-    if is_everywhere(host):
-        warnings.warn(
-            f"vllm.host: {host} accepts connections from other machines, and the server loads weights and adapters "
-            "on request without authentication: anyone who reaches the port can replace the model. Use 127.0.0.1, "
-            "or a network that only you can reach.",
-            stacklevel=3,
-        )
 
 
 def _check_model(config: ModelKeys) -> None:
@@ -124,19 +119,14 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
         flags += ["--enforce-eager"]
     if vllm.tool_call_parser is not None:
         flags += ["--enable-auto-tool-choice", "--tool-call-parser", vllm.tool_call_parser]
-    return flags + _reasoning_flags(vllm)
-
-
-def _reasoning_flags(vllm: VLLMSection) -> list[str]:
-    """Return the flag for the reasoning parser, which is also vLLM's only option to enable reasoning."""
     if vllm.enable_reasoning and vllm.reasoning_parser is None:
         raise ConfigError(
             "vllm.enable_reasoning: true requires a parser for the model's reasoning. Set vllm.reasoning_parser, for "
             "example to qwen3, or remove enable_reasoning."
         )
-    if vllm.reasoning_parser is None or vllm.enable_reasoning is False:
-        return []
-    return ["--reasoning-parser", vllm.reasoning_parser]
+    if vllm.reasoning_parser is not None and vllm.enable_reasoning is not False:  # vLLM's only option to enable it
+        flags += ["--reasoning-parser", vllm.reasoning_parser]
+    return flags
 
 
 def _weight_flags(rank: int | None, prefetch_depth: int, serves_agents: bool, on_gpu: bool) -> list[str]:
@@ -161,14 +151,17 @@ def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Map
 
 
 def _warn_without_effect(vllm: VLLMSection) -> None:
-    module, device = vllm.serve_module, vllm.device
-    if module is not None:
+    if vllm.serve_module is not None:
         warnings.warn(
-            f"vllm.serve_module: {module} has no effect, because vLLM's OpenAI server is always used.", stacklevel=3
+            f"vllm.serve_module: {vllm.serve_module} has no effect, because vLLM's OpenAI server is always used.",
+            stacklevel=3,
         )
-    if device not in ("auto", "cpu", "cuda"):
-        reason = "vLLM selects its device itself; supported values are auto, cpu and cuda"
-        warnings.warn(f"vllm.device: {device} has no effect. {reason}.", stacklevel=3)
+    if vllm.device not in ("auto", "cpu", "cuda"):
+        warnings.warn(
+            f"vllm.device: {vllm.device} has no effect. vLLM selects its device itself; supported values are auto, cpu "
+            "and cuda.",
+            stacklevel=3,
+        )
 
 
 def max_lora_rank(config: AdapterKeys) -> int | None:
@@ -289,11 +282,5 @@ def device_environment(
             "Set trl.vllm_mode: colocate to share GPUs, set trl.use_vllm: false to generate without vLLM, launch fewer "
             "processes, or make more GPUs visible."
         )
-    return {VISIBLE: ",".join(_names(gpus, environ)[-wanted:])}
-
-
-def _names(gpus: int, environ: Mapping[str, str]) -> list[str]:
-    """Return the visible devices as in CUDA_VISIBLE_DEVICES: indices, or UUIDs if the user set these."""
-    if VISIBLE not in environ:
-        return [str(index) for index in range(gpus)]
-    return [name.strip() for name in environ[VISIBLE].split(",")][:gpus]
+    visible = environ[VISIBLE].split(",") if VISIBLE in environ else map(str, range(gpus))  # indices, or UUIDs
+    return {VISIBLE: ",".join([name.strip() for name in visible][:gpus][-wanted:])}

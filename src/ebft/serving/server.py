@@ -1,4 +1,6 @@
-"""A vLLM server process: starting, health checks, restarts and stopping."""
+"""Server processes: vLLM with health checks and restarts, the supervisor that ends with us, and logs."""
+
+from __future__ import annotations
 
 import atexit
 import http.client
@@ -12,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from ebft.errors import ConfigError, EBFTError, ServerError
 from ebft.files import is_free
@@ -140,23 +141,18 @@ class VLLMServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _launch(self) -> None:
         check_free(self.command.host, self.command.port)
-        inherited = {name: value for name, value in os.environ.items() if not _from_launcher(name)}
-        with self.log.open(self.command.command) as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "ebft.serving.supervisor", "--", *self.command.command],
-                env={**inherited, **self._environment, **self.command.environment},
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in LAUNCHER_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
+        }
+        environment = {**inherited, **self._environment, **self.command.environment}
+        self._process = start_supervisor(self.command.command, self.log, env=environment)
 
     def _answers(self, process: subprocess.Popen) -> bool:
         if process.poll() is not None:
@@ -227,6 +223,19 @@ class VLLMServer:
         say(f"vLLM is not restarted: {failure}", err=True)
 
 
+def start_supervisor(command: Sequence[str], log: ServerLog, **options: Any) -> subprocess.Popen:
+    """Start a server whose processes end with this one at the latest; `options` are those of Popen."""
+    with log.open(command) as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ebft.serving.supervisor", "--", *command],
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+
+
 def end_supervisor(supervisor: subprocess.Popen) -> None:
     """Make the supervisor stop its server, and wait for it."""
     supervisor.stdin.close()
@@ -236,10 +245,6 @@ def end_supervisor(supervisor: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         supervisor.kill()
         supervisor.wait()
-
-
-def _from_launcher(name: str) -> bool:
-    return name in LAUNCHER_VARIABLES or name.startswith(LAUNCHER_PREFIXES)
 
 
 TAIL_LINES = 20

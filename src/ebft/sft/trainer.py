@@ -18,7 +18,6 @@ from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
-from ebft.monitor import CountsBudget
 from ebft.monitor.metrics import HeldOutMeans
 from ebft.over_transformers import has_flash_attention
 from ebft.prefix.forward import take_programs
@@ -34,7 +33,6 @@ from ebft.sft.packed import (
     needs_one_row,
 )
 from ebft.trainer import OverTrainer
-from ebft.trainer.stopping import StopOnNonFinite
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -87,7 +85,7 @@ def coefficient(causal_lm: PreTrainedModel) -> float:
 _HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")
 
 
-class SFTTrainer(CountsBudget, StopOnNonFinite, WeighsRouterLoss, OverTrainer):
+class SFTTrainer(WeighsRouterLoss, OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss.
 
     Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each

@@ -22,7 +22,6 @@ from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, keep_output_dtype
-from ebft.monitor.budget import CountsBudget
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
@@ -37,10 +36,9 @@ from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
 from ebft.trainer import OverTrainer
-from ebft.trainer.stopping import StopOnNonFinite
 
 
-class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
+class StridedEBFTTrainer(OverTrainer):
     """Trainer for strided EBFT of a causal LM (Jelassi et al. 2026, section 2 and appendix F).
 
     Rows of `train_dataset` contain `input_ids` and optionally `labels`, `prompt_length` and `turn_spans`; the default

@@ -1,6 +1,8 @@
 """RolloutGRPOTrainer: TRL's GRPOTrainer with rollouts of full conversations from generate() or a vLLM server.
 
-Rewards, advantages and the loss are TRL's. Rollouts are those of ebft.structured.generation.
+Rewards, advantages and the loss are TRL's. The trainer owns the parts that do the rest: `scorer` (scoring.py),
+`generation` (generation.py), `reuse` (replay.py), and while rollouts are prefetched, what reads rows ahead
+(rollouts/prefetching.py). TRL's steps call them through the hooks of trl.py, here in the order of a step.
 """
 
 from __future__ import annotations
@@ -25,16 +27,24 @@ from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
-from ebft.monitor.budget import CountsBudget, forward_flops
+from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.generation import CONVERSATION, GeneratesRollouts, Row
+from ebft.structured.generation import CONVERSATION, Generation, Row
+from ebft.structured.held_out import HeldOutCompletions
 from ebft.structured.interactive import check_interactive, guarded
+from ebft.structured.replay import PromptReuse
 from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.rollouts.local import HFBackend
+from ebft.structured.rollouts.prefetching import Prefetcher, ReadAhead
 from ebft.structured.rollouts.server import Agents
+from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
+from ebft.structured.scoring import Scorer
+from ebft.structured.shared_prompt import Padded
+from ebft.structured.trl import COMPLETIONS, OverTRL
 from ebft.structured.validation import (
     check_arguments,
     check_model,
@@ -44,10 +54,9 @@ from ebft.structured.validation import (
     check_rows,
     check_tokenizer,
 )
-from ebft.trainer.stopping import StopOnNonFinite
 
 
-class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
+class RolloutGRPOTrainer(OverTRL):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
@@ -55,7 +64,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
     `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
     `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
     `server_failure` returns why a server started for this run failed permanently, or None if it has not. `agents` hold
-    the conversations, if given; they sample an adapter from a vLLM server.
+    the conversations, if given; they sample an adapter from a vLLM server. `reference_limit`: how references limit the
+    length of completions.
     """
 
     args: RolloutGRPOConfig
@@ -72,6 +82,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         peft_config: Any = None,
         server_failure: Callable[[], str | None] = lambda: None,
         agents: Agents | None = None,
+        reference_limit: ReferenceLimit | None = None,
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
@@ -93,7 +104,7 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args)
             kwargs |= {name: with_own_calls(kwargs[name])} if name in kwargs else {}
-        self.is_interactive: bool = check_interactive(args, reward_funcs, kwargs)
+        is_interactive = check_interactive(args, reward_funcs, kwargs)
         kwargs |= guarded(kwargs)
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
@@ -109,11 +120,90 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
         check_reference_model(model, self.ref_model)
         check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
-        self.prepare_sharing()
         self._throughput = Throughput()
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
-        self.prepare_second_uses()
-        self.prepare_rollouts(agents, syncs_adapter, server_failure)
+        self.scorer: Scorer = Scorer(self)
+        self.keeps_groups = self.scorer.shares_prompts
+        self.reuse: PromptReuse = PromptReuse(self)
+        self.generation: Generation = Generation(
+            self, agents, is_interactive, reference_limit, syncs_adapter, server_failure
+        )
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether completions are scored, and sampled without a server, with shared prompts."""
+        return self.scorer.shares_prompts
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts of this process in the current batch."""
+        return self.generation.rollouts
+
+    def computing_models(self) -> list[nn.Module]:
+        """Return the policy, the reference model and the reward models."""
+        rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
+        return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        depth, every = self.args.prefetch_depth, self.args.steps_per_generation * self.num_iterations
+        if self.args.async_prefetch:
+            self.generation.prefetcher = Prefetcher(depth, self.generation.job)
+            self._ahead: ReadAhead[list[Row]] = ReadAhead(self._submit, every, depth)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.generation.stop()
+
+    # A step: rows are read, completions sampled and rewarded, advantages computed, and the loss is minimised
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
+        if self.generation.prefetcher is not None:
+            self.generation.prefetcher.raise_failure()
+        started = time.perf_counter()
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._throughput.add(seconds=time.perf_counter() - started)
+        return loss
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
+        if self.generation.prefetcher is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        has_generated = self.generation_batch is not None
+        batches = self._ahead.next(epoch_iterator, num_batches, self.trained_micro_batches, has_generated)
+        return batches, self.items_of(batches, device)
+
+    def _submit(self, rows: list[Row]) -> None:
+        self.reuse.inject_failed(rows)
+        self.generation.prefetcher.submit(rows)
+
+    def take_rows(self, rows: list[Row]) -> None:
+        if self.generation.prefetcher is None and self.model.training:
+            self.reuse.inject_failed(rows)
+        self.generation.take(rows)
+
+    def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
+        """Sample one completion per prompt from the current policy; for `rollout_func`.
+
+        Each is limited by `max_tokens`, `max_completion_length` if None, and the maximum sequence length; it is empty
+        if its prompt leaves no space. `Completion.logps` are None if `generate()` samples. Raises ConfigError with
+        colocated vLLM, and with FSDP2 without a server.
+        """
+        return self.generation.sample(prompt_ids, max_tokens)
+
+    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
+        return self.generation.sample_turn(prompt_ids)
+
+    def backend(self) -> Backend:
+        """Return what samples from the current weights: the server, or the policy itself."""
+        if self.generation.server is not None:
+            return self.generation.server.backend()
+        return HFBackend(self, self.generation.sampling, self.processing_class.pad_token_id)
+
+    def after_generation(self, fields: list[Any]) -> list[Any]:
+        fields = self.generation.messages(fields)
+        if self.model.training:
+            self.count_completions(*fields[:COMPLETIONS])
+        return fields
 
     def count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
         """Update throughput and budget; `sampled` marks the sampled tokens of completions, None if all are sampled."""
@@ -124,26 +214,104 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
             tokens = sum(map(len, prompts)) + sum(map(len, completions))
             self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))
 
-    def computing_models(self) -> list[nn.Module]:
-        """Return the policy, the reference model and the reward models."""
-        rewards = [f.network.causal_lm if isinstance(f, FeatureMatchingReward) else f for f in self.reward_funcs]
-        return [model for model in (self.model, self.ref_model, *rewards) if isinstance(model, nn.Module)]
-
     def before_rewards(self) -> None:
         self._rewards_started = time.perf_counter()
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
 
+    def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
+        mode = "train" if self.model.training else "eval"
+        self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
+        infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
+        if infinite:
+            names = ", ".join(self.reward_func_names[index] for index in infinite)
+            raise NonFiniteLossError(
+                f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
+            )
+        self.rewards = rewards
+        return rewards
+
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         # TRL's advantages of equal rewards are not exactly 0 but rounding errors, which Adam would scale up.
         inputs = inputs | {"advantages": inputs["advantages"].masked_fill(self._without_signal(rows), 0.0)}
-        if self.server is not None and self.model.training:
-            found = self.server.check_samples(inputs, *self.sampled_from, lambda count: self.first_logps(inputs, count))
+        if self.generation.server is not None and self.model.training:
+            version, step = self.generation.sampled_from
+            score = lambda count: self.first_logps(inputs, count)
+            found = self.generation.server.check_samples(inputs, version, step, score)
             self.log_mean("train", "sampling/logp_diff", found.mean)
             self.log_mean("train", "sampling/raw_ratio_mean", found.ratio_mean)
             self.log_mean("train", "sampling/raw_ratio_max", found.ratio_max)
         return inputs
+
+    def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        if not self.model.training:
+            return inputs
+        rewards = of_this_process(self.accelerator, self.rewards, rows)
+        totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
+        self.scored_rollouts(partial(self._logged_groups, rows, rewards, totals, inputs["advantages"]), totals)
+        self.reuse.note_failed(rows, totals)
+        return self.reuse.with_replayed(inputs)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Tensor:
+        if self._has_no_signal(inputs):
+            self.log_mean("train", "skipped_zero_adv_batches", 1.0)
+            return torch.zeros((), device=self.args.device, requires_grad=True)
+        if self.args.skip_zero_advantage_batches and self.model.training:
+            self.log_mean("train", "skipped_zero_adv_batches", 0.0)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def score(
+        self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
+    ) -> tuple[Tensor, Tensor | None] | None:
+        return self.scorer.score(model, prompts, completions, with_entropies)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log with the trainer's own metrics and the throughput since the last call added; documents are prompts."""
+        logs |= self.own_metrics()
+        if not self.model.training:
+            self.log_held_out(logs)
+        elif "loss" in logs:
+            logs |= self._throughput.drain(self.accelerator)
+        prints, self.log_completions = self.log_completions, self.log_completions and "train_runtime" not in logs
+        super().log(logs, start_time)  # the completions of the last step were printed before the summary of the run
+        self.log_completions = prints
+
+    def own_metrics(self) -> dict[str, float]:
+        """Return the metrics of training, or of an evaluation, since the last log, in addition to TRL's."""
+        return {}
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        if self.is_fsdp_enabled and not is_sharded(self.model):
+            raise ConfigError("With FSDP2, train() shards the model. Call it before evaluate(), or remove fsdp.")
+        if self.args.eval_batch_size % self.num_generations_eval:
+            raise ConfigError(
+                f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "
+                f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
+            )
+        self.held_out_completions = HeldOutCompletions(metric_key_prefix)
+        with torch.random.fork_rng():  # completions of an evaluation must not change those of training after it
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | self.reuse.state()
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self.reuse.restore(state)
+
+    # Groups of completions
+
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
 
     def _without_signal(self, rows: list[Row]) -> Tensor:
         """Return which of this process's completions (B,) are in a group whose rewards are all equal.
@@ -151,9 +319,8 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         These are the weighted totals, up to rounding, or, if they are normalised first, those of every function.
         Completions without a reward do not count.
         """
-        first, n = self.accelerator.process_index * len(rows), self._group_size()
-        values = self.rewards[first : first + len(rows)]  # (B, functions)
-        rounding = 0.0
+        n, rounding = self._group_size(), 0.0
+        values = of_this_process(self.accelerator, self.rewards, rows)  # (B, functions)
         if self.multi_objective_aggregation == "sum_then_normalize" and values.shape[1] > 1:
             weighted = values * self.reward_weights.to(values)
             values = weighted.nansum(-1, keepdim=True).masked_fill(values.isnan().all(-1, keepdim=True), math.nan)
@@ -163,15 +330,21 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         highest, lowest = groups.nan_to_num(-math.inf).amax(1), groups.nan_to_num(math.inf).amin(1)
         return (highest - lowest <= rounding).all(-1).repeat_interleave(n)
 
-    def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
-        if not self.model.training:
-            return inputs
-        first = self.accelerator.process_index * len(rows)
-        rewards = self.rewards[first : first + len(rows)]
-        totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
-        self.scored_rollouts(partial(self._logged_groups, rows, rewards, totals, inputs["advantages"]), totals)
-        self.note_failed(rows, totals)
-        return self.with_replayed(inputs)
+    def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
+        """Whether this micro-batch can be skipped; the result is the same on all processes.
+
+        Not possible if processes exchange gradients in it, or with fp16, whose gradient scaler requires gradients.
+        """
+        if not (self.args.skip_zero_advantage_batches and self.model.training) or self.args.fp16:
+            return False
+        if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
+            return False
+        signal = inputs["advantages"].abs().sum() + self._signal_besides(inputs)
+        return self.accelerator.gather(signal.reshape(1)).sum().item() == 0
+
+    def _signal_besides(self, inputs: dict[str, Any]) -> float:
+        """Return a positive value if the loss has terms that do not depend on the advantages."""
+        return float(self.beta != 0.0 or self.aux_loss_enabled or self.has_entropy_bonus)
 
     def _logged_groups(
         self, rows: list[Row], rewards: Tensor, totals: Tensor, advantages: Tensor
@@ -180,14 +353,14 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
 
         Takes rewards (B, functions), their weighted totals (B,) and advantages (B,).
         """
-        n, completed = self.num_generations, self.state.global_step
+        n, completed, weights_step = self.num_generations, self.state.global_step, self.generation.sampled_from[1]
         rewards, totals, advantages = rewards.tolist(), totals.tolist(), advantages.tolist()
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {
                 "step": completed + 1,
-                "weights_step": self.sampled_from[1],
-                "staleness": completed - self.sampled_from[1],
+                "weights_step": weights_step,
+                "staleness": completed - weights_step,
                 **{key: row[key] for key in CONVERSATION if row.get(key) is not None},
                 "samples": [
                     {
@@ -209,81 +382,11 @@ class RolloutGRPOTrainer(CountsBudget, StopOnNonFinite, GeneratesRollouts):
         """Return the terms of the reward of a completion, by name."""
         return {}
 
-    def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
-        mode = "train" if self.model.training else "eval"
-        self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
-        infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
-        if infinite:
-            names = ", ".join(self.reward_func_names[index] for index in infinite)
-            raise NonFiniteLossError(
-                f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
-            )
-        self.rewards = rewards
-        return rewards
 
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if self.is_fsdp_enabled and not is_sharded(self.model):
-            raise ConfigError("With FSDP2, train() shards the model. Call it before evaluate(), or remove fsdp.")
-        if self.args.eval_batch_size % self.num_generations_eval:
-            raise ConfigError(
-                f"per_device_eval_batch_size ({self.args.eval_batch_size}) must be a multiple of "
-                f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
-            )
-        with torch.random.fork_rng():  # completions of an evaluation must not change those of training after it
-            return super().evaluate(*args, **kwargs)
-
-    # Prefetching
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
-        if self._prefetcher is not None:
-            self._prefetcher.raise_failure()
-        started = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._throughput.add(seconds=time.perf_counter() - started)
-        return loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log with the throughput since the last call added; documents are prompts."""
-        if self.model.training and "loss" in logs:
-            logs |= self._throughput.drain(self.accelerator)
-        prints, self.log_completions = self.log_completions, self.log_completions and "train_runtime" not in logs
-        super().log(logs, start_time)  # the completions of the last step were printed before the summary of the run
-        self.log_completions = prints
-
-    # Loss
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
-    ) -> Tensor:
-        if self._has_no_signal(inputs):
-            self.log_mean("train", "skipped_zero_adv_batches", 1.0)
-            return torch.zeros((), device=self.args.device, requires_grad=True)
-        if self.args.skip_zero_advantage_batches and self.model.training:
-            self.log_mean("train", "skipped_zero_adv_batches", 0.0)
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
-        """Whether this micro-batch can be skipped; the result is the same on all processes.
-
-        Not possible if processes exchange gradients in it, or with fp16, whose gradient scaler requires gradients.
-        """
-        if not (self.args.skip_zero_advantage_batches and self.model.training) or self.args.fp16:
-            return False
-        if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
-            return False
-        signal = inputs["advantages"].abs().sum() + self._signal_besides(inputs)
-        return self.accelerator.gather(signal.reshape(1)).sum().item() == 0
-
-    def _signal_besides(self, inputs: dict[str, Any]) -> float:
-        """Return a positive value if the loss has terms that do not depend on the advantages."""
-        return float(self.beta != 0.0 or self.aux_loss_enabled or self.has_entropy_bonus)
+def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor:
+    """Return the entries of this process's `rows` among those of all processes."""
+    first = accelerator.process_index * len(rows)
+    return values[first : first + len(rows)]
 
 
 def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

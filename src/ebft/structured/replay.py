@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ebft.errors import ConfigError
-from ebft.structured.scoring import SharedPromptScoring
 
 Row = dict[str, Any]
 _LEFT = ("prompt_ids", "prompt_mask")  # padded on the left; all others on the right
@@ -113,12 +112,15 @@ def _of(group: dict[str, Tensor], key: str) -> Tensor:
     return group["completion_mask"] if key == "tool_mask" and key not in group else group[key]
 
 
-class UsesPromptsAgain(SharedPromptScoring):
-    """GRPOTrainer with a replay buffer and with prompts that are sampled again, both optional."""
+class PromptReuse:
+    """The replay buffer and the failed prompts of a trainer, each if its options ask for it.
 
-    def prepare_second_uses(self) -> None:
-        """Create what the arguments ask for."""
-        args, n, pad = self.args, self.num_generations, self.processing_class.pad_token_id
+    Raises ConfigError if the groups of a batch are spread over processes.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, args = trainer, trainer.args
+        n, pad = trainer.num_generations, trainer.processing_class.pad_token_id
         per_process = args.per_device_train_batch_size * args.steps_per_generation
         if per_process % n and (args.replay_buffer_size or args.reroll_start_fraction < 1):
             raise ConfigError(
@@ -127,27 +129,28 @@ class UsesPromptsAgain(SharedPromptScoring):
                 f"{args.per_device_train_batch_size} x steps_per_generation {args.steps_per_generation}). Make this a "
                 "multiple of num_generations, or remove these options."
             )
-        self._replay = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
+        self._buffer = ReplayBuffer(args.replay_buffer_size, n, pad, args.seed) if args.replay_buffer_size else None
         self._failed = FailedPrompts(args.reroll_max_groups, n) if args.reroll_start_fraction < 1 else None
 
-    def running_state(self) -> dict[str, Any]:
-        replay = self._replay.state() if self._replay is not None else None
-        failed = self._failed.state() if self._failed is not None else None
-        return super().running_state() | {"replay": replay, "failed": failed}
+    def state(self) -> dict[str, Any]:
+        """Return what both have stored, for `restore`."""
+        parts = {"replay": self._buffer, "failed": self._failed}
+        return {name: part.state() if part is not None else None for name, part in parts.items()}
 
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        if self._replay is not None and state.get("replay") is not None:
-            self._replay.restore(state["replay"])
-        if self._failed is not None and state.get("failed") is not None:
-            self._failed.restore(state["failed"])
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `state`; empty if there is none."""
+        for part, name in ((self._buffer, "replay"), (self._failed, "failed")):
+            if part is not None and state.get(name) is not None:
+                part.restore(state[name])
 
     def inject_failed(self, rows: list[Row]) -> None:
         """Replace some of the rows, in place, by prompts that failed before, in the last part of training."""
         if self._failed is None:
             return
-        starts = self.state.global_step >= self.args.reroll_start_fraction * self.state.max_steps
-        self.log_mean("train", "rerolled_groups", self._over_processes(self._failed.inject(rows) if starts else 0))
+        state, fraction = self._trainer.state, self._trainer.args.reroll_start_fraction
+        starts = state.global_step >= fraction * state.max_steps
+        count = self._over_processes(self._failed.inject(rows) if starts else 0)
+        self._trainer.log_mean("train", "rerolled_groups", count)
 
     def note_failed(self, rows: list[Row], rewards: Tensor) -> None:
         """Store prompts that failed, given the total rewards (B,) of the rows."""
@@ -156,43 +159,37 @@ class UsesPromptsAgain(SharedPromptScoring):
 
     def with_replayed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the inputs of the loss in which groups of the replay buffer replace those without a signal."""
-        if self._replay is None:
+        if self._buffer is None:
             return inputs
-        if not self.args.replay_recompute_logps and "old_per_token_logps" not in inputs:
-            inputs = inputs | {"old_per_token_logps": self.first_logps(inputs, len(inputs["advantages"]))}
-        inputs, replaced = self._replay.replace(inputs)
-        count = self._over_processes(len(replaced) // self.num_generations)
-        self.log_mean("train", "replayed_groups", count)
-        if count and self.args.replay_recompute_logps and "old_per_token_logps" in inputs:
+        trainer = self._trainer
+        recomputes, reduce = trainer.args.replay_recompute_logps, trainer.accelerator.reduce
+        if not recomputes and "old_per_token_logps" not in inputs:
+            inputs = inputs | {"old_per_token_logps": trainer.first_logps(inputs, len(inputs["advantages"]))}
+        inputs, replaced = self._buffer.replace(inputs)
+        count = self._over_processes(len(replaced) // trainer.num_generations)
+        trainer.log_mean("train", "replayed_groups", count)
+        if count and recomputes and "old_per_token_logps" in inputs:
             # All processes run the model, which may be sharded; a row that was not replaced has these values already.
             inputs = inputs | self._recomputed(inputs, replaced or [0])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        inputs["num_items_in_batch"] = self.accelerator.reduce(mask.sum(), "sum")
+        inputs["num_items_in_batch"] = reduce(mask.sum(), "sum")
         if "reference_mask" in inputs:
-            inputs["reference_tokens"] = self.accelerator.reduce(inputs["reference_mask"].sum(), "sum")
+            inputs["reference_tokens"] = reduce(inputs["reference_mask"].sum(), "sum")
         return inputs
 
     def _over_processes(self, count: int) -> float:
-        return self.accelerator.reduce(torch.tensor(float(count), device=self.args.device), "sum").item()
+        trainer = self._trainer
+        return trainer.accelerator.reduce(torch.tensor(float(count), device=trainer.args.device), "sum").item()
 
     def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
         """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
         some = {key: inputs[key][rows] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
         logps = inputs["old_per_token_logps"].clone()
-        logps[rows] = self.first_logps(some, len(rows))
+        logps[rows] = self._trainer.first_logps(some, len(rows))
         if "importance_sampling_ratio" not in inputs:
             return {"old_per_token_logps": logps}
         mask = some["completion_mask"] * (inputs["tool_mask"][rows] if "tool_mask" in inputs else 1)
         ratio = inputs["importance_sampling_ratio"].clone()
         difference = (logps[rows] - inputs["sampling_per_token_logps"][rows]) * mask
-        ratio[rows] = self.importance_ratio(difference.nan_to_num(0.0))
+        ratio[rows] = self._trainer.importance_ratio(difference.nan_to_num(0.0))
         return {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
-
-    @torch.no_grad()
-    def first_logps(self, inputs: dict[str, Any], count: int) -> Tensor:
-        """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{part}"][:count], inputs[f"completion_{part}"][:count]], dim=1)
-            for part in ("ids", "mask")
-        )
-        return self.completion_logps(self.model, ids, mask, inputs["completion_ids"].shape[1])

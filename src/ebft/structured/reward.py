@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from ebft.config.options import RewardOptions
 from ebft.config.rules import options_from, resolve_single_completion
+from ebft.config.section import option_names
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import Message
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
@@ -170,6 +171,18 @@ class FeatureMatchingReward:
             conversation = self.renderer.of_row(row)
             groups.append((row, conversation, completion_ids[group]))
         return groups
+
+
+def reward_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, trl: Any, options: Any) -> FeatureMatchingReward:
+    """Return the reward for the settings `trl` of the trainer, with the options that are among `options`."""
+    return FeatureMatchingReward(
+        model,
+        tokenizer,
+        trl.num_generations,
+        chat_template_kwargs=trl.chat_template_kwargs,
+        stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
+        **{name: getattr(options, name) for name in option_names(RewardOptions)},
+    )
 
 
 def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int) -> None:

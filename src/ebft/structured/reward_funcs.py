@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.config.options import RewardOptions
-from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_code import find_function
 from ebft.data.locate import lasting_name
@@ -19,7 +19,7 @@ from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_confi
 from ebft.models.files import reward_problem
 from ebft.models.heads import SCORE
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
-from ebft.structured.reward import FeatureMatchingReward
+from ebft.structured.reward import reward_of
 
 FEATURE_MATCHING = "feature_matching"
 
@@ -39,16 +39,7 @@ def load_reward_funcs(
     funcs: list[Any] = []
     for name in trl.reward_funcs or []:
         if name == FEATURE_MATCHING:
-            funcs.append(
-                FeatureMatchingReward(
-                    model,
-                    tokenizer,
-                    trl.num_generations,
-                    chat_template_kwargs=trl.chat_template_kwargs,
-                    stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
-                    **{option: getattr(ebft, option) for option in option_names(RewardOptions)},
-                )
-            )
+            funcs.append(reward_of(model, tokenizer, trl, ebft))
         elif name in built_in:
             funcs.append(built_in[name])
         elif "/" in name:
@@ -67,8 +58,7 @@ def load_reward_model(name: str) -> PreTrainedModel:
     problem = reward_problem(name)
     if problem is not None:
         raise ConfigError(problem)
-    folder = Path(lasting_name(name))
-    try:
+    with _loading(name) as folder:
         if (folder / SETTINGS).is_file():
             model = _of_adapter(folder)
         else:
@@ -79,19 +69,24 @@ def load_reward_model(name: str) -> PreTrainedModel:
                 raise ConfigError(problem)
             model = pretrained_model(found, SCORE, dtype="auto")
         pretrained_tokenizer(model.config.name_or_path)  # TRL loads it from there
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
-        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
     return model.eval().requires_grad_(False)
 
 
 def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a reward model, an entry of `trl.reward_funcs`. Raises ModelError if it cannot be loaded."""
+    with _loading(name, passes=()) as folder:
+        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
+
+
+@contextmanager
+def _loading(name: str, passes: tuple[type[Exception], ...] = (ConfigError,)) -> Iterator[Path]:
+    """Context manager whose errors are ModelErrors, except those that pass."""
     folder = Path(lasting_name(name))
     try:
-        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
-    except Exception as error:  # transformers raises many types of errors for unsuitable files
+        yield folder
+    except passes:
+        raise
+    except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
         raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trl.trainer.utils import pad
 
-from ebft.config.options import RewardOptions
-from ebft.config.section import option_names
 from ebft.data.conversation import Conversation
 from ebft.errors import DataError
 from ebft.models.causal_lm import unwrap_adapter
@@ -27,8 +25,8 @@ from ebft.rewards import compute_advantages
 from ebft.scores import perplexities
 from ebft.structured.config import AsyncEBFTConfig, EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import Row
-from ebft.structured.grpo import RolloutGRPOTrainer
-from ebft.structured.reward import FeatureMatchingReward, held_out_values
+from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
+from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
 from ebft.structured.validation import check_arguments, check_rows
@@ -69,32 +67,19 @@ class EBFTTrainer(RolloutGRPOTrainer):
         model = load(model, peft_config, args.seed)
         if processing_class is None:
             processing_class = pretrained_tokenizer(unwrap_adapter(model).config.name_or_path)
-        self.feature_reward: FeatureMatchingReward = FeatureMatchingReward(
-            model,
-            processing_class,
-            args.num_generations,
-            chat_template_kwargs=args.chat_template_kwargs,
-            stop_token_ids=(args.generation_kwargs or {}).get("stop_token_ids", ()),
-            **{name: getattr(args, name) for name in option_names(RewardOptions)},
-        )
+        self.feature_reward: FeatureMatchingReward = reward_of(model, processing_class, args, args)
+        limit = ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
-        self._held_out_prefix = "eval"
-        super().__init__(model, [self.feature_reward, *others], args, processing_class=processing_class, **kwargs)
-
-    def _reference_limit(self) -> ReferenceLimit | None:
-        args = self.args
-        return ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
-
-    # Resuming
-
-    def running_state(self) -> dict[str, Any]:
-        return super().running_state() | {"reference_nll": self._reference_nll.state()}
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self._reference_nll.restore(state.get("reference_nll", {}))
+        super().__init__(
+            model,
+            [self.feature_reward, *others],
+            args,
+            processing_class=processing_class,
+            reference_limit=limit,
+            **kwargs,
+        )
 
     # Advantages
 
@@ -120,8 +105,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             std = rewards.std() if self.scale_rewards == "batch" else rewards.std(-1, keepdim=True)
             advantages = advantages / (std + SCALE_EPS)
         self.log_advantages(advantages.flatten())
-        first = self.accelerator.process_index * len(rows)
-        return advantages.flatten()[first : first + len(rows)]
+        return of_this_process(self.accelerator, advantages.flatten(), rows)
 
     def _terms_of(self, index: int) -> dict[str, float]:
         match, where = self.feature_reward.last, divmod(index, self.num_generations)
@@ -132,7 +116,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        self._held_out_prefix = metric_key_prefix
         self._held_out = {name: HeldOutMeans(self.accelerator, rows=None) for name in HELD_OUT}
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -142,7 +125,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
             self.drop_reward_logs("ebft/")  # the reward may be whitened; held-out metrics use a fixed feature space
             reward = self.feature_reward
             values = held_out_values(reward.last, reward.options, reward.network.computed_in)
-            self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.copies))
+            self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.held_out_rows.copies))
         return rewards
 
     # Cross-entropy
@@ -156,7 +139,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         The mask is non-zero only for the first sample of each group. `reference_tokens` is the sum of the mask over
         the generation batch of all processes.
         """
-        conversations = self.conversations(rows)
+        conversations = self.generation.conversations(rows)
         ids, masks = [], []
         for index, conversation in enumerate(conversations):
             tokens, counts = self._labelled(conversation)
@@ -170,7 +153,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         }
 
     def _labelled(self, conversation: Conversation) -> tuple[list[int], list[int]]:
-        if not self.samples_conversations and conversation.generation_prompt_ids != conversation.prompt_ids:
+        if not self.generation.samples_conversations and conversation.generation_prompt_ids != conversation.prompt_ids:
             raise DataError(
                 "the generation prompt of the chat template opens a block that the rendered reference does not have, "
                 "and with vllm_mode: colocate, tools, environment_factory and rollout_func, completions follow it. Set "
@@ -183,9 +166,10 @@ class EBFTTrainer(RolloutGRPOTrainer):
             return loss
         (nll, counts), (nll_all, counts_all) = self._nll_sums(model, inputs)
         if not self.model.training:
+            copies = self.held_out_rows.copies
             of_row, of_all = nll / counts.clamp_min(1), nll_all / counts_all.clamp_min(1)
-            self._held_out["cross-entropy"].add({"ce_loss": of_row}, counts / self.copies)
-            self._held_out["all tokens"].add({"ce_loss_all": of_all}, counts_all / self.copies)
+            self._held_out["cross-entropy"].add({"ce_loss": of_row}, counts / copies)
+            self._held_out["all tokens"].add({"ce_loss_all": of_all}, counts_all / copies)
             return loss
         self._reference_nll.add("ce_loss", nll.detach().sum(), counts.sum())
         # DDP averages over the processes, whereas these losses are to be summed.
@@ -208,8 +192,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
         The first pair is over the reference tokens in the cross-entropy, the second over all predicted tokens; only in
         evaluation does the latter include the prompt.
         """
-        if self.reference_logps is not None:
-            return _sums_of_shared(*self.reference_logps, inputs)
+        shared = self.scorer.take_references()
+        if shared is not None:
+            return _sums_of_shared(*shared, inputs)
         rows = inputs["reference_mask"].any(-1)
         zeros = torch.zeros(len(rows), device=self.args.device)
         if not rows.any():
@@ -235,15 +220,22 @@ class EBFTTrainer(RolloutGRPOTrainer):
         has_references = "reference_mask" in inputs and self.args.ce_coef > 0 and inputs["reference_mask"].any()
         return super()._signal_besides(inputs) + float(has_references)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def own_metrics(self) -> dict[str, float]:
         if self.model.training:
-            logs |= {f"ebft/{name}": mean for name, mean in self._reference_nll.drain(self.accelerator).items()}
-        else:
-            means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
-            self._held_out = {}
-            means |= perplexities(means)
-            logs |= {f"{self._held_out_prefix}_{name}": mean for name, mean in means.items()}
-        super().log(logs, start_time)
+            return {f"ebft/{name}": mean for name, mean in self._reference_nll.drain(self.accelerator).items()}
+        means = {name: mean for part in self._held_out.values() for name, mean in part.means().items()}
+        self._held_out = {}
+        means |= perplexities(means)
+        return {f"{self.held_out_completions.prefix}_{name}": mean for name, mean in means.items()}
+
+    # Resuming
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {"reference_nll": self._reference_nll.state()}
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._reference_nll.restore(state.get("reference_nll", {}))
 
 
 def _sums_of_shared(

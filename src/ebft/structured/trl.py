@@ -1,4 +1,7 @@
-"""Hooks in the steps of TRL's GRPOTrainer: generation, rewards, inputs of the loss, and the loss."""
+"""OverTRL: TRL's GRPOTrainer with hooks in its steps, and public names for what is read of its inside.
+
+All private names of TRL that structured mode uses are in this file.
+"""
 
 from __future__ import annotations
 
@@ -9,48 +12,45 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
-from torch import Tensor, device, nn
-from torch.utils.data import Sampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
 from ebft.reward_functions.calls import name_of
-from ebft.structured.over_trl.held_out import CountsRowsOnce
+from ebft.structured.held_out import HeldOutCompletions
 from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
+from ebft.trainer.held_out_rows import HeldOutRows
+
+IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
+ROW = "row"  # key of each row's index in the generation batch
+_REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
 
 
-class HasHooks(GRPOTrainer):
-    """GRPOTrainer with hooks that subclasses can override.
+class OverTRL(OverTrainer, GRPOTrainer):
+    """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues within a generation batch.
 
-    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times, and so are
-    results that `score` leaves for `add_to_loss` in `reference_logps`. `keeps_groups`: see `by_group`.
+    `inputs_of_loss` are the inputs of the micro-batch whose loss is being computed, None at other times.
+    `keeps_groups`: see `by_group`.
     """
 
     inputs_of_loss: dict[str, Any] | None = None
-    reference_logps: Any = None
     keeps_groups: bool = False
     use_vllm: bool
     vllm_generation: Any
 
-    # Hooks
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.held_out_rows: HeldOutRows = HeldOutRows(self, lambda dataset: list(self._get_eval_sampler(dataset)))
+        self.held_out_completions: HeldOutCompletions = HeldOutCompletions("eval")
+        super().__init__(*args, **kwargs)
+
+    # Hooks, in their order within a step
 
     def take_rows(self, rows: list[dict[str, Any]]) -> None:
         """Receive the rows to generate completions for; `rollout_func` receives their prompts only."""
-
-    def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs of the loss, computed from `rows` and their completions."""
-        return inputs
-
-    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
-        return inputs
-
-    def after_generation(self, fields: list[Any]) -> list[Any]:
-        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
-        return fields
 
     def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
         """Return one completion per prompt and their log-probabilities, None if unknown; or None to let TRL sample.
@@ -59,12 +59,24 @@ class HasHooks(GRPOTrainer):
         """
         return None
 
+    def after_generation(self, fields: list[Any]) -> list[Any]:
+        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
+        return fields
+
     def before_rewards(self) -> None:
         """Called before the reward functions."""
 
     def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
         """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
         return rewards
+
+    def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the loss, computed from `rows` and their completions."""
+        return inputs
+
+    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
+        return inputs
 
     def score(
         self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
@@ -76,16 +88,30 @@ class HasHooks(GRPOTrainer):
         """Return the loss of a micro-batch, given TRL's loss."""
         return loss
 
-    # Callers of the hooks
+    # TRL's steps, which call the hooks
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.keeps_groups or self._buffered_inputs is before or len(self._buffered_inputs) == 1:
+            return inputs
+        self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         self.take_rows(inputs)
         found = self.add_to_inputs(inputs, super()._generate_and_score_completions(inputs))
-        found = self.after_inputs(inputs, found)
-        return found | {ROW: torch.arange(len(inputs))}
+        return self.after_inputs(inputs, found) | {ROW: torch.arange(len(inputs))}
 
     def _generate(self, prompts: list) -> tuple:
-        return tuple(self.after_generation(list(super()._generate(prompts))))
+        fields = list(super()._generate(prompts))
+        if not self.model.training:
+            ids, sampled = fields[IDS], fields[SAMPLED]
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            lengths = [len(row) for row in ids] if sampled is None else [sum(mask) for mask in sampled]
+            table = torch.tensor([lengths, [row[-1] not in ends for row in ids]], device=self.accelerator.device).T
+            self.held_out_completions.add_lengths(self.accelerator.gather(table.contiguous()))
+        return tuple(self.after_generation(fields))
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         sampled = self.sample_turn(prompt_ids)
@@ -96,14 +122,20 @@ class HasHooks(GRPOTrainer):
         later = [name_of(inspect.unwrap(each)) for each in self.reward_funcs if inspect.iscoroutinefunction(each)]
         with state_kept(" ".join(["The reward functions", ", ".join(later)]).strip()):  # they run at the same time
             rewards = super()._calculate_rewards(inputs, *args)
+        if not self.model.training:
+            self.held_out_completions.add_rewards(rewards, self.held_out_rows.copies)
         return self.after_rewards(inputs, rewards)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        if not self.model.training:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            tokens = self.accelerator.reduce(mask.sum(), "sum").item()
+            self.held_out_completions.tokens = tokens / self.held_out_rows.copies
         self.inputs_of_loss = inputs
         try:
             return self.add_to_loss(model, inputs, super()._compute_loss(model, inputs))
         finally:
-            self.inputs_of_loss = self.reference_logps = None
+            self.inputs_of_loss = None
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -133,29 +165,21 @@ class HasHooks(GRPOTrainer):
         logps, entropies = zip(*scored)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if not self.keeps_groups or self._buffered_inputs is before or len(self._buffered_inputs) == 1:
-            return inputs
-        self._buffered_inputs = by_group(self._buffered_inputs, self.num_generations)
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+    # What is read and set of TRL's inside
 
-
-class NamesPrivates(GRPOTrainer):
-    """GRPOTrainer with public names for its counters, logs, buffers and synchronisation."""
-
-    def completion_logps(self, model: nn.Module, ids: Tensor, mask: Tensor, length: int) -> Tensor:
-        """Return the log-probabilities (B, length) of the last `length` tokens of `ids` (B, tokens)."""
-        return self._get_per_token_logps_and_entropies(model, ids, mask, length)[0]
+    @torch.no_grad()
+    def first_logps(self, inputs: dict[str, Any], count: int) -> Tensor:
+        """Return the log-probabilities (count, C) of the first completions under the model's current weights."""
+        ids, mask = (
+            torch.cat([inputs[f"prompt_{part}"][:count], inputs[f"completion_{part}"][:count]], dim=1)
+            for part in ("ids", "mask")
+        )
+        length = inputs["completion_ids"].shape[1]
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, length)[0]
 
     @property
     def trained_micro_batches(self) -> int:
         return self._step
-
-    @trained_micro_batches.setter
-    def trained_micro_batches(self, count: int) -> None:
-        self._step = count
 
     @property
     def generation_batch(self) -> list[dict[str, Any]] | None:
@@ -170,6 +194,10 @@ class NamesPrivates(GRPOTrainer):
     def text_tokenizer(self) -> Any:
         """The tokenizer inside `processing_class`."""
         return self._tokenizer
+
+    def items_of(self, batches: list[Any], device: torch.device) -> Any:
+        """Return the number of items that the loss of the batches is normalised by."""
+        return self._get_num_items_in_batch(batches, device)
 
     def importance_ratio(self, difference: Tensor) -> Tensor:
         """Return the ratios, (B, C) or (B, 1), that correct for sampling from another policy, as TRL computes them.
@@ -214,19 +242,35 @@ class NamesPrivates(GRPOTrainer):
         """Mark the weights of the sampler as outdated."""
         self._last_loaded_step = -1
 
-    def items_of(self, batches: list[Any], where: device) -> Any:
-        """Return the number of items that the loss of the batches is normalised by."""
-        return self._get_num_items_in_batch(batches, where)
+    # Held-out rows, each counted once
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return self.held_out_rows.loader(eval_dataset, super().get_eval_dataloader)
 
-_REFERENCE = "synced_reference.safetensors"  # in checkpoints, the weights of trl.sync_ref_model
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        self.held_out_rows.begin_batch()
+        logged = self._metrics["eval"]
+        before = {name: len(values) for name, values in logged.items()}
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        added = {name: values[before.get(name, 0) :] for name, values in logged.items()}
+        loss = self.accelerator.reduce(found[0], "mean").item()
+        completions = len(inputs) * self.args.world_size / self.held_out_rows.copies
+        self.held_out_completions.add_logged(added | {"loss": [loss]}, completions)
+        return found
 
+    def log_held_out(self, logs: dict[str, float]) -> None:
+        """Replace the metrics of an evaluation that has ended by means over its completions."""
+        means = self.held_out_completions.drain(self.reward_func_names, self.reward_weights, self.num_generations_eval)
+        if means:
+            logs[f"{self.held_out_completions.prefix}_loss"] = means.pop("loss")
+            self._metrics["eval"].update({name: [value] for name, value in means.items()})
 
-class ResumesGeneration(OverTrainer, GRPOTrainer):
-    """GRPOTrainer that continues exactly from a checkpoint, also within a generation batch."""
+    # Resuming, also within a generation batch
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        return EpochSampler.like(super()._get_train_sampler(dataset))
+        return EpochSampler(super()._get_train_sampler(dataset))
 
     def running_state(self) -> dict[str, Any]:
         """Return what is to be logged, the position in the generation batch, and the batch if it is still needed."""
@@ -245,6 +289,12 @@ class ResumesGeneration(OverTrainer, GRPOTrainer):
             self._step, self._buffered_inputs = state["micro_batches"], state["generation_batch"]
         else:  # of an earlier release, of another number of processes, or with other batches
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
+
+    def _batch_sizes(self) -> list[int]:
+        """Return what the generation batch of a process, and the number of micro-batches so far, depend on."""
+        args = self.args
+        sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.steps_per_generation)
+        return [*sizes, self.num_iterations, self.num_generations, args.world_size]
 
     def save_shared(self, folder: Path) -> None:
         super().save_shared(folder)
@@ -268,15 +318,6 @@ class ResumesGeneration(OverTrainer, GRPOTrainer):
     def _has_sharded_reference(self) -> bool:
         return self.is_deepspeed_enabled or self.is_fsdp_enabled
 
-    def _batch_sizes(self) -> list[int]:
-        """Return what the generation batch of a process, and the number of micro-batches so far, depend on."""
-        args = self.args
-        sizes = (args.per_device_train_batch_size, args.gradient_accumulation_steps, args.steps_per_generation)
-        return [*sizes, self.num_iterations, self.num_generations, args.world_size]
-
-
-ROW = "row"  # key of each row's index in the generation batch
-
 
 def by_group(batches: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Return the rows of shuffled micro-batches such that the rows of a group are adjacent, with the groups shuffled.
@@ -299,25 +340,22 @@ def _rows_of(parts: list[Any], index: list[int]) -> Any:
 
 
 class EpochSampler(RepeatSampler):
-    """RepeatSampler with `set_epoch`: epoch e gets the order that RepeatSampler gives in its e-th iteration.
+    """A `RepeatSampler` with `set_epoch`: epoch e gets the order that RepeatSampler gives in its e-th iteration.
 
     RepeatSampler draws each order from a generator that continues, so that a resumed run would start again with the
     order of epoch 0.
     """
 
-    epoch = 0
-
-    @classmethod
-    def like(cls, sampler: RepeatSampler) -> EpochSampler:
-        """Return a sampler with the settings of `sampler`."""
-        return cls(
-            sampler.data_source,
-            sampler.mini_repeat_count,
-            batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
+    def __init__(self, plain: RepeatSampler) -> None:
+        super().__init__(
+            plain.data_source,
+            plain.mini_repeat_count,
+            batch_size=plain.batch_size,
+            repeat_count=plain.repeat_count,
+            shuffle=plain.shuffle,
+            seed=plain.seed,
         )
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, whose order is next."""
@@ -330,12 +368,3 @@ class EpochSampler(RepeatSampler):
                 torch.randperm(self.num_samples, generator=self.generator)
         yield from super().__iter__()
         self.epoch += 1
-
-
-__all__ = ["COMPLETIONS", "LOGPROBS", "ROW", "OverTRL", "by_group"]
-
-COMPLETIONS, LOGPROBS = 3, 4  # indices of the completions and log-probabilities in the result of TRL's `_generate`
-
-
-class OverTRL(HasHooks, CountsRowsOnce, ResumesGeneration, NamesPrivates):
-    """GRPOTrainer with hooks in its steps, which counts held-out rows once, and continues exactly from a checkpoint."""

@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
 
 
-class EvaluatesRowsOnce(Trainer):
-    """Trainer whose batches of an evaluation do not repeat rows to fill the last batch of every process.
+class HeldOutRows:
+    """The batches of a trainer's evaluation, which do not repeat rows to fill the last batch of every process.
 
+    `order`: returns the indices of the rows of a dataset in the order of their evaluation, which may occur repeatedly;
+    if unset, each row is evaluated once.
     `copies`: the number of processes that evaluate the rows of the current batch, by which their weights are divided.
     """
 
-    copies: int = 1
-    _copies_of_batches: tuple[int, ...] = ()  # in reverse
+    def __init__(self, trainer: Any, order: Callable[[Any], Sequence[int]] | None = None) -> None:
+        self._trainer, self._order = trainer, order
+        self.copies: int = 1
+        self._copies_of_batches: Sequence[int] = ()
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+    def loader(self, dataset: Any, of_one_process: Callable[[Any], DataLoader]) -> DataLoader:
+        """Return the loader of an evaluation; `dataset` is the name of one if it is text, by default the trainer's."""
+        trainer, args = self._trainer, self._trainer.args
+        dataset = trainer.eval_dataset if dataset is None else dataset
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+            dataset = trainer.eval_dataset[dataset]
         self._copies_of_batches = ()
-        if self.args.world_size == 1:
-            return super().get_eval_dataloader(dataset)
+        if args.world_size == 1:
+            return of_one_process(dataset)
         dataset = dataset if hasattr(dataset, "__len__") else list(dataset)
-        order = self.held_out_order(dataset)
-        size, rank, processes = self.args.eval_batch_size, self.args.process_index, self.args.world_size
-        batches, copies = held_out_batches(len(order), size, rank, processes)
-        self._copies_of_batches = tuple(reversed(copies))
+        order = range(len(dataset)) if self._order is None else self._order(dataset)
+        batches, self._copies_of_batches = held_out_batches(
+            len(order), args.eval_batch_size, args.process_index, args.world_size
+        )
         return DataLoaderShard(
             dataset,
-            device=self.accelerator.device,
+            device=trainer.accelerator.device,
             batch_sampler=[[order[position] for position in batch] for batch in batches],
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
+            collate_fn=trainer.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
         )
 
-    def held_out_order(self, dataset: Any) -> list[int]:
-        """Return the indices of the rows of an evaluation by several processes, in order; they may occur repeatedly."""
-        return list(range(len(dataset)))
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        *self._copies_of_batches, self.copies = self._copies_of_batches or (1,)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+    def begin_batch(self) -> None:
+        """Make the next batch the current one."""
+        self.copies, *self._copies_of_batches = self._copies_of_batches or (1,)
 
 
 def held_out_batches(rows: int, size: int, rank: int, processes: int) -> tuple[list[list[int]], list[int]]:

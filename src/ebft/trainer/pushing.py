@@ -8,17 +8,16 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi
-from transformers import Trainer
 
 from ebft.errors import cause
-from ebft.files import CHECKSUMS, RUN_FILE, STAGING, clean_staging
+from ebft.files import CHECKSUMS, RUN_FILE
 from ebft.run_files import CARD, LEFT_OUT, MODEL_FILES
 
 # Keys of JSON files whose values may be paths of this machine; only their last part is pushed.
@@ -91,61 +90,32 @@ def _is_local(value: Any) -> bool:
     return isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value))
 
 
-class PushesModel(Trainer):
-    """Trainer that pushes the files of the model only, to a repository that is private unless asked otherwise.
+class Pushing:
+    """The pushes of a trainer: in the background, one at a time; a failed one of a checkpoint gives a warning."""
 
-    `card`: returns the model card; if unset, none is pushed. `is_saving`: whether a checkpoint is being saved. A push
-    of a checkpoint runs in the background, and a failed one gives a warning.
-    """
-
-    card: Callable[[], str] | None = None
-    is_saving = False
-    _pushing: Future | None = None
-    _to_push: Sequence[Path] = ()  # checkpoints that were saved while another push was running, or whose push failed
-    _pushed: Path | None = None
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._job: Future | None = None
+        self._waiting: Sequence[Path] = ()  # checkpoints saved while another push was running, or whose push failed
+        self._pushed: Path | None = None
 
     @property
-    def is_pushing(self) -> bool:
+    def needs_files(self) -> bool:
         """Whether checkpoints are being pushed, or have to be, so that their files are still needed."""
-        return bool(self._to_push) or self._is_busy
+        return bool(self._waiting) or self.is_busy
 
     @property
-    def _is_busy(self) -> bool:
-        return self._pushing is not None and not self._pushing.done()
+    def is_busy(self) -> bool:
+        return self._job is not None and not self._job.done()
 
-    def init_hf_repo(self, token: str | None = None) -> None:
-        if self.args.hub_private_repo is None:
-            self.args.hub_private_repo = True
-        super().init_hf_repo(token)
+    @property
+    def _strategy(self) -> str:
+        return str(self.trainer.args.hub_strategy.value)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write a card into the output folder if it is asked for; TRL's trainers replace it at each checkpoint."""
-        if not self.is_saving:
-            super().create_model_card(*args, **kwargs)
-
-    def push_to_hub(
-        self,
-        commit_message: str = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-    ) -> Any:
-        """Save and push the model and its tokenizer; returns what the Hub answers, or a Future unless `blocking`."""
-        if self.hub_model_id is None:
-            self.init_hf_repo(token)
-        folder = Path(self.args.output_dir) / STAGING / "push"
-        self.save_model(str(folder), _internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        self._finish_current_push()
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        files = {path.name: path for path in pushed_files(folder, tokenizer=self.processing_class)}
-        job = self._start(files, commit_message, token, revision)
-        if not blocking:
-            return job
-        answer = job.result()
-        clean_staging(Path(self.args.output_dir))
-        return answer
+    def push_model(self, folder: Path, message: str, token: str | None, revision: str | None) -> Future:
+        """Push the model and the tokenizer that are saved in `folder`."""
+        self.finish()
+        return self._start(self._begin(folder), message, token, revision)
 
     def push_checkpoint(self, folder: Path) -> None:
         """Push the model of a saved checkpoint, and its other files if `hub_strategy` includes them.
@@ -153,62 +123,62 @@ class PushesModel(Trainer):
         While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each of them. A
         checkpoint in parts has no files of a model.
         """
-        strategy = str(self.args.hub_strategy.value)
-        if not self.is_world_process_zero() or strategy == "end":
+        if not self.trainer.is_world_process_zero() or self._strategy == "end":
             return
-        self._to_push = [*(self._to_push if strategy == "all_checkpoints" else ()), folder]
-        if not self._is_busy:
+        self._waiting = [*(self._waiting if self._strategy == "all_checkpoints" else ()), folder]
+        if not self.is_busy:
             self._push_next()
 
     def push_remaining(self) -> None:
         """Push the checkpoints that were left for later, at the end of training; each is tried once."""
-        self._finish_current_push()
-        left, self._to_push = self._to_push, ()
-        for folder in left if str(self.args.hub_strategy.value) != "every_save" else ():  # the model is pushed soon
-            self._to_push = [folder]
+        self.finish()
+        left, self._waiting = self._waiting, ()
+        for folder in left if self._strategy != "every_save" else ():  # the model is pushed soon
+            self._waiting = [folder]
             self._push_next()
-            self._finish_current_push()
-            self._to_push = ()
+            self.finish()
+            self._waiting = ()
 
-    def _push_next(self) -> None:
-        """Start to push the first checkpoint that was left, unless it was deleted."""
-        self._finish_current_push()
-        (folder, *others), strategy = self._to_push, str(self.args.hub_strategy.value)
-        self._to_push, self._pushed = others, folder
-        if not folder.is_dir():
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        found = {path.name: path for path in pushed_files(folder, tokenizer=self.processing_class)}
-        files = found if any(path.suffix in (".safetensors", ".bin") for path in found.values()) else {}
-        if strategy != "every_save":
-            target = "last-checkpoint" if strategy == "checkpoint" else folder.name
-            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in checkpoint_files(folder)}
-        if files:
-            step = folder.name.rpartition("-")[2]
-            self._pushing = self._start(files, f"Training in progress, step {step}")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing: `push_checkpoint` pushes the checkpoint when it is in its folder."""
-
-    def _start(
-        self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None
-    ) -> Future:
-        card = None if self.card is None else self.card()
-        token, revision = token or self.args.hub_token, revision or self.args.hub_revision
-        return HfApi().run_as_future(commit, self.hub_model_id, files, message, card, token, revision)
-
-    def _finish_current_push(self) -> None:
+    def finish(self) -> None:
         """Wait for the push that is running, if any; one that failed gives a warning."""
-        job, self._pushing = self._pushing, None
+        job, self._job = self._job, None
         if job is None:
             return
         try:
             job.result()
         except Exception as error:  # the client's transport errors have no common public base class
             warnings.warn(
-                f"{self._pushed or 'The model'} was not pushed to {self.hub_model_id} ({cause(error)}). It is saved "
-                "here; the next save and the end of training are pushed too.",
+                f"{self._pushed or 'The model'} was not pushed to {self.trainer.hub_model_id} ({cause(error)}). It is "
+                "saved here; the next save and the end of training are pushed too.",
                 stacklevel=2,
             )
-            if self._pushed is not None and str(self.args.hub_strategy.value) != "every_save":
-                self._to_push = [self._pushed, *self._to_push]
+            if self._pushed is not None and self._strategy != "every_save":
+                self._waiting = [self._pushed, *self._waiting]
+
+    def _push_next(self) -> None:
+        """Start to push the first checkpoint that was left, unless it was deleted."""
+        self.finish()
+        folder, *self._waiting = self._waiting
+        self._pushed = folder
+        if not folder.is_dir():
+            return
+        found = self._begin(folder)
+        files = found if any(path.suffix in (".safetensors", ".bin") for path in found.values()) else {}
+        if self._strategy != "every_save":
+            target = "last-checkpoint" if self._strategy == "checkpoint" else folder.name
+            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in checkpoint_files(folder)}
+        if files:
+            self._job = self._start(files, f"Training in progress, step {folder.name.rpartition('-')[2]}")
+
+    def _begin(self, folder: Path) -> dict[str, Path]:
+        """Report a push to the callbacks, and return the files of the model in `folder`."""
+        trainer = self.trainer
+        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+        return {path.name: path for path in pushed_files(folder, tokenizer=trainer.processing_class)}
+
+    def _start(
+        self, files: dict[str, Path], message: str, token: str | None = None, revision: str | None = None
+    ) -> Future:
+        args, card = self.trainer.args, None if self.trainer.card is None else self.trainer.card()
+        token, revision = token or args.hub_token, revision or args.hub_revision
+        return HfApi().run_as_future(commit, self.trainer.hub_model_id, files, message, card, token, revision)

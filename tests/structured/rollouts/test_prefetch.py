@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.structured.generation import Prefetcher
+from ebft.structured.rollouts.prefetching import Prefetcher
 
 
 def ran_ahead(depth, run, batches):
@@ -14,7 +14,7 @@ def ran_ahead(depth, run, batches):
     job = lambda batch: SimpleNamespace(batch=batch, run=lambda: run(batch))
     prefetcher = Prefetcher(depth, lambda batch: started.append(batch) or job(batch))
     for batch in batches:
-        prefetcher.announce(batch)
+        prefetcher.submit(batch)
     return prefetcher, started
 
 
@@ -24,13 +24,13 @@ def test_a_batch_is_started_when_the_one_before_it_is_taken(depth):
     prefetcher, started = ran_ahead(depth, str.upper, batches)
     assert started == []  # only taking fixes the weights
     for number, batch in enumerate(batches):
-        job, result = prefetcher.take(batch)
+        job, result = prefetcher.result(batch)
         assert (job.batch, result) == (batch, batch.upper())
         assert started == batches[: number + 1 + depth]
     prefetcher.close(lambda: None)
     prefetcher, _ = ran_ahead(depth, str.upper, ["a", "b"])
     with pytest.raises(RuntimeError, match="in the order"):
-        prefetcher.take("b")
+        prefetcher.result("b")
     prefetcher.close(lambda: None)
 
 
@@ -44,7 +44,7 @@ def test_a_failure_is_told_before_its_batch_is_due():
         return batch
 
     prefetcher, _ = ran_ahead(1, run, ["a", "b", "c"])
-    prefetcher.take("a")
+    prefetcher.result("a")
     failed.wait(5)
     prefetcher._started[0][-1].exception(5)
     with pytest.raises(ValueError, match="the cause"):
@@ -63,7 +63,7 @@ def test_closing_interrupts_what_runs():
         return batch
 
     prefetcher, _ = ran_ahead(2, run, ["a", "b", "c"])
-    prefetcher.take("a")
+    prefetcher.result("a")
     running.wait(5)
     prefetcher.close(lambda: (cancelled.append(1), gate.set()))
     assert cancelled

@@ -68,7 +68,7 @@ class AdapterSync:
             try:
                 outcome = [self._publish(step, whole)]
             except Exception as error:  # any error: the other processes wait for the outcome
-                outcome = [_told(error, self._root)]
+                outcome = [_as_rollout_error(error, self._root)]
         broadcast_object_list(outcome)  # a failure on the main process is raised on every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
@@ -79,8 +79,7 @@ class AdapterSync:
             if self._accelerator.is_main_process:
                 self._forget(version)
         self._live.append(self.current)
-        own = [parameter.detach().clone() for parameter in self._parameters()]
-        self._weights[self.current] = own
+        self._weights[self.current] = [parameter.detach().clone() for parameter in self._parameters()]
         kept = dict.fromkeys((*self._live, previous))  # in the same order on all processes
         self._weights = {version: self._weights[version] for version in kept if version}
         return self.current
@@ -171,14 +170,11 @@ class AdapterSync:
             self._model.save_pretrained(str(partial), selected_adapters=["default"], state_dict=whole)
             allow_readers(partial)  # the server may run as another user
             os.replace(partial, final)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        try:
             self._client.load_adapter(name, str(final))
             self._check_listed(name, str(final))
         except BaseException:
-            shutil.rmtree(final, ignore_errors=True)
+            for folder in (partial, final):
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         return Version(name, str(final), step)
 
@@ -197,7 +193,7 @@ class AdapterSync:
         shutil.rmtree(version.path, ignore_errors=True)
 
 
-def _told(error: Exception, root: Path) -> RolloutError:
+def _as_rollout_error(error: Exception, root: Path) -> RolloutError:
     if isinstance(error, RolloutError):
         return RolloutError(
             f"{error} The adapter is in {root}. The server must have access to this folder under the same path, run "

@@ -47,9 +47,8 @@ class VLLMClient:
         self.address: str = url.removeprefix("http://")
         self.timeout = timeout
         self._failure = failure
-        self._loop = BackgroundLoop(
-            "ebft-vllm-client", f"The connection to the vLLM server at {self.address} is closed."
-        )
+        closed = f"The connection to the vLLM server at {self.address} is closed."
+        self._loop = BackgroundLoop("ebft-vllm-client", closed)
         self._run = self._loop.run
         self._http = httpx2.AsyncClient(
             base_url=url,
@@ -62,7 +61,7 @@ class VLLMClient:
 
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
-        self._run(self._wait_until_up(announce=True))
+        self._run(self._wait_until_up())
 
     def models(self) -> list[dict[str, Any]]:
         """Return the server's models and adapters, as listed by /v1/models."""
@@ -155,7 +154,7 @@ class VLLMClient:
 
     def _unusable(self, path: str, answer: object) -> RolloutError:
         return RolloutError(
-            f"The server at {self.address} does not respond to {path} as vLLM does: {_shortened(str(answer))!r}. Set "
+            f"The server at {self.address} does not respond to {path} as vLLM does: {shortened(str(answer))!r}. Set "
             "trl.vllm_server_host and trl.vllm_server_port to the address of a vLLM server."
         )
 
@@ -173,7 +172,7 @@ class VLLMClient:
                     "trl.vllm_server_timeout if the server is slow, and see its log."
                 ) from error
             except httpx2.TransportError:  # refused, reset or closed: the server is not running or still starting
-                await self._wait_until_up(announce=True, last=last)
+                await self._wait_until_up(last)
                 continue
             except httpx2.RequestError as error:  # such as a damaged compression
                 raise self._unusable(path, error) from error
@@ -186,7 +185,7 @@ class VLLMClient:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
             if response.status_code < 500:
                 break
-            last = f"{response.status_code}: {_shortened(response.text)}"
+            last = f"{response.status_code}: {shortened(response.text)}"
             if attempt < _ATTEMPTS:
                 await asyncio.sleep(_BACKOFF * 2 ** (attempt - 1))
         else:
@@ -195,12 +194,12 @@ class VLLMClient:
                 f"{last}"
             )
         raise RolloutError(
-            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {_shortened(response.text)}"
+            f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
         )
 
-    async def _wait_until_up(self, announce: bool, last: str | None = None) -> None:
+    async def _wait_until_up(self, last: str | None = None) -> None:
         """Wait until the server responds; `last` is its last response before the connection was lost."""
-        deadline = time.monotonic() + self.timeout
+        deadline, has_reported = time.monotonic() + self.timeout, False
         while True:
             reason = await self._why_not_up()
             if reason is None:
@@ -215,8 +214,8 @@ class VLLMClient:
                     "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
                     "trl.vllm_server_timeout."
                 )
-            if announce:
-                announce = False
+            if not has_reported:
+                has_reported = True
                 say(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", err=True)
             await asyncio.sleep(_POLL)
 
@@ -224,7 +223,7 @@ class VLLMClient:
         try:
             response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
-            return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            return described(error)
         if response.status_code == 404:
             raise RolloutError(
                 f"The server at {self.address} is not a vLLM server (no /health endpoint). Set trl.vllm_server_host "
@@ -267,8 +266,14 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
     return {**body, **sampling.extra}
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 500 else f"{text[:500]} ..."
+def shortened(text: str, length: int = 500) -> str:
+    """The first characters of a response, for messages."""
+    return text if len(text) <= length else f"{text[:length]} ..."
+
+
+def described(error: Exception) -> str:
+    """The type of an error, and what it says, if anything."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 T = TypeVar("T")

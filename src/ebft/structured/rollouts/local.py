@@ -1,4 +1,4 @@
-"""Rollouts with the policy's `generate`, in the training process, without a server."""
+"""Sampling in the training process: with transformers' `generate`, or such that equal prompts are computed once."""
 
 from __future__ import annotations
 
@@ -53,16 +53,14 @@ class Generator:
         self, causal_lm: PreTrainedModel, prompts: list[list[int]], max_tokens: list[int]
     ) -> list[Completion]:
         input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
-        attention_mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(
-            input_ids.device
-        )
-        kwargs = {**self._kwargs, "max_new_tokens": max(max_tokens)}
-        with _only(causal_lm, GenerationConfig(**kwargs, disable_compile=True)):
+        mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(input_ids.device)
+        config = GenerationConfig(**self._kwargs, max_new_tokens=max(max_tokens), disable_compile=True)
+        with _only(causal_lm, config):
             output = causal_lm.generate(
                 input_ids=input_ids,
-                attention_mask=attention_mask,
+                attention_mask=mask,
                 stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
-                synced_gpus=False,  # see ebft.structured.rollouts.local
+                synced_gpus=False,  # see `lockstep`
             )
         sampled = output[:, input_ids.shape[1] :].tolist()
         return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
@@ -224,7 +222,7 @@ def _with_common_prefixes(contexts: list[list[int]]) -> tuple[list[list[int]], l
 
 
 @contextmanager
-def passes_in_step(model: nn.Module, accelerator: Any) -> Iterator[None]:
+def lockstep(model: nn.Module, accelerator: Any) -> Iterator[None]:
     """Let processes make different numbers of passes of `model` within the block; no effect if it is not sharded.
 
     All processes must enter and leave the block together. Gradients must not be computed in it.
@@ -235,10 +233,10 @@ def passes_in_step(model: nn.Module, accelerator: Any) -> Iterator[None]:
     take_programs(model)
     idle(model)  # gathers what remains gathered between passes, so that later passes of all processes do the same
 
-    def announce(*_: Any) -> None:
+    def report(*_: Any) -> None:
         _someone_goes_on(accelerator, True)
 
-    hook = backbone_of(unwrap_adapter(model)).register_forward_pre_hook(announce)
+    hook = backbone_of(unwrap_adapter(model)).register_forward_pre_hook(report)
     try:
         yield
     finally:

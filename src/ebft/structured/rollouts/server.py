@@ -1,11 +1,10 @@
-"""Rollouts from a vLLM server: checks the server and keeps its weights up to date."""
+"""Rollouts from a vLLM server, whose weights are kept up to date, directly or through agents that sample from it."""
 
 from __future__ import annotations
 
 import atexit
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,23 +15,18 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
-from ebft.structured.rollouts.server_checks import Difference, SamplingCheck, Weights, check_server
+from ebft.structured.rollouts.server_checks import Difference, SamplingCheck, check_server
 from ebft.structured.rollouts.turns import Completion, Rollout, Sampling
 
 _FEW_TOKENS = 256  # tokens that are scored in addition to those of the loss
 
 
-class WeightTransfer(Protocol):
-    """Sends all weights of a fully fine-tuned model to the server: TRL's VLLMGeneration."""
-
-    def sync_weights(self) -> None: ...
-
-
 class ServerRollouts:
     """Connects to the server, checks it, and synchronises its weights every `args.vllm_sync_interval` steps.
 
-    An adapter is published under a new name each time. Without an adapter, `transfer` updates all weights in place.
-    `step` returns the trainer's optimizer step. Raises RolloutError if the server is unavailable or does not match.
+    An adapter is published under a new name each time. Without an adapter, `transfer`, TRL's VLLMGeneration, updates
+    all weights in place. `step` returns the trainer's optimizer step. Raises RolloutError if the server is unavailable
+    or does not match.
     """
 
     def __init__(
@@ -47,7 +41,7 @@ class ServerRollouts:
         scores_truncated: bool,
         step: Callable[[], int],
         failure: Callable[[], str | None],
-        transfer: WeightTransfer | None,
+        transfer: Any,
     ) -> None:
         self._sampling, self._step, self._transfer = sampling, step, transfer
         self._is_scored = sampling.is_scored(truncated=scores_truncated)
@@ -106,7 +100,7 @@ class ServerRollouts:
         few = _rows_with(mask, _FEW_TOKENS)
         is_outdated = weights_step != step
         if is_outdated or "old_per_token_logps" not in inputs:
-            with self._weights_of(version if is_outdated else None):
+            with self._adapters.weights_of(version) if is_outdated and version else nullcontext():
                 own = score(few)
         else:
             own = inputs["old_per_token_logps"]
@@ -116,23 +110,19 @@ class ServerRollouts:
         if version is not None and version != self._identified:
             self._identified = version
             others = {}
-            for other in self._other_weights(version):
-                with other.active():
-                    others[other.name] = difference(score(few))
+            for other, active in self._other_weights(version).items():
+                with active():
+                    others[other] = difference(score(few))
             self._check.check_others(difference(own[:few]), name, step, others)
         if self._is_scored and not (is_outdated and version is None):
             self._check.check_limits(found, name, step)
         return found
 
-    def _weights_of(self, version: Version | None) -> AbstractContextManager:
-        return nullcontext() if version is None else self._adapters.weights_of(version)
-
-    def _other_weights(self, version: Version) -> Iterator[Weights]:
-        """Yield the weights that the server may have used instead of those of `version`."""
-        yield Weights("the base model without an adapter", self._model.disable_adapter)
-        for other in self._adapters.kept:
-            if other != version:
-                yield Weights(_name(other), partial(self._adapters.weights_of, other))
+    def _other_weights(self, version: Version) -> dict[str, Callable[[], AbstractContextManager]]:
+        """Return contexts with the weights that the server may have used instead of those of `version`, by name."""
+        others = [other for other in self._adapters.kept if other != version]
+        named = {_name(other): partial(self._adapters.weights_of, other) for other in others}
+        return {"the base model without an adapter": self._model.disable_adapter} | named
 
     def release(self, backend: VLLMBackend) -> None:
         """Release the weights of `backend`, which must not be used for sampling any more."""
@@ -215,30 +205,11 @@ class Agents(Protocol):
         ...
 
 
-@dataclass
-class AgentJob:
-    """The inputs for the conversations of some rows, fixed when the job is created; `run` may be called on any thread.
+def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend, max_tokens: int) -> list[Rollout]:
+    """Return the rollouts of the agents' conversations about some rows.
 
-    Jobs run one at a time, since the server has a single adapter under the name that agents request.
+    Calls wait for each other, since the server has a single adapter under the name that agents request.
     """
-
-    agents: Agents
-    rows: list[dict[str, Any]]
-    backend: VLLMBackend
-    max_tokens: int
-    weights_step: int  # the optimizer step of the weights used for sampling
-    seconds: float = 0.0  # duration of `run`
-
-    def run(self) -> list[Rollout]:
-        started = time.perf_counter()
-        try:
-            return self._run()
-        finally:
-            self.seconds = time.perf_counter() - started
-
-    def _run(self) -> list[Rollout]:
-        version, sampling = self.backend.version, self.backend.sampling
-        with self.backend.adapters.served_as(POLICY, version):
-            return self.agents.run(
-                self.rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, self.max_tokens)
-            )
+    version, sampling = backend.version, backend.sampling
+    with backend.adapters.served_as(POLICY, version):
+        return agents.run(rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, max_tokens))

@@ -1,11 +1,11 @@
-"""Check before training that the server's model, vocabulary and log-probabilities match those of the trainer."""
+"""Whether a server samples from the trainer's weights: its model before training, its samples in each batch."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,14 +138,6 @@ class Difference:
         count = max(1.0, sums[:, 3].sum().item())
         total = sums.sum(0)
         return cls((total[0] / count).item(), (total[1] / count).item(), sums[:, 2].max().exp().item(), int(count))
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Weights that the server may have sampled from: a name for messages, and a context in which the model has them."""
-
-    name: str
-    active: Callable[[], AbstractContextManager]
 
 
 class SamplingCheck:

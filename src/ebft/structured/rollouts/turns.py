@@ -88,7 +88,9 @@ def roll_out(
             if number >= len(conversation.turns) or len(rollout.replies) < number:
                 continue
             turn = conversation.turns[number]
-            lead = [] if number == 0 else _after_end(turn, rollout.ids[-1], end_ids)
+            lead = turn.lead_ids if number else []
+            if number and rollout.ids[-1] in end_ids:  # the reply before it has already ended
+                lead = turn.lead_ids[turn.ended :]
             room = limits.room(len(rollout.prompt_ids) + len(rollout.ids) + len(lead))
             if room < 1:
                 if number == 0:
@@ -108,11 +110,6 @@ def roll_out(
         for rollout, completion in zip(speaking, completions, strict=True):
             rollout.reply(completion.ids, completion.logps)
     return rollouts
-
-
-def _after_end(turn: Turn, last_id: int, end_ids: Collection[int]) -> list[int]:
-    """Return the tokens before the next reply, without the end of this reply if it has already ended."""
-    return turn.lead_ids[turn.ended :] if last_id in end_ids else turn.lead_ids
 
 
 def reply_messages(

@@ -1,0 +1,473 @@
+"""OverTrainer: transformers' Trainer with complete checkpoints, exact continuation, and safe points to stop at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler
+from transformers import Trainer, TrainerControl
+
+from ebft.errors import ConfigError
+from ebft.files import STAGING, STATE, clean_staging
+from ebft.models.sharding import (
+    check_fits,
+    has_other_names,
+    is_enabled,
+    is_in_parts,
+    is_sharded,
+    load_on_every_process,
+    load_optimizer,
+    load_weights,
+    save_whole_optimizer,
+    saves_parts,
+    shard_on_cpu,
+)
+from ebft.monitor.budget import COUNTED, Budget, KeepBudget
+from ebft.over_transformers import check_tied_weights
+from ebft.trainer import checkpoints
+from ebft.trainer.finite import check_grad_norm, check_loss
+from ebft.trainer.pushing import Pushing
+from ebft.trainer.resuming import (
+    compare_rows,
+    random_state,
+    read_running_state,
+    running_state_path,
+    set_random_state,
+    use_schedule,
+    without_comparison,
+)
+
+_SCHEDULE = "scheduler.pt"
+_PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json
+
+
+class OverTrainer(Trainer):
+    """Trainer whose checkpoints are complete or absent, and which continues from one exactly, also after a stop.
+
+    A checkpoint is published when all processes have written their files. With FSDP2 it is in parts, or has the files
+    of a run without FSDP; both can be loaded with and without FSDP. An evaluation that was not finished is noted in the
+    state, and made when training is resumed. Non-finite losses and gradients raise NonFiniteLossError. Pushes contain
+    the files of the model only, and a new repository is private unless asked otherwise.
+
+    Subclasses extend `running_state` and `restore_running_state`, `save_shared` and `load_shared`.
+
+    `budget`: totals of the run, to which subclasses add documents and generated tokens; logged with the loss. FLOPs are
+    not counted for compiled models.
+    `rate_of`: returns the learning rate of a parameter by its name; if unset, all have that of the optimizer.
+    `into_checkpoint`: functions that are called with the folder of each checkpoint before it is complete, on one
+    process; `into_model` also with the folder of the final model.
+    `card`: returns the model card; if unset, none is pushed.
+    `may_stop`: whether an exception may be raised now, after which `save_stopped` can save the last completed step; not
+    during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
+    `is_interrupted`: whether training ends before its last step.
+    """
+
+    control: TrainerControl
+    current_flos: float
+    rate_of: Callable[[str], float] | None = None
+    into_checkpoint: Sequence[Callable[[Path], None]] = ()
+    into_model: Sequence[Callable[[Path], None]] = ()
+    card: Callable[[], str] | None = None
+    may_stop: bool = True
+    when_stoppable: Callable[[], None] = staticmethod(lambda: None)
+    is_interrupted: bool = False
+    is_saving: bool = False  # whether a checkpoint is being saved
+    _is_stopping = False  # whether it is the one of `save_stopped`
+    _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
+    _evaluated_step = -1
+    _completed: dict[str, Any] | None = None  # what `save_stopped` needs of the last completed step
+    _loss_to_log: tuple[Tensor, int] | None = None
+    _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.pushing: Pushing = Pushing(self)
+        super().__init__(*args, **kwargs)
+        self.budget: Budget = Budget()
+        self.add_callback(KeepBudget(self))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp_plugin_args is not None:
+            shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = is_enabled(self.accelerator)
+            load_on_every_process()
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if is_new and self.rate_of is not None:
+            _split_by_rate(optimizer, self.model if model is None else model, self.rate_of)
+        return optimizer
+
+    # A step: the update, its log, and whether training may be stopped
+
+    def computing_models(self) -> list[nn.Module]:
+        """Return the models whose FLOPs are counted."""
+        return [self.model]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
+            return super().train(*args, **kwargs)
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        with self.budget.meter.counting():
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        check_loss(loss, self.state.global_step + 1, inputs)
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None and not self.args.fp16:  # the gradient scaler skips such updates and reduces its scale
+            check_grad_norm(norm, self.state.global_step + 1)
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with `train_loss` as the mean over all steps of the run; without it if earlier losses are unknown."""
+        if "loss" in logs or "train_loss" in logs:  # the latter is logged once, at the end of training
+            counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
+            logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
+        if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
+            logs = {name: value for name, value in logs.items() if name != "train_loss"}
+            if self._total_loss is not None:
+                logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._remember(evaluation=self.is_evaluation_due)
+        self.may_stop = True
+        self.when_stoppable()
+
+    def _remember(self, evaluation: bool) -> None:
+        """Keep what `save_stopped` needs; `evaluation`: whether the evaluation of this step is not finished."""
+        self._completed = {
+            "random": random_state(),
+            "flos": self.current_flos,
+            "tokens": self.state.num_input_tokens_seen,  # TRL counts them when it samples, before the step is complete
+            "running": self.running_state(),
+            "evaluation": evaluation,
+        }
+
+    def save_stopped(self) -> None:
+        """Save a checkpoint of the last completed step, after an exception was raised where `may_stop` allows it."""
+        completed = self._completed
+        if self.state.global_step == self._saved_step or completed is None:
+            return
+        set_random_state(completed["random"])
+        self.current_flos, self.state.num_input_tokens_seen = completed["flos"], completed["tokens"]
+        if completed["evaluation"]:
+            self.leave_evaluation_pending()
+        self._is_stopping = True
+        self._save_checkpoint(self.model_wrapped, trial=None)
+        self._is_stopping = False
+        self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    # Evaluations, of which an unfinished one is made by the resumed run
+
+    def _evaluate(self, *args: Any, skip_scheduler: bool = False, **kwargs: Any) -> dict[str, float]:
+        """Evaluate at a point where training may be stopped; `skip_scheduler`: for eval_on_start."""
+        if skip_scheduler and self.state.global_step > 0:  # resumed: the run has made it before its first step
+            return {}
+        if self.state.global_step > 0:  # there is no completed step to save before
+            self._remember(evaluation=True)
+        could_stop, self.may_stop = self.may_stop, True
+        self.when_stoppable()
+        metrics = super()._evaluate(*args, skip_scheduler=skip_scheduler, **kwargs)
+        self.may_stop, self._evaluated_step = could_stop, self.state.global_step
+        return metrics
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """Whether the end of this epoch, or of training, is evaluated after the step has been completed and saved."""
+        ends_training = self.control.should_training_stop and not self.is_interrupted
+        ends_epoch = self.state.epoch is not None and float(self.state.epoch).is_integer()
+        at_end = self.args.eval_strategy == "epoch" and (ends_epoch or ends_training)
+        return at_end and self._evaluated_step != self.state.global_step
+
+    @property
+    def has_pending_evaluation(self) -> bool:
+        return _PENDING in self.state.stateful_callbacks
+
+    def leave_evaluation_pending(self) -> None:
+        """Note in the trainer state that the evaluation of this step is still to be made."""
+        self.state.stateful_callbacks[_PENDING] = {"step": self.state.global_step}
+
+    def finish_evaluation(self, checkpoint: str) -> None:
+        """Make the evaluation that was pending when `checkpoint` was saved, if there is one, with its random state."""
+        if self.has_pending_evaluation:
+            super()._load_rng_state(checkpoint)
+            metrics = super()._evaluate(None, None)
+            self._determine_best_metric(metrics, None)
+            if self.state.best_global_step == self.state.global_step:
+                folder = super()._get_output_dir(None)
+                self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{self.state.global_step}")
+            del self.state.stateful_callbacks[_PENDING]
+
+    # Saving: what is the same on all processes, and the running state of each
+
+    def running_state(self) -> dict[str, Any]:
+        """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
+
+        Tensors and plain Python values; they must not be changed by later steps.
+        """
+        return {
+            "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
+            "total_loss": self._total_loss_scalar,
+            "processes": self.args.world_size,
+        }
+
+    def save_shared(self, folder: Path) -> None:
+        """Write what is the same on all processes into a checkpoint with optimizer state; called on one process."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        state = self._completed["running"] if self._is_stopping else self.running_state()
+        torch.save(state, running_state_path(output_dir, self.args))
+        if self.args.should_save:
+            self.save_shared(Path(output_dir))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, STAGING) if self.is_saving else folder
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        staged = folder.parent / STAGING / folder.name
+        could_stop, self.may_stop = self.may_stop, False
+        evaluates_later = self.is_evaluation_due and not self.has_pending_evaluation
+        if evaluates_later:
+            self.leave_evaluation_pending()
+        try:
+            with self.saving(folder, staged.parent):
+                if self.args.should_save:
+                    clean_staging(folder.parent)
+                self.accelerator.wait_for_everyone()
+                self.is_saving = True
+                super()._save_checkpoint(model, trial)
+                self.is_saving = False
+                self.accelerator.wait_for_everyone()  # all processes have written their files
+                is_best = self.state.best_global_step == self.state.global_step
+                if is_best:  # the folder was not there before
+                    self.state.best_model_checkpoint = str(folder)
+                if self.args.should_save:
+                    if is_best:
+                        self.state.save_to_json(str(staged / STATE))
+                    checkpoints.complete(staged, folder, (*self.into_model, *self.into_checkpoint))
+                self.accelerator.wait_for_everyone()
+        finally:
+            self.is_saving, self.may_stop = False, could_stop
+        self._saved_step = self.state.global_step
+        if evaluates_later and not self._is_stopping:
+            del self.state.stateful_callbacks[_PENDING]
+        # A push that is running reads the files of an older checkpoint: the next save deletes it.
+        if self.args.should_save and self.args.save_total_limit and not self.pushing.needs_files:
+            checkpoints.rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+        if self.args.should_save:
+            clean_staging(folder.parent)
+        if self.args.push_to_hub:
+            self.pushing.push_checkpoint(folder)
+
+    @property
+    def _newest_checkpoint(self) -> Path:
+        return Path(super()._get_output_dir(None)) / f"checkpoint-{self._saved_step}"
+
+    def saving(self, folder: Path, staged: Path) -> AbstractContextManager[None]:
+        """Context manager in which whatever is raised deletes `staged`, and becomes a SaveError for `folder`."""
+        return checkpoints.saving(folder, staged, self._newest_checkpoint, is_writer=self.args.should_save)
+
+    def rehearse_save(self, folder: Path) -> None:
+        """Write what is saved of the model and the trainer to `folder`, without the weights of a whole model.
+
+        Called on one process, before training; raises what a save would raise after hours.
+        """
+        is_whole = not isinstance(self.model, PeftModel)
+        if is_whole:
+            check_tied_weights(self.model)
+        with checkpoints.without_progress_bar():  # of shards, of which there are none
+            self._save(str(folder), state_dict={} if is_whole else None)
+        self.state.save_to_json(str(folder / STATE))
+        for write in (*self.into_model, *self.into_checkpoint):
+            write(folder)
+
+    def _finalize_training(self, *args: Any, **others: Any) -> Any:
+        """End training without transformers' deletion of all checkpoints but the best: the newest one is kept too."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            return super()._finalize_training(*args, **others)
+        finally:
+            self.args.save_total_limit = limit
+            if self.args.push_to_hub and self.is_world_process_zero():
+                self.pushing.push_remaining()
+                newest = self._newest_checkpoint
+                if limit and newest.is_dir():  # while a push was running, no checkpoint was deleted
+                    checkpoints.rotate(newest, limit, self.state.best_model_checkpoint)
+
+    # Weights and optimizer, which FSDP2 may have sharded
+
+    def saves_parts(self) -> bool:
+        """Whether every process saves its part of the model and of the optimizer state."""
+        return self.is_fsdp_enabled and is_sharded(self.model) and saves_parts(self.accelerator)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`; into a checkpoint in parts, all of its files but the weights."""
+        if not self.saves_parts():
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = output_dir or self.args.output_dir
+        weights = {} if self.is_saving else self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(folder, state_dict=weights)
+            for path in Path(folder).glob("*model.safetensors") if self.is_saving else ():  # without tensors
+                path.unlink()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled or self.saves_parts():
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_whole_optimizer(self.optimizer, Path(output_dir), is_writer=self.args.should_save)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
+
+    def _is_loaded_here(self, folder: Path) -> bool:
+        """Whether transformers cannot load the weights of a checkpoint into the model of this run."""
+        if self.is_deepspeed_enabled:
+            return False
+        return self.is_fsdp_enabled or is_in_parts(folder) or has_other_names(self.model, folder)
+
+    def _load_best_model(self) -> None:
+        folder = Path(self.state.best_model_checkpoint)
+        if self._is_loaded_here(folder):
+            load_weights(self.model, folder)
+        else:
+            super()._load_best_model()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder, target = Path(resume_from_checkpoint), self.model if model is None else model
+        if self._is_loaded_here(folder):
+            load_weights(self.model, folder)
+            return
+        if not self.is_deepspeed_enabled:
+            check_fits(target, folder)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
+        if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
+            target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
+
+    # Resuming, in the order in which transformers calls these
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        is_whole = checkpoint is None or not is_in_parts(Path(checkpoint))
+        if is_whole and (checkpoint is None or not self.is_fsdp_enabled):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_optimizer(self.model, self.optimizer, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
+        if checkpoint is not None:
+            use_schedule(self.lr_scheduler)
+            self.restore_running_state(read_running_state(checkpoint, self.args))
+            self.load_shared(Path(checkpoint))
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
+        self._loss_to_log, self._total_loss = state.get("loss_to_log"), state.get("total_loss")
+
+    def load_shared(self, folder: Path) -> None:
+        """Restore what `save_shared` has written; called on every process."""
+
+    def _init_training_state(self, max_steps: int, *others: Any) -> tuple[int, int]:
+        with without_comparison():
+            found = super()._init_training_state(max_steps, *others)
+        compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
+        # transformers keeps the steps between logs, evaluations and saves of the checkpoint; those of this run apply.
+        self.state.compute_steps(self.args, max_steps)
+        self._saved_step, self._total_loss, self._completed = self.state.global_step, 0.0, None
+        return found
+
+    def _run_epoch(self, *, epoch: int, train_dataloader: Any, **others: Any) -> None:
+        sampler = getattr(train_dataloader, "batch_sampler", None)
+        while hasattr(sampler, "batch_sampler"):  # accelerate's wrappers, which do not all pass on the epoch
+            sampler = sampler.batch_sampler
+        if isinstance(sampler, BatchSampler) and hasattr(sampler.sampler, "set_epoch"):
+            sampler.sampler.set_epoch(epoch)
+        if self._loss_to_log is not None:  # transformers has set both to those of a new run
+            loss, self._globalstep_last_logged = self._loss_to_log
+            self._tr_loss += loss
+            self._total_loss_scalar += self._total_loss or 0.0
+            self._loss_to_log = None
+        super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self.finish_evaluation(checkpoint)
+
+    # Pushes to the Hub
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.args.hub_private_repo is None:
+            self.args.hub_private_repo = True
+        super().init_hf_repo(token)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write a card into the output folder if it is asked for; TRL's trainers replace it at each checkpoint."""
+        if not self.is_saving:
+            super().create_model_card(*args, **kwargs)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+    ) -> Any:
+        """Save and push the model and its tokenizer; returns what the Hub answers, or a Future unless `blocking`."""
+        if self.hub_model_id is None:
+            self.init_hf_repo(token)
+        folder = Path(self.args.output_dir) / STAGING / "push"
+        self.save_model(str(folder), _internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        job = self.pushing.push_model(folder, commit_message, token, revision)
+        if not blocking:
+            return job
+        answer = job.result()
+        clean_staging(Path(self.args.output_dir))
+        return answer
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Do nothing: the checkpoint is pushed when it is in its folder."""
+
+    def _finish_current_push(self) -> None:
+        self.pushing.finish()
+
+
+def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
+    """Split the groups of a new optimizer by learning rate; the schedule multiplies each of them.
+
+    Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            f"{type(optimizer).__name__} does not update the parameters of the model itself, so they cannot have "
+            "learning rates of their own. Use optimizer: adamw_torch_fused, or remove lr_groups, embedding_lr, "
+            "embedding_lr_scale and loraplus_lr_ratio."
+        )
+    found: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        by_rate: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            by_rate.setdefault(rate_of(names[id(parameter)]), []).append(parameter)
+        found += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
+    optimizer.param_groups[:] = sorted(found, key=lambda group: group["lr"] != optimizer.defaults["lr"])
