@@ -44,11 +44,11 @@ def join_launch() -> None:
     name = os.environ.pop(FOLDER, None)
     if name is None:
         return
-    if _rank() != "0":  # one set of progress bars; read by datasets and transformers when they are imported
+    if not is_main_process():  # one set of progress bars; read by datasets and transformers when they are imported
         os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     _folder = Path(name)
     try:
-        (_folder / f"{_rank()}.pid").write_text(str(os.getpid()))
+        (_folder / f"{rank()}.pid").write_text(str(os.getpid()))
     except OSError:  # the launch was interrupted, and its folder was deleted
         sys.exit(_ENDED)
 
@@ -88,9 +88,9 @@ def reports_failure() -> bool:
         return True
     try:
         with (_folder / FAILED).open("x") as file:
-            file.write(_rank())
+            file.write(rank())
     except FileExistsError:
-        return (_folder / FAILED).read_text() == _rank()
+        return (_folder / FAILED).read_text() == rank()
     except OSError:
         return True
     return True
@@ -140,8 +140,14 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _rank() -> str:
+def rank() -> str:
+    """The rank of this process among all that train together, before and after torch.distributed is initialized."""
     return os.environ.get("RANK", "0")
+
+
+def is_main_process() -> bool:
+    """Whether this process is the first of all that train together, which writes files and prints."""
+    return rank() == "0"
 
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -20,6 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ebft.errors import ConfigError, EBFTError, cause, shortened
+from ebft.processes import is_main_process, rank
 
 _LONGEST_LINE = 120
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -423,8 +424,7 @@ def _watch() -> None:
 
 
 def _report(call: watched, seconds: float) -> None:
-    rank = os.environ.get("RANK", "0")
-    start = f"Rank {rank}: " if rank != "0" else ""
+    start = "" if is_main_process() else f"Rank {rank()}: "
     try:
         what = call.what if isinstance(call.what, str) else call.what()
         took = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

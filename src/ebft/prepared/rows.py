@@ -25,6 +25,7 @@ from ebft.errors import DataError
 from ebft.files import file_hash
 from ebft.prepared.key import data_fingerprints, key_of, row_inputs
 from ebft.printed import say
+from ebft.processes import is_main_process
 
 
 class Prepared(NamedTuple):
@@ -33,15 +34,6 @@ class Prepared(NamedTuple):
     rows: LoadedRows
     folder: Path
     is_new: bool
-
-
-def run_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
-    """The rows that a run trains on and is evaluated on, with a line about the folder they are read from, if any."""
-    if config.dataset_prepared_path is None or config.streaming:
-        return config.method.load_rows(config, tokenizer)
-    prepared = prepare_rows(config, tokenizer, Path(config.dataset_prepared_path))
-    _say(describe(prepared))
-    return prepared.rows
 
 
 def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Path) -> Prepared:
@@ -87,7 +79,7 @@ def describe(prepared: Prepared) -> str:
 
 
 def _say(line: str, of_any_rank: bool = False) -> None:
-    if of_any_rank or os.environ.get("RANK", "0") == "0":
+    if of_any_rank or is_main_process():
         say(line, err=True)
 
 

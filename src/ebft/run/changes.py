@@ -153,11 +153,13 @@ def _of_data(entry: Any, digest: str | None) -> str:
     return _hash([without_secrets(entry.path), entry.name, entry.revision])
 
 
-def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path, is_finished: bool) -> None:
+def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
     """One warning for each setting and input in `now`, a `run_record`, that differs from that of the run in `folder`.
 
-    `is_finished`: whether nothing is trained, so that changes have no effect.
+    `folder` is None for a new run. `is_finished`: whether nothing is trained, so that changes have no effect.
     """
+    if folder is None:
+        return
     saved = saved_keys(folder)
     if "settings" in saved:
         changes = list(_changes(config, saved, now))

@@ -41,7 +41,7 @@ class Found:
     resumable: Path | None = None
     is_final: bool = False
 
-    def checkpoint(self) -> str | None:
+    def checkpoint(self) -> Path | None:
         """The checkpoint to resume training from. Raises ConfigError if there are only some that cannot be resumed."""
         if self.resumable is None and self.is_final:
             warnings.warn(
@@ -55,7 +55,7 @@ class Found:
                 "true. Resume from another checkpoint, or start a new run from its weights: in another output_dir, "
                 "with lora_model_dir (for an adapter) or base_model set to this folder."
             )
-        return None if self.resumable is None else str(self.resumable)
+        return self.resumable
 
 
 def find_checkpoints(config: RunConfig) -> Found:
@@ -137,7 +137,9 @@ def step_of(checkpoint: Path) -> int:
     return read_json(checkpoint / STATE)["global_step"]
 
 
-def how_to_resume(config: RunConfig, step: int, resumed: str | None, command: Sequence[str] | None = None) -> str:
+def how_to_resume(
+    config: RunConfig, step: int, resumed: str | Path | None, command: Sequence[str] | None = None
+) -> str:
     """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any.
 
     `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
@@ -252,7 +254,7 @@ def _named(folder: Path, output_dir: Path) -> Path:
     raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")
 
 
-class Beginning(TrainerCallback):
+class PreviousRun(TrainerCallback):
     """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
 
     It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are

@@ -238,7 +238,7 @@ _OF_ENTRIES = ("path", "data_files")  # the same, of each of `datasets` and `tes
 _ROWS = 8  # compared rows
 
 
-def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out: Any, checkpoint: str | None) -> None:
+def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out: Any, checkpoint: Path | None) -> None:
     """Raise ConfigError, in all processes, if one of them has another config, other rows, or resumes elsewhere.
 
     `precision` is the one in effect, `held_out` the evaluation rows or None. All processes must call this together.
@@ -251,7 +251,7 @@ def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out
         "the precision in effect": precision,
         "the training rows": _summary(rows),
         "the held-out rows": _summary(held_out),
-        "the checkpoint to resume from": None if checkpoint is None else Path(checkpoint).name,
+        "the checkpoint to resume from": None if checkpoint is None else checkpoint.name,
     }
     check_equal(gather_object([{key: _digest(value) for key, value in found.items()}]))
 

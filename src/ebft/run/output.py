@@ -29,6 +29,7 @@ from ebft.models.pretrained import GENERATION_CONFIG
 from ebft.monitor.run_files import CARD
 from ebft.monitor.run_state import read_run, state_of
 from ebft.over_transformers import save_final_weights
+from ebft.processes import is_main_process
 from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
@@ -197,7 +198,7 @@ def locked(output_dir: Path) -> Iterator[None]:
     Raises ConfigError if another run holds it. A file system without locks is a warning: a lock that is only a file, as
     filelock would use there, remains when a process is killed, and then keeps every later run on other machines out.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main_process():
         yield
         return
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
@@ -241,22 +242,23 @@ _ROWS = 8  # that are read to find whether replies end with the token
 
 def declare_end_of_turn(
     config: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, rows: Any
-) -> Callable[[Path], None] | None:
+) -> list[Callable[[Path], None]]:
     """Add the end of turn that `rows` teach to the generation config, which is saved with a full model.
 
-    For an adapter, returns a function that saves the generation config in its folder, for `ebft merge-lora`. Other
-    programs do not read it there, so there is one warning, unless the tokenizer has the token as end of sequence.
+    For an adapter, the list that is returned has a function that saves the generation config in its folder, for `ebft
+    merge-lora`. Other programs do not read it there, so there is one warning, unless the tokenizer has the token as end
+    of sequence.
     """
     causal_lm = unwrap_adapter(model)
     if config.streaming or not causal_lm.can_generate() or causal_lm.generation_config is None:
-        return None
+        return []
     renderer, known = Renderer(tokenizer, config.chat_template_kwargs), _eos_ids(causal_lm.generation_config)
     end = renderer.end_of_turn_id
     if end is None or end in known or not _are_taught(rows, end, {*known, tokenizer.eos_token_id}):
-        return None
+        return []
     causal_lm.generation_config.eos_token_id = [*known, end]
     if config.adapter is None:
-        return None
+        return []
     if end != tokenizer.eos_token_id:
         token = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(
@@ -266,7 +268,7 @@ def declare_end_of_turn(
             "generate(); models of ebft merge-lora and ebft inference stop there anyway.",
             stacklevel=2,
         )
-    return partial(_write, causal_lm.generation_config)
+    return [partial(_write, causal_lm.generation_config)]
 
 
 def _write(found: GenerationConfig, folder: Path) -> None:

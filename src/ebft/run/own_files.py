@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, SaveError
 from ebft.files import CHECKSUMS, STAGING, STATE, checksum, write_text
 from ebft.monitor.run_files import (
     CARD,
@@ -32,6 +33,7 @@ from ebft.monitor.run_files import (
     read_object,
     rollout_files,
 )
+from ebft.processes import is_main_process
 from ebft.run.same_run import RUN_FILE
 
 MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
@@ -66,20 +68,33 @@ def check_own(config: RunConfig) -> None:
     )
 
 
-def claim(folder: Path) -> str | None:
+def claim(folder: Path) -> None:
     """List the files of an earlier final model, if there is no list, so that what others add later is recognised.
 
-    Returns why no model card will be written, if a README.md exists that is not the card of a run.
+    A README.md that is not the card of a run is kept, with a warning. Raises SaveError if the list cannot be written.
     """
+    if not is_main_process():
+        return
+    try:
+        _list_files(folder)
+        kept = not owns_card(folder)
+    except OSError as error:
+        raise SaveError.of(folder, error) from error
+    if kept:
+        warnings.warn(
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
+            "there.",
+            stacklevel=2,
+        )
+
+
+def _list_files(folder: Path) -> None:
     if _mark(folder) is None:
         names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
         found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
         files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
         card = folder / CARD
         write_mark(folder, None, files, [checksum(card)] if (folder / RUN_FILE).is_file() and card.is_file() else [])
-    if owns_card(folder):
-        return None
-    return f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written there."
 
 
 def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Iterable[int]) -> None:

@@ -25,6 +25,7 @@ from ebft.config.user_code import call_problem, find_function, user_code
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import REPORT, RunFiles, State
+from ebft.processes import is_main_process
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer.pushing import commit, pushed_files
 
@@ -38,7 +39,7 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
 
     Yields the callback that also writes the metrics, or None in processes other than the main one.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main_process():
         yield None
         return
     files = RunFiles(config.output_dir, description(config) | {"data_digests": data_digests(config)})
@@ -235,7 +236,7 @@ def check_hub(config: RunConfig) -> None:
     Raises ConfigError if that fails. An existing repository that is public gives a warning, unless
     hub_private_repo is false.
     """
-    if not config.hub_model_id or os.environ.get("RANK", "0") != "0":
+    if not config.hub_model_id or not is_main_process():
         return
     from huggingface_hub import HfApi
 

@@ -18,7 +18,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
 from ebft.printed import say
-from ebft.processes import has_failed
+from ebft.processes import has_failed, is_main_process
 from ebft.trainer import OverTrainer
 
 _PATIENCE = 3  # of loss_watchdog_threshold
@@ -188,7 +188,7 @@ class StopOnSignal(TrainerCallback):
         self.requested, self.signal_number = True, number
         if self._can_stop():
             raise StopRequested
-        if os.environ.get("RANK", "0") != "0" or has_failed():  # a failed process ends the others
+        if not is_main_process() or has_failed():  # a failed process ends the others
             return
         before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
         say(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", err=True)
@@ -213,7 +213,7 @@ class StopOnSignal(TrainerCallback):
         self._trainer.may_stop = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._requested_anywhere():
+        if not on_any_process(self._trainer.accelerator, self.requested):
             return
         self.requested = self._is_stopping = True
         if control.should_evaluate or self._trainer.is_evaluation_due:
@@ -226,10 +226,9 @@ class StopOnSignal(TrainerCallback):
         if self._is_stopping:  # saved, and to be evaluated by the resumed run
             control.should_evaluate = control.should_save = False
 
-    def _requested_anywhere(self) -> bool:
-        """Whether any process has a request: all must stop at the same step, or some would wait forever."""
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes == 1:
-            return self.requested
-        flag = torch.tensor(int(self.requested), device=accelerator.device)
-        return bool(accelerator.reduce(flag, "sum") > 0)
+
+def on_any_process(accelerator: Any, here: bool) -> bool:
+    """Whether `here` is true on any process: all must stop at the same step, or some would wait forever."""
+    if accelerator.num_processes == 1:
+        return here
+    return bool(accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum") > 0)
