@@ -5,13 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-
-from filelock import FileLock
 
 from ebft.errors import FetchError, ModelError
 
@@ -140,22 +136,3 @@ def expanded(path: Path) -> Path:
         return path.expanduser().absolute()
     except RuntimeError as error:
         raise FetchError(f"{path} begins with the home folder of an unknown user. Correct the path.") from error
-
-
-@contextmanager
-def locked(path: Path, in_cache: bool = True) -> Iterator[None]:
-    """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
-
-    Raises FetchError if they cannot be written; `in_cache` says whether the user can choose another cache instead.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.parent / f".{path.name}.lock")
-        lock.acquire()
-    except OSError as error:
-        remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
-        raise FetchError(f"Cannot write to {path.parent} ({error.strerror or error}). {remedy}") from error
-    try:
-        yield
-    finally:
-        lock.release()

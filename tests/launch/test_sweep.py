@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run.reporting import data_digests, description
+from ebft.run.reporting import data_hashes, description
 from ebft.tools.launch import sweep as module
 from ebft.tools.launch.plan import LaunchOptions
 from ebft.tools.launch.sweep import RESULTS, SweepRun, _command, read_sweep
@@ -276,7 +276,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep, monkeypatch, tm
     folder = Path(run.output_dir)
     config = module.load_config(run_file, ["seed=1", f"output_dir={folder}", "auto_resume_from_checkpoints=true"])
     folder.mkdir(parents=True)
-    recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
+    recorded = description(config) | {"state": "finished", "data_digests": data_hashes(config)}
     (folder / "run.json").write_text(json.dumps(recorded))
     monkeypatch.setattr("ebft.run.own_files.final_step", lambda folder: 2)
     assert sweep.is_finished(run) and "auto_resume_from_checkpoints=true" in sweep.words(run)

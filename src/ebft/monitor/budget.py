@@ -8,7 +8,6 @@ resuming from a checkpoint.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from ebft.files import STATE, json_object
 from ebft.models.causal_lm import unwrap_adapter, without_hooks
 from ebft.models.cpu import is_replayed, observers
 from ebft.over_transformers import Conv1D
@@ -130,8 +130,7 @@ def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None
 
 def spent_at(checkpoint: str | Path) -> dict[str, float]:
     """Return the totals saved in a checkpoint; empty if it has none."""
-    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
-    return state.get("stateful_callbacks", {}).get(_SAVED_AS, {})
+    return json_object(Path(checkpoint) / STATE).get("stateful_callbacks", {}).get(_SAVED_AS, {})
 
 
 class FlopMeter:

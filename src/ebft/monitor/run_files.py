@@ -19,6 +19,8 @@ from typing import Any, BinaryIO, Literal
 
 from transformers import TrainerCallback
 
+from ebft.files import ADAPTER_CONFIG, write_text
+
 State = Literal["running", "finished", "stopped", "failed"]
 _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
 
@@ -65,7 +67,7 @@ class RunFiles(TrainerCallback):
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
         is_unchanged = self._path.name == START
         if is_unchanged and state == "finished":
-            self._try(_remove, self._path)
+            self._try(self._path.unlink, True)
             return False
         self._run["state"] = state
         if error is not None:
@@ -119,12 +121,13 @@ class RunFiles(TrainerCallback):
     def _use_run_file(self) -> None:
         self._path = self._folder / RUN
         self._update()
-        self._try(_remove, self._folder / START)
+        self._try((self._folder / START).unlink, True)
 
     def _update(self) -> None:
         self._last_update = time.monotonic()
         self._run["updated"] = time.time()
-        self._try(_replace, self._path, json.dumps(self._run | self.description, indent=1) + "\n")
+        text = json.dumps(self._run | self.description, indent=1) + "\n"
+        self._try(write_text, self._path, text, False)
 
     def _try(self, write: Any, *arguments: Any) -> None:
         try:
@@ -139,20 +142,9 @@ class RunFiles(TrainerCallback):
                 )
 
 
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
 def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that readers see the old or the new content, never a part."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def _as_json(value: Any) -> Any:
@@ -269,7 +261,7 @@ CARD = "README.md"  # the model card
 # What is pushed to the Hub of the files at the top of a checkpoint or of the final model, besides the model card:
 # weights, adapter, their configs, tokenizer and chat template, and the Python code of models that come with their own.
 MODEL_FILES = (
-    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("config.json", "generation_config.json", ADAPTER_CONFIG),
     *("model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),

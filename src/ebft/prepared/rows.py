@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_from_disk
 from datasets.utils import are_progress_bars_disabled
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.schema import RunConfig
@@ -22,8 +21,8 @@ from ebft.data.lengths import SectionReport
 from ebft.data.load import LoadedRows
 from ebft.data.tables import discard
 from ebft.errors import DataError
-from ebft.files import file_hash
-from ebft.prepared.key import data_fingerprints, key_of, row_inputs
+from ebft.files import file_hash, locked
+from ebft.prepared.key import data_hashes, key_of, row_inputs
 from ebft.printed import say
 from ebft.processes import is_main_process
 
@@ -50,8 +49,12 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         rows = None
     if rows is not None:
         return Prepared(rows, folder, is_new=False)
+    problem = lambda error: DataError(
+        f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
+        "or leave it unset to prepare rows in every run."
+    )
     waiting = lambda: _say(f"Waiting for another process that prepares the rows in {folder}")
-    with locked(folder, waiting):
+    with locked(folder, problem, waiting):
         try:
             rows = read_rows(folder)
         except DamagedRows as damage:
@@ -62,7 +65,7 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         if changed:
             _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
         rows = config.method.load_rows(config, tokenizer)
-        if data_fingerprints(config) != inputs["data"]:
+        if data_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
         write_rows(folder, rows, inputs)
         for part in (rows.train, rows.evaluation):
@@ -186,31 +189,6 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of `folder`, a file next to it; `waiting` is called if another process holds it.
-
-    Raises DataError if the parent folder cannot be written.
-    """
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.parent / f".{folder.name}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except TimeoutError:
-            waiting()
-            lock.acquire()
-    except OSError as error:
-        raise DataError(
-            f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another "
-            "folder, or leave it unset to prepare rows in every run."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

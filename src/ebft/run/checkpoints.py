@@ -19,7 +19,7 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import CHECKSUMS, STATE, checksum
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STATE, checksum, safetensors_header
 from ebft.models.files import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import PREVIOUS, RunFiles, has_records, set_aside
 from ebft.run.output import forget_final
@@ -413,10 +413,10 @@ def _check_weights(checkpoint: Path) -> None:
         for name in sorted(set(read_json(index).get("weight_map", {}).values())):
             if not (checkpoint / name).is_file():
                 raise DamagedError(f"it has no {name}, which {index.name} names")
-    if any(checkpoint.glob("adapter_model*")) and not (checkpoint / "adapter_config.json").is_file():
-        raise DamagedError("it has no adapter_config.json")
+    if any(checkpoint.glob("adapter_model*")) and not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise DamagedError(f"it has no {ADAPTER_CONFIG}")
     has_adapter = any(checkpoint.glob("adapter_model*")) or (checkpoint / WEIGHTS).is_dir()
-    if (checkpoint / "adapter_config.json").is_file() and not has_adapter:
+    if (checkpoint / ADAPTER_CONFIG).is_file() and not has_adapter:
         raise DamagedError("it has no adapter_model.safetensors")
 
 
@@ -453,15 +453,10 @@ def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 def _check_safetensors(path: Path, reads_all: bool) -> None:
     """Check that the header can be read and that the file has the length that it gives."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        if length > size - 8:
-            raise ValueError("its header is truncated")
-        header = json.loads(file.read(length))
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"it has {size} bytes instead of {8 + length + end}")
+    header, begin = safetensors_header(path)
+    size, wanted = path.stat().st_size, begin + max((each["data_offsets"][1] for each in header.values()), default=0)
+    if size != wanted:
+        raise ValueError(f"it has {size} bytes instead of {wanted}")
 
 
 def _check_archive(path: Path, reads_all: bool) -> None:

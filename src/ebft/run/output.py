@@ -192,7 +192,7 @@ LOCK = ".ebft.lock"
 
 
 @contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
+def output_lock(output_dir: Path) -> Iterator[None]:
     """Hold the lock of `output_dir` on the main process; the operating system releases it when the process dies.
 
     Raises ConfigError if another run holds it. A file system without locks is a warning: a lock that is only a file, as
@@ -227,7 +227,7 @@ def locked(output_dir: Path) -> Iterator[None]:
 def wait_until_free(output_dir: Path, seconds: float) -> None:
     """Wait for a run that is being killed to release the lock of `output_dir`, for at most `seconds`."""
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
-    with suppress(Timeout, OSError, NotImplementedError):  # reported by `locked`
+    with suppress(Timeout, OSError, NotImplementedError):  # reported by `output_lock`
         lock.acquire(timeout=seconds)
         lock.release()
 

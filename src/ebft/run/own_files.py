@@ -17,7 +17,7 @@ from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError
-from ebft.files import CHECKSUMS, STAGING, STATE, checksum, write_text
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STAGING, STATE, checksum, write_text
 from ebft.monitor.run_files import (
     CARD,
     EVALUATION,
@@ -41,7 +41,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"final|push|rehearsal|checkpoint-\d+(\.old)?")
 _ALWAYS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model*.safetensors"),
-    *("adapter_config.json", "generation_config.json"),
+    *(ADAPTER_CONFIG, "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", STATE, "training_args.bin", RUN_FILE),
 )  # of the final model of any run; without the files of single tokenizers and the code of single models
 _SHOWN = 5  # names in an error

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import wraps
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.config.user_code import call_problem, find_function, user_code
 from ebft.errors import ConfigError, SaveError, cause
+from ebft.machine import installed_version
 from ebft.methods import selecting_keys
 from ebft.monitor.run_files import REPORT, RunFiles, State
 from ebft.processes import is_main_process
@@ -42,7 +42,7 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     if not is_main_process():
         yield None
         return
-    files = RunFiles(config.output_dir, description(config) | {"data_digests": data_digests(config)})
+    files = RunFiles(config.output_dir, description(config) | {"data_digests": data_hashes(config)})
     files.start()
     try:
         yield files
@@ -83,7 +83,7 @@ def description(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def data_digests(config: RunConfig) -> list[str | None]:
+def data_hashes(config: RunConfig) -> list[str | None]:
     """A hash of the files of each of `datasets`, by which `ebft evaluate` notices that they have changed."""
     from ebft.data.sources import content_digest  # imports datasets
 
@@ -92,13 +92,7 @@ def data_digests(config: RunConfig) -> list[str | None]:
 
 def versions() -> dict[str, str]:
     """The versions of the installed packages that results depend on."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in PACKAGES if (found := installed_version(name)) is not None}
 
 
 class Tracker(NamedTuple):

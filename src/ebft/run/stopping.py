@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -17,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
+from ebft.files import STATE, json_object
 from ebft.printed import say
 from ebft.processes import has_failed, is_main_process
 from ebft.trainer import OverTrainer
@@ -82,7 +82,7 @@ class LossWatchdog(TrainerCallback):
 
 def stopped_early(config: RunConfig, checkpoint: Path) -> str | None:
     """The key whose limit the run of a checkpoint has reached before its last step; None if it has not."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json_object(checkpoint / STATE)
     counted, patience = _counted(state.get("stateful_callbacks", {})), config.early_stopping_patience
     if patience is not None and counted >= patience:
         return "early_stopping_patience"

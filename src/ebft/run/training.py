@@ -51,7 +51,7 @@ from ebft.run.checkpoints import (
     step_of,
 )
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
-from ebft.run.output import declare_end_of_turn, locked, model_card, save_final
+from ebft.run.output import declare_end_of_turn, model_card, output_lock, save_final
 from ebft.run.own_files import claim, final_step, listed
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.reporting import check_hub, method_of, push, recorded, tracker_environment
@@ -191,7 +191,7 @@ def _check(config: RunConfig) -> None:
 def _output_folder(config: RunConfig) -> Iterator[Found]:
     """Hold the output folder for this run inside the block; yields what an earlier run has left there."""
     make_output_dir(config.output_dir)
-    with locked(Path(config.output_dir)):
+    with output_lock(Path(config.output_dir)):
         found = find_checkpoints(config)
         claim(Path(config.output_dir))
         yield found
