@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import json
 import re
-import sys
-import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import WITHOUT_EFFECT
 from ebft.config.schema import RunConfig
-from ebft.config.section import Section
+from ebft.config.section import flat_settings
+from ebft.config.user_code import module_sources
 from ebft.data.sources import source_fingerprint
 from ebft.data.transforms.names import built_in, own_transform
 from ebft.files import file_hash, json_hash, text_hash
@@ -49,7 +45,7 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
 
 
 def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
-    """The fingerprint of each source of `datasets` and `test_datasets`."""
+    """The hashes of each source of `datasets` and `test_datasets`."""
     return [source_fingerprint(entry) for entry in (*config.datasets, *config.test_datasets)]
 
 
@@ -102,70 +98,6 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     return module_sources(
         module for name, function in own.items() for module in {name.rpartition(".")[0], function.__module__}
     )
-
-
-def module_sources(names: Iterable[str]) -> dict[str, str]:
-    """The source of each of these modules, and of those that they import, as in `transform_sources`."""
-    sources: dict[str, str] = {}
-    for name in names:
-        _collect(name, sources)
-    return sources
-
-
-def _collect(name: str, sources: dict[str, str]) -> None:
-    """Add the source of a module, and of those that it imports, to `sources`."""
-    waiting = [name]
-    while waiting:
-        name = waiting.pop()
-        path = _file_of(name)
-        if name in sources or path is None:
-            continue
-        content = path.read_bytes()
-        sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
-        if path.suffix == ".py":
-            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
-
-
-def _file_of(name: str) -> Path | None:
-    loaded = sys.modules.get(name)
-    try:
-        origin = loaded.__file__ if isinstance(loaded, ModuleType) else find_spec(name).origin
-    except (ImportError, AttributeError, ValueError):  # no such module, or one without a file
-        return None
-    path = Path(origin) if origin else None
-    return path if path is not None and path.is_file() else None
-
-
-def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
-    """The names of the modules that a source imports; some may be functions. A source with a syntax error has none."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # a module that is not imported when the transform runs
-        return
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
-    library may be that of a local file."""
-    top = name.partition(".")[0]
-    if top in ("ebft", "") or _is_installed(_file_of(top)):
-        return False
-    path = _file_of(name)
-    return path is not None and not _is_installed(path)
-
-
-def _is_installed(path: Path | None) -> bool:
-    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
 
 
 # Reason -> keys that do not determine rows, for all methods.
@@ -293,19 +225,3 @@ def _idle_seeds(config: RunConfig) -> set[str]:
     shuffles = config.shuffle_merged_datasets
     idle = set() if selects or (shuffles and config.data_seed is None) else {"seed"}
     return idle if shuffles else idle | {"data_seed"}
-
-
-def flat_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key; entries of lists are dicts."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from flat_settings(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.model_dump() if isinstance(value, Section) else value

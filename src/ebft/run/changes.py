@@ -19,15 +19,15 @@ from huggingface_hub import try_to_load_from_cache
 
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.schema import RunConfig
-from ebft.config.section import Section
+from ebft.config.section import Section, flat_settings
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
+from ebft.config.user_code import module_sources
 from ebft.data.locate import lasting_name
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened
 from ebft.files import file_hash, json_hash, json_object, safetensors_header
 from ebft.methods import foreign_keys
 from ebft.models.keys import PrecisionKeys
-from ebft.prepared.key import flat_settings, module_sources
 from ebft.run.checks import imported_names
 from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.run.reporting import versions
