@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ebft.errors import RunError
-from ebft.monitor import run_files
-from ebft.monitor.run_files import JsonTail, Tail, read_all, read_object, rollout_files
-from ebft.monitor.run_state import check_rollouts, check_run, is_alive, state_of
+from ebft.monitor import run_state
+from ebft.monitor.run_files import read_object, rollout_files
+from ebft.monitor.run_state import JsonTail, Tail, check_rollouts, check_run, is_alive, read_all, state_of
 from ebft.printed import printable
 from ebft.tools.dashboard.rollouts import duration
 from tests.dashboard.runs import append, write_run
@@ -47,7 +47,7 @@ def test_characters_of_several_bytes_may_be_cut_anywhere(tmp_path):
 
 
 def test_long_files_are_read_in_parts_or_at_their_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_files, "_CHUNK", 25)
+    monkeypatch.setattr(run_state, "_CHUNK", 25)
     path = tmp_path / "log"
     path.write_text("".join(f"line {number:04d}\n" for number in range(10)))
     tail, found = Tail(path), []

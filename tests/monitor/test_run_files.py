@@ -9,7 +9,6 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from ebft import train
-from ebft.monitor.rollout_log import RolloutLog
 from ebft.monitor.run_files import (
     EVALUATION,
     HEALTH,
@@ -19,6 +18,7 @@ from ebft.monitor.run_files import (
     ROLLOUTS,
     RUN,
     START,
+    RolloutLog,
     RunFiles,
     remove_from_step,
     rollout_files,

@@ -7,8 +7,8 @@ import pytest
 
 from ebft.errors import DataError
 from ebft.models.tokenizer import load_tokenizer
-from ebft.prepared import key
-from ebft.prepared.key import key_of, row_inputs
+from ebft.run import prepared_rows
+from ebft.run.prepared_rows import key_of, row_inputs
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_file_in_a_folder_changes_the_key(key_for, rows_file, tmp_path):
 
 
 def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
-    of = lambda **code: key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(**key)}])
+    of = lambda **code: key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(**code)}])
     assert of() == of()
     assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
 
@@ -89,7 +89,7 @@ def test_a_local_module_with_the_name_of_one_of_pythons_library_changes_the_key(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_with_turtle.py").write_text("import json, turtle\n\ndef transform(cfg):\n    return turtle.NAME\n")
     (tmp_path / "turtle.py").write_text("NAME = 'a'\n")
-    found = key.transform_sources(["own_with_turtle.transform"])
+    found = prepared_rows.transform_sources(["own_with_turtle.transform"])
     assert set(found) == {"own_with_turtle", "turtle"} and found["turtle"] == "NAME = 'a'\n"
     for name in found:
         del sys.modules[name]
@@ -106,7 +106,7 @@ def test_the_source_of_a_transform_in_another_encoding(tmp_path, monkeypatch, co
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "own_encoded.py").write_bytes(content + b"\ndef transform(cfg):\n    return None\n")
     (tmp_path / "own_encoded_helper.py").write_text("")
-    found = key.transform_sources(["own_encoded.transform"])
+    found = prepared_rows.transform_sources(["own_encoded.transform"])
     assert set(found) == {"own_encoded", "own_encoded_helper"} and "import own_encoded_helper" in found["own_encoded"]
     for name in found:
         del sys.modules[name]
@@ -123,13 +123,13 @@ def test_the_code_of_built_in_transforms_changes_the_key(key_for, monkeypatch, t
     before = key_for()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "load.py").write_text("changed")
-    monkeypatch.setattr(key, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(prepared_rows, "_PACKAGE", tmp_path)
     assert key_for() != before
 
 
 def test_the_version_of_a_library_changes_the_key(key_for, monkeypatch):
     before = key_for()
-    monkeypatch.setattr(key, "version", lambda name: "another")
+    monkeypatch.setattr(prepared_rows, "version", lambda name: "another")
     assert key_for() != before
 
 
@@ -157,7 +157,7 @@ def test_missing_data_is_an_error(key_for):
 
 
 def test_the_key_is_a_folder_name(key_for):
-    assert len(key_for()) == 32 and key_for().isalnum() and key.FORMAT == 1
+    assert len(key_for()) == 32 and key_for().isalnum() and prepared_rows.FORMAT == 1
 
 
 def test_a_gguf_tokenizer_has_a_fingerprint(key_for, tiny_gguf):

@@ -10,7 +10,7 @@ import ebft
 from ebft.config.reference import option_groups
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
-from ebft.prepared.key import EXCLUDED, row_settings
+from ebft.run.prepared_rows import EXCLUDED, row_settings
 
 KEYS = [option.key for options in option_groups().values() for option in options]
 

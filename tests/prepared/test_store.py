@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from ebft.errors import DataError
-from ebft.prepared import rows
-from ebft.prepared import rows as prepared_rows
-from ebft.prepared.rows import RECORD, prepare_rows, read_rows
+from ebft.run import prepared_rows
+from ebft.run.prepared_rows import RECORD, prepare_rows, read_rows
 from tests.prepared.conftest import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -131,8 +130,7 @@ KILLED = """
 import os, sys
 from ebft import load_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.prepared import store
-from ebft.prepared.rows import prepare_rows
+from ebft.run.prepared_rows import prepare_rows
 from datasets import Dataset
 from pathlib import Path
 
@@ -241,4 +239,4 @@ def test_a_read_only_folder_can_be_read(make, tokenizer, base, monkeypatch):
 
 
 def test_nothing_is_there_before_it_is_written(base):
-    assert read_rows(base / "0") is None and rows.RECORD == "prepared.json"
+    assert read_rows(base / "0") is None and prepared_rows.RECORD == "prepared.json"

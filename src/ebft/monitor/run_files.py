@@ -1,23 +1,30 @@
-"""The files that describe a run while it runs: its state in `run.json`, its metrics in `metrics.jsonl`.
+"""The files that describe a run while it runs: its state in `run.json`, metrics in `metrics.jsonl`, rollouts.
 
-Any process can follow the run by reading them. A file that cannot be written gives one warning, and training continues.
+Any process can follow the run by reading them (run_state.py). A file that cannot be written gives one warning, and
+training continues.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
 import os
 import re
 import socket
 import stat
+import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from transformers import TrainerCallback
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
 from ebft.files import ADAPTER_CONFIG, write_text
 
@@ -271,68 +278,10 @@ MODEL_FILES = (
 # read them: a pickle of all settings with the paths of this machine, and PEFT's card with the path of the base model.
 LEFT_OUT = ("training_args.bin", CARD)
 
-_CHUNK = 8 * 2**20
 _ROLLOUTS = re.compile(r"rollouts(-rank\d+)?\.jsonl(\.\d+)?")  # not the .part of a file that is being rewritten
 
 
-class Tail:
-    """Reads the complete lines that were appended to a file since the last call.
-
-    A last line without a line break is left for a later call. A file that was replaced, or is now shorter, is read from
-    its start again. With `newest_bytes`, reading starts at the first line within that many bytes of the end.
-    """
-
-    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
-        self.path = path
-        self._newest_bytes = newest_bytes
-        self._offset, self._inode = 0, None
-
-    def read(self) -> tuple[list[str], bool]:
-        """Return the new lines, and whether they replace everything that was read before.
-
-        At most 8 MiB are read in a call. A missing file has no lines.
-        """
-        try:
-            with _open(self.path) as file:
-                status = os.fstat(file.fileno())
-                restarts = status.st_ino != self._inode or status.st_size < self._offset
-                if restarts:
-                    self._inode, self._offset = status.st_ino, self._start(file, status.st_size)
-                file.seek(self._offset)
-                chunk = file.read(_CHUNK)
-        except OSError:
-            restarts, self._inode, self._offset = self._inode is not None, None, 0
-            return [], restarts
-        complete, found, _ = chunk.rpartition(b"\n")
-        self._offset += len(complete) + len(found)
-        return complete.decode("utf-8", errors="replace").split("\n") if found else [], restarts
-
-    def _start(self, file: Any, size: int) -> int:
-        if self._newest_bytes is None or size <= self._newest_bytes:
-            return 0
-        file.seek(size - self._newest_bytes)
-        file.readline()  # the rest of a line
-        return file.tell()
-
-
-class JsonTail:
-    """The objects appended to a JSON Lines file since the last call; `corrupted` counts lines that are not objects."""
-
-    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
-        self._tail = Tail(path, newest_bytes)
-        self.corrupted = 0
-
-    def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Return the new objects, and whether they replace everything that was read before."""
-        lines, restarts = self._tail.read()
-        if restarts:
-            self.corrupted = 0
-        found = [parse(line) for line in lines if line.strip()]
-        self.corrupted += found.count(None)
-        return [row for row in found if row is not None], restarts
-
-
-def _open(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """A regular file, for reading. Raises OSError for others, such as named pipes, whose reading may never end."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -353,22 +302,10 @@ def parse(line: str | bytes) -> dict[str, Any] | None:
 def read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file, or None if the file is missing or has none."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             return parse(file.read())
     except OSError:
         return None
-
-
-def read_all(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
-    try:
-        with _open(path) as file:
-            for line in file:
-                row = parse(line)
-                if row is not None:
-                    yield row
-    except OSError:
-        return
 
 
 def rollout_files(folder: Path) -> list[Path]:
@@ -385,3 +322,104 @@ def _part(path: Path) -> int:
 def is_report(path: Path) -> bool:
     """Whether `path` is a report, or does not exist."""
     return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])
+
+
+_MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
+
+
+class RolloutLog:
+    """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
+
+    A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
+    created when the first entry is written. The `step` of an entry is that of the log of its update: the first is 1. A
+    file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
+    the entries of the steps that it repeats.
+    """
+
+    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = _MAX_BYTES) -> None:
+        self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
+        self._max_bytes = max_bytes
+        self._handler: _Handler | None = None
+        self._has_failed = False
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append `rows`, and write them to the disk."""
+        try:
+            if self._handler is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._handler = _Handler(
+                    self.path, maxBytes=self._max_bytes, backupCount=_OLDER_FILES, encoding="utf-8", delay=True
+                )
+            for row in rows:
+                line = json.dumps(row, ensure_ascii=False, default=str)
+                self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
+        except OSError as error:
+            self._warn(error)
+
+    def continue_from(self, step: int) -> None:
+        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+        try:
+            if step == 0:
+                set_aside(self.path.parent, files)
+            else:
+                for path in files:
+                    remove_from_step(path, step + 1)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=3)
+
+
+class ScoredRollouts:
+    """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
+
+    A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
+    total rewards of this process's rollouts, in the shape that the trainer documents.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        args = trainer.args
+        self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
+        self._has_warned = False
+        self._log = None
+        if args.log_completions:
+            self._log = RolloutLog(args.output_dir, args.process_index)
+            trainer.add_callback(_ContinueLog(self._log))
+
+    def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
+        """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
+        if self._log is None and not self.hooks:
+            return
+        entries = list(rollouts())
+        if self._log is not None:
+            self._log.write(entries)
+        for hook in self.hooks:
+            given = rewards.clone()
+            hook(copy.deepcopy(entries), given)
+            if not self._has_warned and not torch.equal(given, rewards):
+                self._has_warned = True
+                warnings.warn(
+                    f"{getattr(hook, '__qualname__', hook)} changed the rewards, which has no effect on training: it "
+                    "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
+                    stacklevel=2,
+                )
+
+
+class _ContinueLog(TrainerCallback):
+    def __init__(self, log: RolloutLog) -> None:
+        self._log = log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log.continue_from(state.global_step)
+
+
+class _Handler(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise sys.exc_info()[1]  # logging would print it for every record

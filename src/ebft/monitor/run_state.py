@@ -1,16 +1,18 @@
-"""The state of a run, from its run.json."""
+"""Following a run by its files: its state, from run.json, and the lines that are appended to the others."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ebft.errors import RunError
-from ebft.monitor.run_files import METRICS, ROLLOUTS, RUN, START, read_object, rollout_files
+from ebft.monitor.run_files import METRICS, ROLLOUTS, RUN, START, open_regular, parse, read_object, rollout_files
 
+_CHUNK = 8 * 2**20  # bytes that are read at a time
 _INSIDE = re.compile(r"checkpoint-\d+|merged|quantized")  # folders of models in an output folder
 
 
@@ -123,3 +125,72 @@ def is_alive(pid: Any) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (OSError, IndexError):
         return True
+
+
+class Tail:
+    """Reads the complete lines that were appended to a file since the last call.
+
+    A last line without a line break is left for a later call. A file that was replaced, or is now shorter, is read from
+    its start again. With `newest_bytes`, reading starts at the first line within that many bytes of the end.
+    """
+
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
+        self.path = path
+        self._newest_bytes = newest_bytes
+        self._offset, self._inode = 0, None
+
+    def read(self) -> tuple[list[str], bool]:
+        """Return the new lines, and whether they replace everything that was read before.
+
+        At most 8 MiB are read in a call. A missing file has no lines.
+        """
+        try:
+            with open_regular(self.path) as file:
+                status = os.fstat(file.fileno())
+                restarts = status.st_ino != self._inode or status.st_size < self._offset
+                if restarts:
+                    self._inode, self._offset = status.st_ino, self._start(file, status.st_size)
+                file.seek(self._offset)
+                chunk = file.read(_CHUNK)
+        except OSError:
+            restarts, self._inode, self._offset = self._inode is not None, None, 0
+            return [], restarts
+        complete, found, _ = chunk.rpartition(b"\n")
+        self._offset += len(complete) + len(found)
+        return complete.decode("utf-8", errors="replace").split("\n") if found else [], restarts
+
+    def _start(self, file: Any, size: int) -> int:
+        if self._newest_bytes is None or size <= self._newest_bytes:
+            return 0
+        file.seek(size - self._newest_bytes)
+        file.readline()  # the rest of a line
+        return file.tell()
+
+
+class JsonTail:
+    """The objects appended to a JSON Lines file since the last call; `corrupted` counts lines that are not objects."""
+
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
+        self._tail = Tail(path, newest_bytes)
+        self.corrupted = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the new objects, and whether they replace everything that was read before."""
+        lines, restarts = self._tail.read()
+        if restarts:
+            self.corrupted = 0
+        found = [parse(line) for line in lines if line.strip()]
+        self.corrupted += found.count(None)
+        return [row for row in found if row is not None], restarts
+
+
+def read_all(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a JSON Lines file, without corrupted lines; none if the file cannot be read."""
+    try:
+        with open_regular(path) as file:
+            for line in file:
+                row = parse(line)
+                if row is not None:
+                    yield row
+    except OSError:
+        return

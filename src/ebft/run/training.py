@@ -36,7 +36,6 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
 from ebft.over_transformers import load_weights
-from ebft.prepared.rows import describe, prepare_rows
 from ebft.printed import say
 from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
@@ -53,6 +52,7 @@ from ebft.run.checkpoints import (
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
 from ebft.run.output import declare_end_of_turn, model_card, output_lock, save_final
 from ebft.run.own_files import claim, final_step, listed
+from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.reporting import check_hub, method_of, push, recorded, tracker_environment
 from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys

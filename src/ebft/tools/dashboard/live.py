@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ebft.monitor.run_files import HEALTH, LOG, METRICS, ROLLOUTS, JsonTail, Tail
-from ebft.monitor.run_state import read_run, state_of
+from ebft.monitor.run_files import HEALTH, LOG, METRICS, ROLLOUTS
+from ebft.monitor.run_state import JsonTail, Tail, read_run, state_of
 from ebft.tools.dashboard.curves import Curve, Metrics, curves_of, is_number
 from ebft.tools.dashboard.rollouts import Sample, one_of_each, samples_of
 

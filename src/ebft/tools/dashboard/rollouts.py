@@ -12,7 +12,8 @@ from typing import Any
 
 from rich.text import Text
 
-from ebft.monitor.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
+from ebft.monitor.run_files import ROLLOUTS, rollout_files
+from ebft.monitor.run_state import JsonTail, read_all
 from ebft.printed import printable
 from ebft.tools.dashboard.curves import is_number
 
