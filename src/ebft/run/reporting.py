@@ -1,4 +1,4 @@
-"""The files that describe a run in its output folder, from its start to its end."""
+"""What a run reports: run.json and the final report, trackers, the Hub, and plugins that follow it."""
 
 from __future__ import annotations
 
@@ -107,22 +107,31 @@ class Tracker(NamedTuple):
         return all(any(find_spec(name) for name in names.split("|")) for names in self.packages)
 
 
-_TENSORBOARD = Tracker("tensorboard", ("tensorboard|tensorboardX",), "pip install 'ebft[tensorboard]'")
-_WANDB = Tracker("wandb", ("wandb",), "pip install wandb")
-_MLFLOW = Tracker("mlflow", ("mlflow",), "pip install mlflow")
-_COMET = Tracker("comet_ml", ("comet_ml",), "pip install comet-ml")
-_TRACKIO = Tracker("trackio", ("trackio",), "pip install trackio")
-_OTHERS = (
-    Tracker("azure_ml", ("azureml",), "pip install azureml-sdk"),
-    Tracker("clearml", ("clearml",), "pip install clearml"),
-    Tracker("codecarbon", ("codecarbon",), "pip install codecarbon"),
-    Tracker("dagshub", ("dagshub", "mlflow"), "pip install dagshub mlflow"),
-    Tracker("dvclive", ("dvclive",), "pip install dvclive"),
-    Tracker("flyte", ("flytekit",), "pip install flytekit"),
-    Tracker("neptune", ("neptune|neptune-client",), "pip install neptune"),
-    Tracker("swanlab", ("swanlab",), "pip install swanlab"),
-)
-_TRACKERS = {each.name: each for each in (_TENSORBOARD, _WANDB, _MLFLOW, _COMET, _TRACKIO, *_OTHERS)}
+_TRACKERS = {
+    name: Tracker(name, packages, f"pip install {install}")
+    for name, packages, install in (
+        ("tensorboard", ("tensorboard|tensorboardX",), "'ebft[tensorboard]'"),
+        ("wandb", ("wandb",), "wandb"),
+        ("mlflow", ("mlflow",), "mlflow"),
+        ("comet_ml", ("comet_ml",), "comet-ml"),
+        ("trackio", ("trackio",), "trackio"),
+        ("azure_ml", ("azureml",), "azureml-sdk"),
+        ("clearml", ("clearml",), "clearml"),
+        ("codecarbon", ("codecarbon",), "codecarbon"),
+        ("dagshub", ("dagshub", "mlflow"), "dagshub mlflow"),
+        ("dvclive", ("dvclive",), "dvclive"),
+        ("flyte", ("flytekit",), "flytekit"),
+        ("neptune", ("neptune|neptune-client",), "neptune"),
+        ("swanlab", ("swanlab",), "swanlab"),
+    )
+}
+_NAMES = {
+    "use_tensorboard": "tensorboard",
+    "use_trackio": "trackio",
+    "use_mlflow": "mlflow",
+    "use_comet": "comet_ml",
+    "use_wandb": "wandb",
+}
 
 _VARIABLES = {
     "mlflow_tracking_uri": "MLFLOW_TRACKING_URI",
@@ -142,7 +151,7 @@ def trackers(config: RunConfig) -> list[str]:
 
     The package of any other key must be installed, see `check_trackers`.
     """
-    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+    names = _named(config)
     for key, tracker in _asked(config).items():
         if tracker.name in names:
             continue
@@ -151,8 +160,7 @@ def trackers(config: RunConfig) -> list[str]:
         elif key == "wandb_project":
             reason = f"{tracker.name} is not installed ({tracker.install})"
             warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
-    names = [name for name in names if name != "none"]
-    return names or ["none"]
+    return [name for name in names if name != "none"] or ["none"]
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -160,8 +168,7 @@ def check_trackers(config: RunConfig) -> None:
 
     Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
     """
-    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
-    for name in names:
+    for name in _named(config):
         if name in ("none", "all"):
             continue
         if name not in _TRACKERS:
@@ -187,21 +194,15 @@ def _check_other(name: str) -> None:
         )
 
 
+def _named(config: RunConfig) -> list[str]:
+    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+
+
 def _asked(config: RunConfig) -> dict[str, Tracker]:
     """The trackers that keys other than report_to request, by key."""
-    asked = {}
-    if config.use_tensorboard:
-        asked["use_tensorboard"] = _TENSORBOARD
-    if config.use_trackio:
-        asked["use_trackio"] = _TRACKIO
-    if config.use_mlflow:
-        asked["use_mlflow"] = _MLFLOW
-    if config.use_comet:
-        asked["use_comet"] = _COMET
-    if config.use_wandb:
-        asked["use_wandb"] = _WANDB
-    elif config.use_wandb is None and config.wandb_project:
-        asked["wandb_project"] = _WANDB
+    asked = {key: _TRACKERS[name] for key, name in _NAMES.items() if getattr(config, key)}
+    if config.use_wandb is None and config.wandb_project:
+        asked["wandb_project"] = _TRACKERS["wandb"]
     return asked
 
 
@@ -209,11 +210,8 @@ def tracker_environment(config: RunConfig) -> dict[str, str]:
     """The environment variables that trackers and transformers read, for the keys that are set."""
     names = {f"wandb_{key}": f"WANDB_{key.upper()}" for key in _WANDB_KEYS} | _VARIABLES
     values = {name: getattr(config, key) for key, name in names.items()}
-    return {name: _text(value) for name, value in values.items() if value is not None}
-
-
-def _text(value: str | bool) -> str:
-    return value if isinstance(value, str) else str(value).lower()
+    text = lambda value: value if isinstance(value, str) else str(value).lower()
+    return {name: text(value) for name, value in values.items() if value is not None}
 
 
 _WHEN = {
