@@ -1,4 +1,4 @@
-"""Finding the checkpoint to resume a run from."""
+"""The checkpoints of a run: which are complete, which one to resume from, and what happens to those of earlier runs."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,12 +103,8 @@ def set_later_aside(config: RunConfig) -> None:
     if config.resume_from_checkpoint is None:
         return
     named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
-    step = step_of(named)
-    later = [
-        folder
-        for folder in checkpoint_folders(output_dir)
-        if step_in_name(folder) >= step and not folder.samefile(named)
-    ]
+    found, step = checkpoint_folders(output_dir), step_of(named)
+    later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
     target = set_aside(output_dir, later)
     if target is not None:
         names = ", ".join(folder.name for folder in later)
@@ -145,8 +142,7 @@ def how_to_resume(
     `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
     """
     newest = newest_checkpoint(Path(config.output_dir), last_step=step)  # later ones are from another run
-    if newest is None and resumed is not None:
-        newest = Path(resumed)
+    newest = newest or (None if resumed is None else Path(resumed))
     if newest is None:
         return f"Stopped at step {step}; no checkpoint was saved."
     step = max(step, step_of(newest))  # 0 until the state of the checkpoint is loaded
@@ -235,23 +231,20 @@ def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
 
 
 def _named(folder: Path, output_dir: Path) -> Path:
+    problem = "is not a folder"
     if folder.is_dir():
         try:
             check_complete(folder)
-        except DamagedError as error:
-            is_readable = not isinstance(error, UnreadableError)
-            problem = f"is not a complete checkpoint: {error}" if is_readable else f"has other permissions: {error}"
-        else:
             return folder
-    else:
-        problem = "is not a folder"
+        except UnreadableError as error:
+            problem = f"has other permissions: {error}"
+        except DamagedError as error:
+            problem = f"is not a complete checkpoint: {error}"
     newest = next(_complete(output_dir), None)
-    hint = (
-        f"The newest complete one in output_dir is {newest}."
-        if newest
-        else f"output_dir ({output_dir}) has no complete checkpoint."
-    )
-    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")
+    advice = f"output_dir ({output_dir}) has no complete checkpoint."
+    if newest is not None:
+        advice = f"The newest complete one in output_dir is {newest}."
+    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {advice}")
 
 
 class PreviousRun(TrainerCallback):
@@ -307,7 +300,6 @@ def set_earlier_aside(config: RunConfig) -> Path | None:
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder
-_RANDOM = ("rng_state*.pth",)
 
 
 class DamagedError(Exception):
@@ -338,16 +330,10 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     for path in _files(checkpoint):
         check = _CHECKS.get(path.suffix)
         if path.is_file() and check is not None:
-            try:
+            with _damaged(path.relative_to(checkpoint)):
                 check(path, reads_all and path not in listed)
-            except PermissionError:
-                raise
-            except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-                raise DamagedError(f"{path.relative_to(checkpoint)} is damaged ({error})") from error
-    try:
+    with _damaged(STATE):
         state = read_json(checkpoint / STATE)
-    except ValueError as error:
-        raise DamagedError(f"{STATE} is damaged ({error})") from error
     if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     if step_in_name(checkpoint) not in (None, state["global_step"]):
@@ -357,6 +343,17 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     _check_parts(checkpoint)
     _check_training_state(checkpoint)
     _check_listed(checkpoint, sums, reads_all)
+
+
+@contextmanager
+def _damaged(name: str | Path) -> Iterator[None]:
+    """Raise DamagedError for a file that cannot be read inside the block, apart from its permissions."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise DamagedError(f"{name} is damaged ({error})") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -383,12 +380,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_checksums(checkpoint: Path) -> dict[str, int]:
     """The checksums of the checkpoint's files; none if it is of another program or of an earlier release."""
-    try:
+    with _damaged(CHECKSUMS):
         return read_json(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
-    except PermissionError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{CHECKSUMS} is damaged ({error})") from error
 
 
 def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> None:
@@ -396,12 +389,8 @@ def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> No
     for name, value in sums.items():
         if not (checkpoint / name).is_file():
             raise DamagedError(f"it has no {name}")
-        try:
+        with _damaged(name):
             is_same = not reads_all or checksum(checkpoint / name) == value
-        except PermissionError:
-            raise
-        except OSError as error:
-            raise DamagedError(f"{name} is damaged ({error})") from error
         if not is_same:
             raise DamagedError(f"{name} is damaged (wrong checksum)")
 
@@ -434,7 +423,7 @@ def _check_parts(checkpoint: Path) -> None:
 
 def _check_training_state(checkpoint: Path) -> None:
     """Check that optimizer, scheduler and random state are all there, or none of them, as with save_only_model."""
-    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": _RANDOM}
+    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": ("rng_state*.pth",)}
     if not any(checkpoint.glob("global_step*")):  # DeepSpeed may keep the schedule in its own folder
         names["scheduler.pt"] = ("scheduler.pt",)
     missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
@@ -470,12 +459,8 @@ def _check_archive(path: Path, reads_all: bool) -> None:
         raise ValueError(f"wrong checksum of {damaged}")
 
 
-def _check_json(path: Path, reads_all: bool) -> None:
-    json.loads(path.read_text(encoding="utf-8"))
-
-
-_CHECKS: dict[str, Callable[[Path, bool], None]] = {
-    ".json": _check_json,
+_CHECKS: dict[str, Callable[[Path, bool], Any]] = {
+    ".json": lambda path, reads_all: json.loads(path.read_text(encoding="utf-8")),
     ".safetensors": _check_safetensors,
     ".pt": _check_archive,
     ".pth": _check_archive,

@@ -1,4 +1,4 @@
-"""The final model in the output folder, which is marked as complete when all of its files are there."""
+"""The final model in the output folder, marked as complete when all of its files are there, its card, and the lock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub import ModelCardData
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import pinned_model
 from ebft.config.reference import changed_keys
@@ -69,7 +68,8 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
 
     While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
     """
-    files, before = _sizes(staged), listed(output_dir)
+    paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
+    files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
     others = unlisted(output_dir, files)
     if others:
         raise SaveError(
@@ -82,12 +82,6 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
     write_mark(output_dir, None, before | files, [*cards(output_dir), *card])
     publish_files(staged, output_dir, [path for name in before if (path := output_dir / name).is_file()])
     write_mark(output_dir, step, files, card)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """The size in bytes of every file but the model card, which may be edited."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
 # Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
@@ -165,26 +159,19 @@ def _base(config: RunConfig) -> str:
 
 def _config(config: RunConfig) -> str:
     skipped = ("base_model", "datasets")
-    changed = {
-        key: _public(value)
-        for key, value in changed_keys(config)
-        if key not in skipped and not key.startswith(_OF_MACHINES)
-    }
-    rows = "\n".join(f"| `{key}` | `{_cell(value)}` |" for key, value in without_secrets(changed).items())
+    shown = [item for item in changed_keys(config) if item[0] not in skipped and not item[0].startswith(_OF_MACHINES)]
+    changed = {key: _public(value) for key, value in shown}
+    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
+    rows = "\n".join(f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items())
     return (
         "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
         f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
     )
 
 
-def _cell(value: object) -> str:
-    """The text of a value in a cell of a Markdown table, in which `|` and line breaks would end the cell."""
-    return str(value).replace("|", "\\|").replace("\n", "\\n")
-
-
 def _results(metrics: Mapping[str, float]) -> str:
-    told = {name: value for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)}
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in told.items())
+    reported = sorted(item for item in metrics.items() if item[0].startswith(_RESULTS))
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in reported)
     return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
 
 
@@ -205,9 +192,11 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        run = read_run(output_dir)
+        owner = f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
         raise ConfigError(
-            f"output_dir: {output_dir} is used by another run{_owner(output_dir)}. Wait until it has ended, or "
-            "choose another folder."
+            f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
+            "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
         warnings.warn(
@@ -232,11 +221,6 @@ def wait_until_free(output_dir: Path, seconds: float) -> None:
         lock.release()
 
 
-def _owner(output_dir: Path) -> str:
-    run = read_run(output_dir)
-    return f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
-
-
 _ROWS = 8  # that are read to find whether replies end with the token
 
 
@@ -252,11 +236,14 @@ def declare_end_of_turn(
     causal_lm = unwrap_adapter(model)
     if config.streaming or not causal_lm.can_generate() or causal_lm.generation_config is None:
         return []
-    renderer, known = Renderer(tokenizer, config.chat_template_kwargs), _eos_ids(causal_lm.generation_config)
-    end = renderer.end_of_turn_id
-    if end is None or end in known or not _are_taught(rows, end, {*known, tokenizer.eos_token_id}):
+    settings = causal_lm.generation_config
+    found = settings.eos_token_id
+    known = [found] if isinstance(found, int) else list(found or [])
+    end, ends = Renderer(tokenizer, config.chat_template_kwargs).end_of_turn_id, {*known, tokenizer.eos_token_id}
+    first = range(min(_ROWS, len(rows)))
+    if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
         return []
-    causal_lm.generation_config.eos_token_id = [*known, end]
+    settings.eos_token_id = [*known, end]
     if config.adapter is None:
         return []
     if end != tokenizer.eos_token_id:
@@ -268,21 +255,8 @@ def declare_end_of_turn(
             "generate(); models of ebft merge-lora and ebft inference stop there anyway.",
             stacklevel=2,
         )
-    return [partial(_write, causal_lm.generation_config)]
-
-
-def _write(found: GenerationConfig, folder: Path) -> None:
-    """Not `save_pretrained`, which refuses combinations that some base models have."""
-    write_text(folder / GENERATION_CONFIG, found.to_json_string())
-
-
-def _eos_ids(config: GenerationConfig) -> list[int]:
-    found = config.eos_token_id
-    return [found] if isinstance(found, int) else list(found or [])
-
-
-def _are_taught(rows: Any, end: int, eos: set[int | None]) -> bool:
-    return any(_is_taught(rows[index], end, eos) for index in range(min(_ROWS, len(rows))))
+    # Not `save_pretrained`, which refuses combinations that some base models have.
+    return [lambda folder: write_text(folder / GENERATION_CONFIG, settings.to_json_string())]
 
 
 def _is_taught(row: dict[str, Any], end: int, eos: set[int | None]) -> bool:

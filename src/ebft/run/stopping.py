@@ -1,4 +1,4 @@
-"""Callbacks that end training before its last step: no better evaluations, or losses above a threshold."""
+"""What ends training before its last step: no better evaluations, losses above a threshold, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from ebft.trainer import OverTrainer
 _PATIENCE = 3  # of loss_watchdog_threshold
 
 
-def stopping_callbacks(config: RunConfig) -> list[TrainerCallback]:
+def stopping_callbacks(config: RunConfig) -> Iterator[TrainerCallback]:
     """The callbacks for `early_stopping_patience` and `loss_watchdog_threshold`."""
-    found: list[TrainerCallback] = []
     if config.early_stopping_patience is not None:
-        found.append(EarlyStopping(config.early_stopping_patience))
+        yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
-        found.append(LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE))
-    return found
+        yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -185,7 +183,7 @@ class StopOnSignal(TrainerCallback):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
-        self.requested, self.signal_number = True, number
+        self.request(number)
         if self._can_stop():
             raise StopRequested
         if not is_main_process() or has_failed():  # a failed process ends the others

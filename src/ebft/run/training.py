@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,10 @@ def _output_folder(config: RunConfig) -> Iterator[Found]:
 
 @contextmanager
 def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
-    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run, if any."""
+    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run, if any.
+
+    Raises RolloutError if the user's server is not there, before a model is loaded.
+    """
     check_hub(config)
     os.environ.update(tracker_environment(config))
     set_seed(config.seed)
@@ -208,8 +211,12 @@ def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
     settings = config.server_settings if config.manages_server else None
     managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
     with config.method.services(config), managed as server:
-        if config.uses_server and config.trl.vllm_mode == "server":
-            await_server(config)
+        if config.uses_server and config.trl.vllm_mode == "server":  # that the user started
+            from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
+
+            timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
+            with closing(VLLMClient(*config.server_address, timeout)) as client:
+                client.wait_until_up()
         yield server
 
 
@@ -238,18 +245,6 @@ def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[An
         check_sequence_len(config.sequence_len, model_config, config.base_model, longest)
     config.method.check_rows(config, rows)
     return config.method.arrange(config, rows.train), rows.evaluation
-
-
-def await_server(config: RunConfig) -> None:
-    """Wait for the server that the user started. Raises RolloutError if there is none, before a model is loaded."""
-    from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
-
-    timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
-    client = VLLMClient(*config.server_address, timeout)
-    try:
-        client.wait_until_up()
-    finally:
-        client.close()
 
 
 def make_output_dir(folder: str) -> None:
@@ -303,9 +298,7 @@ def _interrupted(
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
     """The last logged value of each metric, without the epoch and step counters."""
-    merged: dict[str, float] = {}
-    for entry in trainer.state.log_history:
-        merged.update(entry)
+    merged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
 
 
@@ -352,17 +345,17 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     resumed = "" if checkpoint is None else f", resumed from {checkpoint.name}"
     processes = f", {machine.processes} processes" if machine.processes > 1 else ""
     train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
+    bits = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else ""
+    dtype = str(weights_dtype(config)).removeprefix("torch.")
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
-    lines = "\n".join(
-        (
-            f"Method: {method_of(config)}{processes}",
-            f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
-            f"Data: {train}, {held_out}",
-            f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
-            *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
-        )
+    lines = (
+        f"Method: {method_of(config)}{processes}",
+        f"Model: {config.model_name}, {_parameters(model)}, {bits or dtype}",
+        f"Data: {train}, {held_out}",
+        f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
+        *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
     )
-    return lines + _whitening(config)
+    return "\n".join(lines) + _whitening(config)
 
 
 def _whitening(config: RunConfig) -> str:
@@ -420,12 +413,6 @@ def _counted(names: list[str]) -> str:
 
 def _last_two(name: str) -> str:
     return ".".join(name.split(".")[-2:])
-
-
-def _dtype(config: RunConfig) -> str:
-    if config.load_in_4bit or config.load_in_8bit:
-        return "4 bits" if config.load_in_4bit else "8 bits"
-    return str(weights_dtype(config)).removeprefix("torch.")
 
 
 def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
