@@ -70,7 +70,8 @@ def cached_folder(name: str) -> Path:
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
     """Whether `folder` is a finished conversion of `model`, of which no file is missing or cut off."""
     sizes = fetched_sizes(folder, model)
-    return sizes is not None and all(_is_whole(folder / name, size) for name, size in sizes.items())
+    is_whole = lambda path, size: path.is_file() and size in (None, path.stat().st_size)
+    return sizes is not None and all(is_whole(folder / name, size) for name, size in sizes.items())
 
 
 def mark_fetched(folder: Path, model: PinnedModel) -> None:
@@ -95,10 +96,6 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
         raise ModelError(
             f"{mark} cannot be read ({error.strerror}). Correct its permissions, or set EBFT_CACHE to another cache."
         ) from error
-
-
-def _is_whole(path: Path, size: int | None) -> bool:
-    return path.is_file() and size in (None, path.stat().st_size)
 
 
 def is_gguf(name: str) -> bool:

@@ -1,6 +1,7 @@
-"""Folders that are written completely or not at all, also if the process is killed or the machine loses power.
+"""Files: folders that are written completely or not at all, locks, hashes, and reading with errors for users.
 
-A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed.
+A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed, so that it is complete also if
+the process is killed or the machine loses power.
 """
 
 from __future__ import annotations
@@ -109,9 +110,8 @@ def write_text(path: Path, text: str, is_flushed: bool = True) -> None:
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of the files below `folder` that are not text into its file CHECKSUMS."""
-    found = {
-        path.relative_to(folder).as_posix(): checksum(path) for path in _files(folder) if path.suffix not in _TEXTS
-    }
+    files = [path for path in _files(folder) if path.suffix not in _TEXTS]
+    found = {path.relative_to(folder).as_posix(): checksum(path) for path in files}
     write_text(folder / CHECKSUMS, json.dumps(found, indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""The side of the processes that `ebft train` starts: they receive its signals and report one error together."""
+"""This process among all that train together: its rank, the command that started it, signals, and one error of all."""
 
 import json
 import os
@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
-TYPED = (
-    "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if they are not those of the process
-)
+TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if not those of the process
 PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error

@@ -104,7 +104,7 @@ class RunFiles(TrainerCallback):
             self._run["resumed_from_step"] = state.global_step
             for name in (METRICS, HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1)
-            self._try(set_evaluation_aside, self._folder)
+            self._try(set_aside, self._folder, [self._folder / EVALUATION])  # of the model that is trained further
         elif self._path.name == START:
             self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
@@ -173,21 +173,20 @@ def remove_from_step(path: Path, step: int) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     try:
-        lines, removed, kept = path.open("rb"), False, False
+        lines, counts = path.open("rb"), {True: 0, False: 0}
     except FileNotFoundError:
         return
     with lines, part.open("wb") as remaining:
         for line in lines:
-            if line.endswith(b"\n") and _is_before(line, step):
+            is_kept = line.endswith(b"\n") and _is_before(line, step)
+            counts[is_kept] += 1
+            if is_kept:
                 remaining.write(line)
-                kept = True
-            else:
-                removed = True
-    if kept and removed:
+    if counts[True] and counts[False]:
         os.replace(part, path)
         return
     part.unlink()
-    if removed:
+    if counts[False]:
         path.unlink()
 
 
@@ -227,11 +226,6 @@ def set_run_aside(folder: Path, target: Path | None = None) -> None:
     """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
     names = (METRICS, RUN, HEALTH, REPORT, EVALUATION)
     set_aside(folder, [*(folder / name for name in names), *rollout_files(folder)], target)
-
-
-def set_evaluation_aside(folder: Path) -> None:
-    """Move the evaluation of the model that a resumed run trains further to a new folder in `previous`."""
-    set_aside(folder, [folder / EVALUATION])
 
 
 def has_records(folder: Path) -> bool:
@@ -311,12 +305,8 @@ def read_object(path: Path) -> dict[str, Any] | None:
 def rollout_files(folder: Path) -> list[Path]:
     """The files with the rollouts of a run, oldest first; those of other processes than the main one at the end."""
     found = [path for path in folder.glob("rollouts*.jsonl*") if _ROLLOUTS.fullmatch(path.name) and path.is_file()]
-    return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
-
-
-def _part(path: Path) -> int:
-    number = path.name.rpartition(".")[2]
-    return int(number) if number.isdigit() else 0
+    number = lambda path: int(path.suffix[1:]) if path.suffix[1:].isdigit() else 0
+    return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -number(path)))
 
 
 def is_report(path: Path) -> bool:

@@ -61,10 +61,10 @@ def check_own(config: RunConfig) -> None:
         return
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     others = any(_CHECKPOINT.fullmatch(name) for name in found)
-    hint = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
+    advice = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
     raise ConfigError(
         f"output_dir: {folder} contains {names}, which this run would replace or move, and which no run has written "
-        f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{hint}"
+        f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{advice}"
     )
 
 

@@ -1,4 +1,7 @@
-"""The rows of a run: read from `dataset_prepared_path`, or prepared, and stored there if it is set."""
+"""Rows that are read from `dataset_prepared_path`, or prepared and stored there, in a folder named by their key.
+
+The key is a hash of everything that determines the rows: settings, data, transforms, tokenizer, code.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -52,12 +55,9 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
     """
     inputs = row_inputs(config, tokenizer)
     folder = base.expanduser() / key_of(inputs)
-    try:
-        rows = read_rows(folder)
-    except DamagedRows:  # perhaps another process replaces them; reported below if not
-        rows = None
-    if rows is not None:
-        return Prepared(rows, folder, is_new=False)
+    with suppress(DamagedRows):  # perhaps another process replaces them; reported below if not
+        if (rows := read_rows(folder)) is not None:
+            return Prepared(rows, folder, is_new=False)
     problem = lambda error: DataError(
         f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
         "or leave it unset to prepare rows in every run."
@@ -65,11 +65,10 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
     waiting = lambda: _say(f"Waiting for another process that prepares the rows in {folder}")
     with locked(folder, problem, waiting):
         try:
-            rows = read_rows(folder)
+            if (rows := read_rows(folder)) is not None:
+                return Prepared(rows, folder, is_new=False)
         except DamagedRows as damage:
             _say(f"Prepared rows in {folder} are damaged ({damage}); they are prepared again", of_any_rank=True)
-        if rows is not None:
-            return Prepared(rows, folder, is_new=False)
         changed = closest_difference(folder.parent, inputs)
         if changed:
             _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
@@ -137,22 +136,17 @@ def read_rows(folder: Path) -> LoadedRows | None:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if record["key"] != folder.name:
             raise DamagedRows(f"{RECORD} has the key {record['key']}")
-        _check_files(folder, record["files"])
+        for name, expected in record["files"].items():
+            if not (folder / name).is_file():
+                raise DamagedRows(f"{name} is missing")
+            if file_hash(folder / name) != expected:
+                raise DamagedRows(f"{name} was changed")
         parts = {field: _read_part(folder / name, record["rows"][name]) for field, name in _PARTS.items()}
         return LoadedRows(**parts, reports=[SectionReport(**report) for report in record["reports"]])
     except DamagedRows:
         raise
     except Exception as error:  # JSON and Arrow readers raise many types of errors
         raise DamagedRows(f"{type(error).__name__}: {error}") from error
-
-
-def _check_files(folder: Path, files: dict[str, str]) -> None:
-    for name, expected in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise DamagedRows(f"{name} is missing")
-        if file_hash(path) != expected:
-            raise DamagedRows(f"{name} was changed")
 
 
 def _read_part(folder: Path, rows: int | None) -> Dataset | None:
@@ -248,24 +242,20 @@ def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        found = {path.relative_to(folder).as_posix(): _tokenizer_file(path) for path in paths}
+        found = {path.relative_to(folder).as_posix(): file_hash(path) for path in paths}
+        settings = Path(folder) / "tokenizer_config.json"
+        if settings.is_file():
+            values = json.loads(settings.read_text(encoding="utf-8"))
+            found[settings.name] = json_hash({name: value for name, value in values.items() if name not in _PLACE})
     found["chat template"] = text_hash(json.dumps(tokenizer.chat_template))
     source = inspect.getsourcefile(type(tokenizer))
     found["class"] = type(tokenizer).__name__ if source is None else file_hash(Path(source))
     return found
 
 
-def _tokenizer_file(path: Path) -> str:
-    if path.name != "tokenizer_config.json":
-        return file_hash(path)
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return json_hash({name: value for name, value in values.items() if name not in _PLACE})
-
-
 _PACKAGE = Path(__file__).parents[1]
 # Files of this package that rows depend on.
-_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/tokenizer.py", "models/templates/*.jinja")
-_OWN += ("nemo_gym/keys.py",)
+_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/templates/*.jinja", "nemo_gym/keys.py")
 _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 
 
@@ -395,13 +385,9 @@ def row_settings(config: RunConfig, transform_sources: Iterable[str] = ()) -> di
     included.
     """
     words = {word for source in transform_sources for word in re.findall(r"\w+", source)}
-    settings = dict(flat_settings(config))
     idle = set(EXCLUDED) | _idle_seeds(config)
-    return {key: value for key, value in settings.items() if key not in idle or _mentions(key, words)}
-
-
-def _mentions(key: str, words: set[str]) -> bool:
-    return not words.isdisjoint({*key.split(".")[-1:], *_OTHER_WORDS.get(key, ())})
+    names = lambda key: {key.rpartition(".")[2], *_OTHER_WORDS.get(key, ())}
+    return {key: value for key, value in flat_settings(config) if key not in idle or words & names(key)}
 
 
 def _idle_seeds(config: RunConfig) -> set[str]:
