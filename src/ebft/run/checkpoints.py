@@ -23,8 +23,7 @@ from ebft.errors import ConfigError, SaveError, cause, save_remedy
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STATE, checksum, safetensors_header
 from ebft.models.files import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import PREVIOUS, RunFiles, has_records, set_aside
-from ebft.run.output import forget_final
-from ebft.run.own_files import MARK, final_files, final_step, write_mark
+from ebft.run.own_files import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.same_run import RUN_FILE, check_same_run
 from ebft.trainer.checkpoints import step_in_name
 
@@ -269,8 +268,8 @@ class PreviousRun(TrainerCallback):
         try:
             if step == 0:
                 return set_earlier_aside(self._config)
-            if self._config.resume_from_checkpoint is not None:
-                forget_final(output_dir)
+            if self._config.resume_from_checkpoint is not None:  # the final model is that of an earlier run
+                write_mark(output_dir, None, listed(output_dir), cards(output_dir))
             set_later_aside(self._config)
         except OSError as error:
             raise SaveError(
@@ -326,12 +325,12 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
     sums = _read_checksums(checkpoint)
-    listed = {checkpoint / name for name in sums}
+    with_sums = {checkpoint / name for name in sums}
     for path in _files(checkpoint):
         check = _CHECKS.get(path.suffix)
         if path.is_file() and check is not None:
             with _damaged(path.relative_to(checkpoint)):
-                check(path, reads_all and path not in listed)
+                check(path, reads_all and path not in with_sums)
     with _damaged(STATE):
         state = read_json(checkpoint / STATE)
     if not isinstance(state.get("global_step"), int):

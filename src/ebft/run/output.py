@@ -29,14 +29,9 @@ from ebft.monitor.run_files import CARD
 from ebft.monitor.run_state import read_run, state_of
 from ebft.over_transformers import save_final_weights
 from ebft.processes import is_main_process
-from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
+from ebft.run.own_files import cards, listed, owns_card, write_mark
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
-
-
-def forget_final(output_dir: Path) -> None:
-    """Mark the final model of an earlier run as not complete; its files are still listed."""
-    write_mark(output_dir, None, listed(output_dir), cards(output_dir))
 
 
 def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
@@ -70,7 +65,7 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
     """
     paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
     files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
-    others = unlisted(output_dir, files)
+    others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]
     if others:
         raise SaveError(
             f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "

@@ -75,26 +75,22 @@ def claim(folder: Path) -> None:
     """
     if not is_main_process():
         return
+    card = folder / CARD
     try:
-        _list_files(folder)
-        kept = not owns_card(folder)
+        if _mark(folder) is None:
+            names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
+            found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
+            files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
+            has_card = (folder / RUN_FILE).is_file() and card.is_file()
+            write_mark(folder, None, files, [checksum(card)] if has_card else [])
+        is_kept = not owns_card(folder)
     except OSError as error:
         raise SaveError.of(folder, error) from error
-    if kept:
+    if is_kept:
         warnings.warn(
-            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
-            "there.",
+            f"{card} was not written by a run, or was edited, so it is kept and no model card is written there.",
             stacklevel=2,
         )
-
-
-def _list_files(folder: Path) -> None:
-    if _mark(folder) is None:
-        names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
-        found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
-        files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
-        card = folder / CARD
-        write_mark(folder, None, files, [checksum(card)] if (folder / RUN_FILE).is_file() and card.is_file() else [])
 
 
 def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Iterable[int]) -> None:
@@ -138,12 +134,6 @@ def final_files(folder: Path) -> list[Path]:
     return [*found, folder / CARD] if found and (folder / CARD).is_file() and owns_card(folder) else found
 
 
-def unlisted(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` that exist in `folder` without being files of a final model there."""
-    known = listed(folder)
-    return [name for name in names if name not in known and os.path.lexists(folder / name)]
-
-
 def _mark(folder: Path) -> dict[str, Any] | None:
     mark = read_object(folder / MARK)
     return mark if mark is not None and isinstance(mark.get("files"), dict) else None
@@ -166,9 +156,8 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
         if _CHECKPOINT.fullmatch(name):
             is_own = _is_checkpoint(path, resumes or has_mark)
         elif name == STAGING:
-            is_own = (
-                path.is_dir() and not path.is_symlink() and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
-            )
+            is_folder = path.is_dir() and not path.is_symlink()
+            is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
         elif name == PREVIOUS:
             is_own = path.is_dir()
         elif name in _RECORDS:
