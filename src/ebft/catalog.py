@@ -5,13 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-
-from filelock import FileLock
 
 from ebft.errors import FetchError, ModelError
 
@@ -74,7 +70,8 @@ def cached_folder(name: str) -> Path:
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
     """Whether `folder` is a finished conversion of `model`, of which no file is missing or cut off."""
     sizes = fetched_sizes(folder, model)
-    return sizes is not None and all(_is_whole(folder / name, size) for name, size in sizes.items())
+    is_whole = lambda path, size: path.is_file() and size in (None, path.stat().st_size)
+    return sizes is not None and all(is_whole(folder / name, size) for name, size in sizes.items())
 
 
 def mark_fetched(folder: Path, model: PinnedModel) -> None:
@@ -99,10 +96,6 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
         raise ModelError(
             f"{mark} cannot be read ({error.strerror}). Correct its permissions, or set EBFT_CACHE to another cache."
         ) from error
-
-
-def _is_whole(path: Path, size: int | None) -> bool:
-    return path.is_file() and size in (None, path.stat().st_size)
 
 
 def is_gguf(name: str) -> bool:
@@ -140,22 +133,3 @@ def expanded(path: Path) -> Path:
         return path.expanduser().absolute()
     except RuntimeError as error:
         raise FetchError(f"{path} begins with the home folder of an unknown user. Correct the path.") from error
-
-
-@contextmanager
-def locked(path: Path, in_cache: bool = True) -> Iterator[None]:
-    """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
-
-    Raises FetchError if they cannot be written; `in_cache` says whether the user can choose another cache instead.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path.parent / f".{path.name}.lock")
-        lock.acquire()
-    except OSError as error:
-        remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
-        raise FetchError(f"Cannot write to {path.parent} ({error.strerror or error}). {remedy}") from error
-    try:
-        yield
-    finally:
-        lock.release()

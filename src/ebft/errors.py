@@ -1,8 +1,9 @@
 """Errors that a user can correct, with one class for each source of error."""
 
 import errno
-import shutil
 from pathlib import Path
+
+from ebft.machine import free_disk
 
 
 class EBFTError(ValueError):
@@ -48,8 +49,8 @@ class SaveError(EBFTError):
 
 def save_problem(folder: Path, error: BaseException) -> str:
     """What was raised when `folder` was written, with the free space on its disk."""
-    parent = next(parent for parent in folder.absolute().parents if parent.exists())
-    return f"{cause(error)} ({shutil.disk_usage(parent).free / 2**20:,.0f} MiB are free in {parent})."
+    free, existing = free_disk(folder.absolute().parent)
+    return f"{cause(error)} ({free / 2**20:,.0f} MiB are free in {existing})."
 
 
 def save_remedy(folder: Path, error: BaseException) -> str:

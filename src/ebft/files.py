@@ -1,6 +1,7 @@
-"""Folders that are written completely or not at all, also if the process is killed or the machine loses power.
+"""Files: folders that are written completely or not at all, locks, hashes, and reading with errors for users.
 
-A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed.
+A folder is written below `STAGING` of its parent, flushed to the disk, and then renamed, so that it is complete also if
+the process is killed or the machine loses power.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import zlib
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from ebft.errors import DataError, EBFTError
 
@@ -22,6 +26,7 @@ STAGING = "_saving"  # incomplete and replaced folders in an output folder; dele
 CHECKSUMS = "ebft_checksums.json"  # in a checkpoint: {path of a binary file: CRC-32 of its contents}
 RUN_FILE = "ebft_run.json"  # in a checkpoint or a final model: the settings and inputs of its run
 STATE = "trainer_state.json"  # of a checkpoint or a final model, as transformers writes it
+ADAPTER_CONFIG = "adapter_config.json"  # of an adapter, as PEFT writes it
 _TEXTS = (".json", ".jinja", ".md", ".txt")  # may be edited
 
 
@@ -89,20 +94,24 @@ def publish_files(staged: Path, folder: Path, obsolete: Iterable[Path] = ()) -> 
     _flush_one(folder)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file that is either complete or not there."""
-    draft = path.with_name(f"{path.name}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    _flush_one(draft)
-    os.replace(draft, path)
-    _flush_one(path.parent)
+def write_text(path: Path, text: str, is_flushed: bool = True) -> None:
+    """Write a file such that readers find the old or the new content, never a part.
+
+    `is_flushed`: also if the machine loses power, which takes longer.
+    """
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    if is_flushed:
+        _flush_one(part)
+    os.replace(part, path)
+    if is_flushed:
+        _flush_one(path.parent)
 
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of the files below `folder` that are not text into its file CHECKSUMS."""
-    found = {
-        path.relative_to(folder).as_posix(): checksum(path) for path in _files(folder) if path.suffix not in _TEXTS
-    }
+    files = [path for path in _files(folder) if path.suffix not in _TEXTS]
+    found = {path.relative_to(folder).as_posix(): checksum(path) for path in files}
     write_text(folder / CHECKSUMS, json.dumps(found, indent=2) + "\n")
 
 
@@ -193,6 +202,40 @@ def json_object(path: Path) -> dict[str, Any]:
     return found
 
 
+def safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file by the names of tensors, and where its data begins. Raises ValueError."""
+    with path.open("rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        if length > path.stat().st_size - 8:
+            raise ValueError("its header is truncated")
+        header = json.loads(file.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + length
+
+
+@contextmanager
+def locked(
+    path: Path, problem: Callable[[OSError], EBFTError], waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Hold the lock of `path`, a file `.NAME.lock` next to it; other processes wait. Parent folders are created.
+
+    `waiting` is called before this process waits for another one. Raises `problem` if the lock cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.parent / f".{path.name}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waiting()
+            lock.acquire()
+    except OSError as error:
+        raise problem(error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run takes too long
 
 
@@ -211,6 +254,16 @@ def file_hash(path: Path) -> str:
     """The SHA-256 hash of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_hash(text: str) -> str:
+    """The SHA-256 hash of a text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def json_hash(value: Any) -> str:
+    """The SHA-256 hash of a value as JSON, whatever the order of the keys in it."""
+    return text_hash(json.dumps(value, sort_keys=True, default=str))
 
 
 def read_text(path: Path) -> str:

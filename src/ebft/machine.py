@@ -1,4 +1,4 @@
-"""Accelerators, processes, memory and disk space of this machine."""
+"""Accelerators, processes, memory, disk space and installed packages of this machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 _GIB = 2**30
@@ -70,6 +71,14 @@ def free_disk(folder: str | Path) -> tuple[int, Path]:
     path = Path(folder).absolute()
     existing = next(parent for parent in (path, *path.parents) if parent.exists())
     return shutil.disk_usage(existing).free, existing
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""The side of the processes that `ebft train` starts: they receive its signals and report one error together."""
+"""This process among all that train together: its rank, the command that started it, signals, and one error of all."""
 
 import json
 import os
@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
-TYPED = (
-    "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if they are not those of the process
-)
+TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if not those of the process
 PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error
@@ -44,11 +42,11 @@ def join_launch() -> None:
     name = os.environ.pop(FOLDER, None)
     if name is None:
         return
-    if _rank() != "0":  # one set of progress bars; read by datasets and transformers when they are imported
+    if not is_main_process():  # one set of progress bars; read by datasets and transformers when they are imported
         os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     _folder = Path(name)
     try:
-        (_folder / f"{_rank()}.pid").write_text(str(os.getpid()))
+        (_folder / f"{rank()}.pid").write_text(str(os.getpid()))
     except OSError:  # the launch was interrupted, and its folder was deleted
         sys.exit(_ENDED)
 
@@ -88,9 +86,9 @@ def reports_failure() -> bool:
         return True
     try:
         with (_folder / FAILED).open("x") as file:
-            file.write(_rank())
+            file.write(rank())
     except FileExistsError:
-        return (_folder / FAILED).read_text() == _rank()
+        return (_folder / FAILED).read_text() == rank()
     except OSError:
         return True
     return True
@@ -140,8 +138,14 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _rank() -> str:
+def rank() -> str:
+    """The rank of this process among all that train together, before and after torch.distributed is initialized."""
     return os.environ.get("RANK", "0")
+
+
+def is_main_process() -> bool:
+    """Whether this process is the first of all that train together, which writes files and prints."""
+    return rank() == "0"
 
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run.reporting import data_digests, description
+from ebft.run.reporting import data_hashes, description
 from ebft.tools.launch import sweep as module
 from ebft.tools.launch.plan import LaunchOptions
 from ebft.tools.launch.sweep import RESULTS, SweepRun, _command, read_sweep
@@ -236,7 +236,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep_of, monkeypatch,
     words = ["seed=1", f"output_dir={run.output_dir}", "auto_resume_from_checkpoints=true"]
     config = module.load_config(run_file, words)
     Path(run.output_dir).mkdir(parents=True)
-    recorded = description(config) | {"state": "finished", "data_digests": data_digests(config)}
+    recorded = description(config) | {"state": "finished", "data_digests": data_hashes(config)}
     Path(run.output_dir, "run.json").write_text(json.dumps(recorded))
     monkeypatch.setattr("ebft.run.own_files.final_step", lambda folder: 2)
     assert sweep.is_finished(run) and words[2] in sweep.words(run)

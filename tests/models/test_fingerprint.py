@@ -4,28 +4,28 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ebft.models import fingerprint
-from ebft.models.fingerprint import file_sample, model_folder, weights_fingerprint
+from ebft.run import changes
+from ebft.run.changes import model_folder, sample_hash, weights_hash
 
 
 def test_nothing_to_describe(tmp_path):
-    assert weights_fingerprint(tmp_path) is None and weights_fingerprint(tmp_path, "x.gguf") is None
+    assert weights_hash(tmp_path) is None and weights_hash(tmp_path, "x.gguf") is None
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
-    assert weights_fingerprint(tmp_path) is None
+    assert weights_hash(tmp_path) is None
     assert model_folder(str(tmp_path)) == tmp_path
     assert model_folder("nobody/of-this-name") is None and model_folder("no id of the Hub/at all/") is None
 
 
 @pytest.fixture(params=[2**26, 0], ids=["whole", "sampled"])
 def sizes(request, monkeypatch):
-    monkeypatch.setattr(fingerprint, "_ALL", request.param)
-    monkeypatch.setattr(fingerprint, "_BLOCK", 64)
+    monkeypatch.setattr(changes, "_ALL", request.param)
+    monkeypatch.setattr(changes, "_BLOCK", 64)
 
 
 def saved(folder, weights, file="model.safetensors", **metadata):
     folder.mkdir(exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / file, metadata)
-    return weights_fingerprint(folder)
+    return weights_hash(folder)
 
 
 def test_weights_are_the_same_in_another_file_and_no_others_are(sizes, tmp_path):
@@ -35,18 +35,18 @@ def test_weights_are_the_same_in_another_file_and_no_others_are(sizes, tmp_path)
     for name, value in weights.items():
         parts = saved(tmp_path / "c", {name: value}, f"model-{name}.safetensors")
     assert parts == whole
-    for changes in (
+    for change in (
         {"a": torch.arange(400.0) + (torch.arange(400) == 200)},
         {"b": torch.zeros(5, 3)},
         {"b": torch.zeros(3, 5, dtype=torch.int32)},
         {"c": torch.full((2,), 1.0078125, dtype=torch.bfloat16)},
         {"d": torch.zeros(1)},
     ):
-        assert saved(tmp_path / "d", weights | changes) != whole
+        assert saved(tmp_path / "d", weights | change) != whole
     file, content = tmp_path / "model.gguf", bytes(range(250)) * 40
     file.write_bytes(content)
-    first = weights_fingerprint(tmp_path, "model.gguf")
-    assert first == file_sample(file)
+    first = weights_hash(tmp_path, "model.gguf")
+    assert first == sample_hash(file)
     for other in (b"x" + content[1:], content + b"x", content[:5000] + b"x" * 64 + content[5064:]):
         file.write_bytes(other)
-        assert weights_fingerprint(tmp_path, "model.gguf") != first
+        assert weights_hash(tmp_path, "model.gguf") != first

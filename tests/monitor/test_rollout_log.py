@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from ebft.monitor.rollout_log import FILE, RolloutLog
+from ebft.monitor.run_files import RolloutLog
+from ebft.run_files import ROLLOUTS
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
@@ -14,7 +15,7 @@ from tests.structured.trainers import make as make_structured
 
 
 def entries(folder):
-    return [json.loads(line) for line in (folder / FILE).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (folder / ROLLOUTS).read_text(encoding="utf-8").splitlines()]
 
 
 def test_strided_rollouts_are_those_of_the_step(tmp_path):
@@ -77,7 +78,12 @@ def test_files_are_bounded(tmp_path):
     log = RolloutLog(folder, max_bytes=1000)
     for step in range(100):
         log.write([{"step": step, "text": "ä" * 20}])
-    assert sorted(path.name for path in folder.iterdir()) == [FILE, f"{FILE}.1", f"{FILE}.2", f"{FILE}.3"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ROLLOUTS,
+        f"{ROLLOUTS}.1",
+        f"{ROLLOUTS}.2",
+        f"{ROLLOUTS}.3",
+    ]
     assert all(path.stat().st_size <= 1000 for path in folder.iterdir())
     assert entries(folder)[-1] == {"step": 99, "text": "ä" * 20}
     RolloutLog(folder, rank=1).write([{"step": 0}])
@@ -86,7 +92,7 @@ def test_files_are_bounded(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    (tmp_path / "run" / FILE).mkdir(parents=True)
+    (tmp_path / "run" / ROLLOUTS).mkdir(parents=True)
     for folder in (tmp_path / "file", tmp_path / "run"):
         log = RolloutLog(folder)
         with pytest.warns(UserWarning, match="cannot be written .*, so it lacks rollouts"):

@@ -10,8 +10,7 @@ import pytest
 from transformers import TrainerCallback, TrainerState
 
 from ebft import train
-from ebft.monitor.rollout_log import RolloutLog
-from ebft.monitor.run_files import RunFiles, remove_from_step, set_run_aside
+from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step, set_run_aside
 from ebft.run.reporting import recorded
 from ebft.run.stopping import TrainingInterrupted
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files

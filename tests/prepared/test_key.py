@@ -10,8 +10,8 @@ import pytest
 
 from ebft.errors import DataError
 from ebft.models.tokenizer import load_tokenizer
-from ebft.prepared import key
-from ebft.prepared.key import key_of, row_inputs
+from ebft.run import prepared_rows
+from ebft.run.prepared_rows import key_of, row_inputs
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def key_for(make):
 def test_settings(key_for, tmp_path):
     """Those that determine rows change the key, others do not."""
     plain, same = key_for(), {"output_dir": str(tmp_path / "b"), "ebft": {"stride": 2}, "sample_packing": True}
-    assert len(plain) == 32 and plain.isalnum() and key.FORMAT == 1  # the name of a folder
+    assert len(plain) == 32 and plain.isalnum() and prepared_rows.FORMAT == 1  # the name of a folder
     assert key_for(**same, learning_rate=0.5) == plain == key_for()
     for change in (
         {"sequence_len": 48},
@@ -105,7 +105,7 @@ def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, text in {"own_encoded": content + b"\ndef transform(cfg):\n    return None\n", **others}.items():
         (tmp_path / f"{name}.py").write_bytes(text)
-    found = key.transform_sources(["own_encoded.transform"])
+    found = prepared_rows.transform_sources(["own_encoded.transform"])
     assert found.keys() == {"own_encoded", *others} and "import " in found["own_encoded"]
     assert all(found[name] == text.decode() for name, text in others.items())
     for name in found:
@@ -115,11 +115,11 @@ def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
 def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypatch, tmp_path):
     before = key_for()
     with monkeypatch.context() as patch:
-        patch.setattr(key, "version", lambda name: "another")
+        patch.setattr(prepared_rows, "version", lambda name: "another")
         assert key_for() != before
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "load.py").write_text("changed")
-    monkeypatch.setattr(key, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(prepared_rows, "_PACKAGE", tmp_path)
     assert key_for() != before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import ebft
 from ebft.config.reference import option_groups
 from ebft.config.section import Section
-from ebft.prepared.key import EXCLUDED, row_settings
+from ebft.run.prepared_rows import EXCLUDED, row_settings
 
 KEYS = [option.key for options in option_groups().values() for option in options]
 

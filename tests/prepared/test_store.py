@@ -9,9 +9,8 @@ import pytest
 from datasets import Dataset
 
 from ebft.errors import DataError
-from ebft.prepared import rows
-from ebft.prepared import rows as prepared_rows
-from ebft.prepared.rows import RECORD, prepare_rows, read_rows
+from ebft.run import prepared_rows
+from ebft.run.prepared_rows import RECORD, prepare_rows, read_rows
 from tests.prepared.conftest import METHODS
 
 
@@ -107,7 +106,7 @@ DAMAGE = {
 
 
 def test_damaged_rows_are_prepared_again_with_a_line(make, base, prepare, capsys):
-    assert read_rows(base / "0") is None and rows.RECORD == "prepared.json"  # nothing is there before it is written
+    assert read_rows(base / "0") is None and prepared_rows.RECORD == "prepared.json"
     config = make()
     before = prepare(config)
     expected = before.rows.train[:]

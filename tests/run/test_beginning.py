@@ -14,7 +14,7 @@ import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.output import LOCK, locked, wait_until_free
+from ebft.run.output import LOCK, output_lock, wait_until_free
 from ebft.run.own_files import final_step
 from tests.run.crash import before, config_of, kill, run
 
@@ -91,18 +91,18 @@ def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs
 
 
 def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, monkeypatch):
-    with locked(tmp_path):
-        with pytest.raises(ConfigError, match="is used by another run. Wait"), locked(tmp_path):
+    with output_lock(tmp_path):
+        with pytest.raises(ConfigError, match="is used by another run. Wait"), output_lock(tmp_path):
             pass
         monkeypatch.setenv("RANK", "1")
-        with locked(tmp_path):
+        with output_lock(tmp_path):
             pass
         monkeypatch.delenv("RANK")
         child = subprocess.Popen(["sleep", "600"], close_fds=False)  # as the managed server
     try:
         opened = [os.path.realpath(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
         assert str(tmp_path / LOCK) not in opened
-        with locked(tmp_path):
+        with output_lock(tmp_path):
             pass
     finally:
         child.kill()
@@ -120,7 +120,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number)
         monkeypatch.setattr("fcntl.flock", flock)
     for _ in range(2):  # the second as after a SIGKILL of the first, which releases nothing
         with warnings.catch_warnings(record=True, action="always") as caught:
-            holding = locked(tmp_path)
+            holding = output_lock(tmp_path)
             holding.__enter__()
         (said,) = [str(warning.message) for warning in caught]
         assert f"output_dir: {tmp_path} cannot be locked" in said and "would not be detected" in said
@@ -128,12 +128,12 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number)
 
 def test_a_restarted_run_waits_for_the_lock_of_the_one_that_is_being_killed(tmp_path):
     waiting = threading.Thread(target=wait_until_free, args=(tmp_path, 600))
-    with locked(tmp_path):
+    with output_lock(tmp_path):
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
-        wait_until_free(tmp_path, 0)  # gives up: the error is that of `locked`
+        wait_until_free(tmp_path, 0)  # gives up: the error is that of `output_lock`
     waiting.join(600)
     assert not waiting.is_alive()
-    with locked(tmp_path):
+    with output_lock(tmp_path):
         pass

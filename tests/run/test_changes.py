@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from ebft.config.schema import RunConfig
+from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
-from ebft.prepared.key import flat_settings
 from ebft.run.changes import NOT_COMPARED, compared_settings, has_other_settings, run_record, warn_of_changes
 from ebft.run.same_run import FIXED, OF_OPTIMIZER, optimizer_keys, run_keys, write_run_keys
 from tests.run.crash import config_of

@@ -73,7 +73,8 @@ def write(path, step):
 
 
 def resumed(config):
-    return find_checkpoints(config).checkpoint()
+    found = find_checkpoints(config).checkpoint()
+    return None if found is None else str(found)
 
 
 def assert_skipped(make, torn, older, problem):

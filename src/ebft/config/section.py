@@ -5,6 +5,7 @@ converts them to config sections.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache
 from types import MappingProxyType
@@ -132,3 +133,19 @@ def section_of_options(options: type, name: str | None = None, base: type[Sectio
 
 def _default(option: Any) -> Any:
     return Field(default_factory=option.default_factory) if option.default is MISSING else option.default
+
+
+def flat_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by dotted key; entries of lists are dicts."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.model_dump() if isinstance(value, Section) else value

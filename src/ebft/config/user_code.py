@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import importlib
 import inspect
@@ -16,10 +17,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ebft.errors import ConfigError, EBFTError, cause, shortened
+from ebft.processes import is_main_process, rank
 
 _LONGEST_LINE = 120
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -364,6 +368,64 @@ def _functions(module: ModuleType) -> list[str]:
     return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]
 
 
+def module_sources(names: Iterable[str]) -> dict[str, str]:
+    """The source of each of these modules, and of those that they import, unless they are installed packages."""
+    sources: dict[str, str] = {}
+    waiting = [*names][::-1]
+    while waiting:
+        name = waiting.pop()
+        path = _file_of(name)
+        if name in sources or path is None:
+            continue
+        content = path.read_bytes()
+        sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
+        if path.suffix == ".py":
+            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
+    return sources
+
+
+def _file_of(name: str) -> Path | None:
+    loaded = sys.modules.get(name)
+    try:
+        origin = loaded.__file__ if isinstance(loaded, ModuleType) else find_spec(name).origin
+    except (ImportError, AttributeError, ValueError):  # no such module, or one without a file
+        return None
+    path = Path(origin) if origin else None
+    return path if path is not None and path.is_file() else None
+
+
+def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
+    """The names of the modules that a source imports; some may be functions. A source with a syntax error has none."""
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError):  # a module that is not imported when the transform runs
+        return
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
+    library may be that of a local file."""
+    top = name.partition(".")[0]
+    if top in ("ebft", "") or _is_installed(_file_of(top)):
+        return False
+    path = _file_of(name)
+    return path is not None and not _is_installed(path)
+
+
+def _is_installed(path: Path | None) -> bool:
+    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
+
+
 FIRST, AGAIN = 60.0, 600.0  # seconds until the first line about a call, and between later ones
 
 _running_calls: set[watched] = set()
@@ -423,8 +485,7 @@ def _watch() -> None:
 
 
 def _report(call: watched, seconds: float) -> None:
-    rank = os.environ.get("RANK", "0")
-    start = f"Rank {rank}: " if rank != "0" else ""
+    start = "" if is_main_process() else f"Rank {rank()}: "
     try:
         what = call.what if isinstance(call.what, str) else call.what()
         took = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ebft.data.lengths import token_counts
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 from ebft.printed import say
+from ebft.processes import is_main_process
 
 
 class PackedRows(Dataset):
@@ -43,7 +43,7 @@ class PackedRows(Dataset):
 def pack_and_report(rows: Any, length: int) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
     packed = pack_rows(rows, length)
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         full = sum(packed.lengths) / (len(packed) * length)
         before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
         say(

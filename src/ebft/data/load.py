@@ -1,6 +1,5 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from ebft.data.sources import read_source
 from ebft.data.tables import discard, shuffle_rows
 from ebft.errors import DataError, shortened
 from ebft.printed import say
+from ebft.processes import is_main_process
 
 # Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
@@ -139,7 +139,7 @@ def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hin
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         say(found.with_example(), err=True)
     return Section(joined, found, [first for _, first in sources])
 
@@ -206,7 +206,7 @@ def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed:
                 f"datasets.{number}.weight: {entry.weight} of {documents:,} document{'s' * (documents > 1)} of "
                 f"{entry.path} rounds to none. Raise it, or remove the dataset."
             )
-        if len(found) != len(own) and os.environ.get("RANK", "0") == "0":
+        if len(found) != len(own) and is_main_process():
             say(f"datasets.{number}.weight: {entry.weight}: {len(own):,} -> {len(found):,} rows", err=True)
         taken.append(found)
     return rows.select(np.concatenate(taken))

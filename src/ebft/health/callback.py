@@ -20,7 +20,6 @@ STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES = "strided", "structured", "grpo", "
 EBFT = (STRIDED, STRUCTURED)
 COMPLETIONS = (STRUCTURED, GRPO)
 SAMPLED = (STRIDED, STRUCTURED, GRPO)
-COMPARED = (PREFERENCES,)
 ALL = (STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES)
 # A resumed run continues with the learning rate of its checkpoint.
 _SLOWER = (
@@ -198,7 +197,7 @@ CONDITIONS = (
         "rejected completions preferred",
         "The policy has moved towards the rejected completions: labels may be swapped, or updates are too large.",
         ("rewards/margins",),
-        COMPARED,
+        (PREFERENCES,),
         "below 0, and below its start by more than five standard errors, in 20 logs",
         rules.rejected_preferred,
         f"Check with `ebft preprocess --debug` that chosen and rejected are not swapped. Or {_SLOWER}.",
@@ -264,10 +263,8 @@ class HealthCallback(TrainerCallback):
             return
         self._log.add(state.global_step, logs)
         for condition in CONDITIONS:
-            if condition.name not in self.reported:
-                sighting = condition.rule(self._log)
-                if sighting is not None:
-                    self._report(condition, sighting, args, state)
+            if condition.name not in self.reported and (sighting := condition.rule(self._log)) is not None:
+                self._report(condition, sighting, args, state)
 
     def unresolved(self, args: Any, state: Any) -> list[str]:
         """The names of the reported conditions that still hold for the newest values of the metrics in `state`."""

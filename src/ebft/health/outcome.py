@@ -22,6 +22,7 @@ _HELD_OUT = {
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
+_COMPARISON = "This compares the trained model with the base model and gives confidence intervals:\n  "
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
 _ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
 _LEVEL = 0.03  # probability that any metric without a change is counted as changed, under independent normal noise
@@ -89,12 +90,14 @@ def training_outcome(
     if training:
         parts.append(f"First and last fifth of the training logs:{_listed(training)}")
     if held_out:
-        first, last = _evaluation_steps(log_history, held_out)
-        parts.append(f"First and last evaluation (steps {first} and {last}):{_listed(held_out)}")
+        names = {change.name for change in held_out}
+        steps = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
+        first = steps[0]
+        parts.append(f"First and last evaluation (steps {first} and {steps[-1]}):{_listed(held_out)}")
         if first:
             parts.append(
-                f"The first evaluation already followed {_steps(first)} of training, so it is not one of the base "
-                "model; eval_on_start: true evaluates before the first step."
+                f"The first evaluation already followed {first} step{'s' * (first != 1)} of training, so it is not "
+                "one of the base model; eval_on_start: true evaluates before the first step."
             )
     if any(change.error is not None for change in (*held_out, *training)):
         parts.append("± is one standard error.")
@@ -102,33 +105,23 @@ def training_outcome(
         parts.append(
             "The standard error is unknown with fewer than four evaluations, or if they have only two different values."
         )
-        parts += _comparison(evaluate)
+        parts += [] if evaluate is None else [_COMPARISON + evaluate]
     return "\n".join(_with_unresolved(parts, unresolved))
 
 
 def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_out: bool | None) -> list[str]:
     """The parts of an outcome of which nothing can be said, with what would help: settings that are not yet set."""
     count = sum(any(name.startswith("eval_") for name in entry) for entry in log_history)
-    few = f"fewer than {2 * _FEWEST} entries of training"
+    too_few = f"fewer than {2 * _FEWEST} entries of training"
     if not (count or has_held_out):
         settings = "Set test_datasets or val_set_size with eval_steps, or train longer."
-        return [f"Outcome: unknown. The log has fewer than two evaluations and {few}.", settings]
+        return [f"Outcome: unknown. The log has fewer than two evaluations and {too_few}.", settings]
     evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
     return [
-        f"Outcome: unknown. The log has {evaluations} and {few}.",
+        f"Outcome: unknown. The log has {evaluations} and {too_few}.",
         "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer.",
-        *_comparison(evaluate),
+        *([] if evaluate is None else [_COMPARISON + evaluate]),
     ]
-
-
-def _comparison(evaluate: str | None) -> list[str]:
-    if evaluate is None:
-        return []
-    return [f"This compares the trained model with the base model and gives confidence intervals:\n  {evaluate}"]
-
-
-def _steps(count: Any) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _with_unresolved(parts: list[str], names: Sequence[str]) -> list[str]:
@@ -136,13 +129,6 @@ def _with_unresolved(parts: list[str], names: Sequence[str]) -> list[str]:
     if not names:
         return parts
     return [parts[0], f"Reported in health.jsonl and still so at the end: {', '.join(names)}.", *parts[1:]]
-
-
-def _evaluation_steps(log_history: list[dict[str, Any]], held_out: list[Change]) -> tuple[Any, Any]:
-    """The steps of the first and the last evaluation."""
-    names = {change.name for change in held_out}
-    steps = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
-    return steps[0], steps[-1]
 
 
 def _conclusion(training: list[Change], held_out: list[Change]) -> str:
@@ -205,7 +191,7 @@ def _and(names: list[str]) -> str:
 _SIMULATED = 40_000  # series per quantile
 _LONG = 8  # values from which differences between neighbours show the noise around any smooth curve
 _NORMAL_MAD = 1.4826  # standard deviation of a normal variable over its median absolute deviation
-_MOST = 100  # values; quantiles of longer series are those of this length
+_LONGEST = 100  # values; quantiles of longer series are those of this length
 
 
 def series_error(values: list[float]) -> float | None:
@@ -224,7 +210,7 @@ def series_error(values: list[float]) -> float | None:
 def series_quantile(length: int, level: float) -> float:
     """What |last - first| / `series_error` exceeds with probability `level` in series of independent normal values."""
     generator = torch.Generator().manual_seed(0)
-    length = min(length, _MOST)
+    length = min(length, _LONGEST)
     found = []
     for _ in range(10):
         series_RT = torch.randn(_SIMULATED // 10, length, dtype=torch.float64, generator=generator)

@@ -1,7 +1,7 @@
 """The rules of the table: each decides from the logged series whether a condition holds.
 
 A rule returns the step since which the condition holds and what was seen, or None. It is called after every entry of
-the log, so it must tolerate the noise of single steps: see `ebft.health.rules`.
+the log, so it must tolerate the noise of single steps: it compares medians, with a margin that depends on the noise.
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ def samples_alike(log: Log) -> Sighting | None:
     if ceiling is None or start is None or ceiling - start < 1e-3 * ceiling:
         return None
     limit = max(ceiling - (ceiling - start) / 3, start + series.margin())
-    since = series.since(lambda value: value > limit)
-    if since is None:
-        return None
-    now = median(series.recent())
-    return Sighting(
-        since, f"ebft/diversity rose from {start:.3f} to {now:.3f}; it is {ceiling:.3f} if all samples are identical"
-    )
+    change = f"ebft/diversity rose from {start:.3f} to {{:.3f}}; it is {ceiling:.3f} if all samples are identical"
+    return series.seen(lambda value: value > limit, change)
 
 
 def entropy_collapse(log: Log) -> Sighting | None:
@@ -53,28 +48,21 @@ def entropy_collapse(log: Log) -> Sighting | None:
     start = series.start()
     if start is None or start < 0.02 or log.is_of_preferences:
         return None
-    limit = max(0.1 * start, 0.01)
-    since = series.since(lambda value: value < limit)
-    return None if since is None else Sighting(since, f"entropy fell from {start:.3g} to {median(series.recent()):.3g}")
+    return series.seen(lambda value: value < max(0.1 * start, 0.01), f"entropy fell from {start:.3g} to {{:.3g}}")
 
 
 def diversity_dominates(log: Log) -> Sighting | None:
     """The feature-matching reward stays near -1 or below, without rising."""
     series = log["ebft/mean_reward"]
     start = series.start()
-    since = series.since(lambda value: value < -0.9, PERSISTENT)
-    if start is None or since is None or median(series.recent()) > start + 0.1:
+    if start is None or median(series.recent()) > start + 0.1:
         return None
-    return Sighting(since, f"ebft/mean_reward stays at {median(series.recent(PERSISTENT)):.2f}")
+    return series.seen(lambda value: value < -0.9, "ebft/mean_reward stays at {:.2f}", PERSISTENT)
 
 
 def low_alignment(log: Log) -> Sighting | None:
     """The alignment stays below 0.1."""
-    series = log["ebft/alignment"]
-    since = series.since(lambda value: value < 0.1, PERSISTENT)
-    return (
-        None if since is None else Sighting(since, f"ebft/alignment stays at {median(series.recent(PERSISTENT)):.3f}")
-    )
+    return log["ebft/alignment"].seen(lambda value: value < 0.1, "ebft/alignment stays at {:.3f}", PERSISTENT)
 
 
 def no_signal(log: Log) -> Sighting | None:
@@ -128,9 +116,9 @@ def cross_entropy_diverges(log: Log) -> Sighting | None:
     start = series.start()
     if start is not None:
         limit = start + max(0.3, 0.1 * start, series.margin())
-        since = series.since(lambda value: value > limit)
-        if since is not None:
-            return Sighting(since, f"{name} rose from {start:.3f} to {median(series.recent()):.3f}")
+        seen = series.seen(lambda value: value > limit, f"{name} rose from {start:.3f} to {{:.3f}}")
+        if seen is not None:
+            return seen
     return _held_out_rise(log["eval_ce_loss"], "eval_ce_loss", 0.3, 0.1)
 
 
@@ -140,16 +128,11 @@ def cfm_diverges(log: Log) -> Sighting | None:
     With whitening, that of training is in a space of the samples, which changes with them: its rise means nothing.
     """
     series = log["ebft/cfm_loss"]
-    since = series.since(lambda value: value > 100)
-    if since is not None:
-        return Sighting(since, f"ebft/cfm_loss is {median(series.recent()):.3g}")
-    start = series.start()
-    if start is not None and not log.whitened:
+    seen, start = series.seen(lambda value: value > 100, "ebft/cfm_loss is {:.3g}"), series.start()
+    if seen is None and start is not None and not log.whitened:
         limit = max(1.5 * start, start + series.margin())
-        since = series.since(lambda value: value > limit)
-        if since is not None:
-            return Sighting(since, f"ebft/cfm_loss rose from {start:.3f} to {median(series.recent()):.3f}")
-    return _held_out_rise(log["eval_cfm_loss"], "eval_cfm_loss", 0.05, 0.5)
+        seen = series.seen(lambda value: value > limit, f"ebft/cfm_loss rose from {start:.3f} to {{:.3f}}")
+    return seen or _held_out_rise(log["eval_cfm_loss"], "eval_cfm_loss", 0.05, 0.5)
 
 
 def overfitting(log: Log) -> Sighting | None:
@@ -171,32 +154,23 @@ def unstable_gradient(log: Log) -> Sighting | None:
     start = series.start()
     if start is None:
         return None
-    since = series.since(lambda value: value > max(10, 5 * start))
-    return (
-        None if since is None else Sighting(since, f"grad_norm rose from {start:.3g} to {median(series.recent()):.3g}")
-    )
+    return series.seen(lambda value: value > max(10, 5 * start), f"grad_norm rose from {start:.3g} to {{:.3g}}")
 
 
 def off_policy(log: Log) -> Sighting | None:
     """The sampler's log-probabilities differ from the trainer's, or many ratios are clipped."""
-    difference = log["sampling/sampling_logp_difference/mean"]
-    since = difference.since(lambda value: value > 1)
-    if since is not None:
-        return Sighting(since, f"sampling/sampling_logp_difference/mean is {median(difference.recent()):.2f}")
-    ratio = log["sampling/importance_sampling_ratio/min"]
-    since = ratio.since(lambda value: value < 0.01)
-    if since is not None and difference.recent() and median(difference.recent()) > 0.1:
-        return Sighting(since, f"sampling/importance_sampling_ratio/min is {median(ratio.recent()):.1g}")
+    difference, ratio = log["sampling/sampling_logp_difference/mean"], log["sampling/importance_sampling_ratio/min"]
+    seen = difference.seen(lambda value: value > 1, "sampling/sampling_logp_difference/mean is {:.2f}")
+    if seen is None and difference.recent() and median(difference.recent()) > 0.1:
+        seen = ratio.seen(lambda value: value < 0.01, "sampling/importance_sampling_ratio/min is {:.1g}")
     clipped = log["clip_ratio/region_mean"]
-    since = clipped.since(lambda value: value > 0.3)
-    return None if since is None else Sighting(since, f"clip_ratio/region_mean is {median(clipped.recent()):.2f}")
+    return seen or clipped.seen(lambda value: value > 0.3, "clip_ratio/region_mean is {:.2f}")
 
 
 def far_from_reference(log: Log) -> Sighting | None:
     """The KL divergence from the reference model is above 2."""
-    series = log["kl"]
-    since = None if log.is_of_preferences else series.since(lambda value: value > 2)  # KTO sums it over tokens
-    return None if since is None else Sighting(since, f"kl is {median(series.recent()):.2f}")
+    # KTO sums it over tokens
+    return None if log.is_of_preferences else log["kl"].seen(lambda value: value > 2, "kl is {:.2f}")
 
 
 def rejected_preferred(log: Log) -> Sighting | None:
@@ -215,11 +189,9 @@ def truncation(log: Log) -> Sighting | None:
     """More than 80% of the completions end at the maximum length."""
     series = log["completions/clipped_ratio"]
     since = series.since(lambda value: value > 0.8)
-    return (
-        None
-        if since is None
-        else Sighting(since, f"{mean(series.recent()):.0%} of the completions reach their maximum length")
-    )
+    if since is None:
+        return None
+    return Sighting(since, f"{mean(series.recent()):.0%} of the completions reach their maximum length")
 
 
 def length_rewarded(log: Log) -> Sighting | None:
@@ -306,6 +278,11 @@ class Series:
         if not values or not holds(median(values)):
             return None
         return next((step for step, value in list(self.last)[-count:] if holds(value)), None)
+
+    def seen(self, holds: Callable[[float], bool], text: str, count: int = WINDOW) -> Sighting | None:
+        """Return what `since` found, with the median of the last `count` values in place of `{}` in the text."""
+        since = self.since(holds, count)
+        return None if since is None else Sighting(since, text.format(median(self.recent(count))))
 
     def all_since(self, holds: Callable[[float], bool], count: int) -> int | None:
         """Return the first of the last `count` steps if the value of each of them `holds`."""

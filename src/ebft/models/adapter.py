@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
-from ebft.files import json_object
+from ebft.files import ADAPTER_CONFIG, json_object
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.files import refuse_classifier
 from ebft.models.heads import head_modules, task_type
@@ -123,9 +123,9 @@ def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> No
 
 def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
     folder = str(config.lora_model_dir)
-    if not (Path(folder).expanduser() / SETTINGS).is_file():
+    if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
         raise ModelError(
-            f"lora_model_dir: {folder!r} does not contain an adapter (no {SETTINGS}). Give the folder of a saved "
+            f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
             "adapter, such as a checkpoint folder."
         )
     try:
@@ -145,14 +145,14 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
     return loaded
 
 
-SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 # A warning of PEFT about the rank of fused experts, which it applies, but looks for among modules.
 UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any targeted module.*gate_up_proj"
 
 
 def read_adapter_config(folder: Path) -> PeftConfig:
     """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
-    path = folder / SETTINGS
+    path = folder / ADAPTER_CONFIG
     try:
         values = json_object(path)
     except (OSError, ValueError) as error:
@@ -219,8 +219,8 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
             refuse_classifier(folder, f"its adapter does not fit a {type(model).__name__}")
         if options.get("is_trainable") and getattr(found, "trainable_token_indices", None):
             raise ModelError(
-                f"{folder / SETTINGS}: adapters with trainable_token_indices cannot be trained further, since `ebft "
-                "merge-lora` merges whole weights. Train a new one with lora_modules_to_save: [embed_tokens]"
+                f"{folder / ADAPTER_CONFIG}: adapters with trainable_token_indices cannot be trained further, since "
+                "`ebft merge-lora` merges whole weights. Train a new one with lora_modules_to_save: [embed_tokens]"
             )
         refuse_pickles(folder)
         if not (folder / WEIGHTS).is_file():
@@ -235,14 +235,14 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         except Exception as error:  # PEFT and PyTorch raise many types of errors
             raise ModelError(
                 f"the adapter in {name!r} is incompatible with the base model: {cause(error)}. Its settings are in "
-                f"{SETTINGS}."
+                f"{ADAPTER_CONFIG}."
             ) from error
     for warning in caught:
         message = str(warning.message)
         if "missing adapter keys" in message:
             raise ModelError(
                 f"the adapter in {name!r} does not fit the base model or is incomplete: its weights lack tensors that "
-                f"its {SETTINGS} describes ({shortened(message)})"
+                f"its {ADAPTER_CONFIG} describes ({shortened(message)})"
             )
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     _check_all_used(loaded, name, stored)
@@ -263,7 +263,8 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
         shown = f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''}"
         raise ModelError(
             f"the adapter in {name!r} has tensors that belong to no part of the model: {shown}. It was "
-            f"trained on another model, or its {SETTINGS} was changed. Use it with the model that it was trained on"
+            f"trained on another model, or its {ADAPTER_CONFIG} was changed. Use it with the model that it was trained "
+            "on"
         )
 
 

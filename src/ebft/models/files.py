@@ -9,7 +9,7 @@ from typing import Any
 
 from ebft.data.locate import lasting_name
 from ebft.errors import ModelError
-from ebft.files import exists, json_object
+from ebft.files import ADAPTER_CONFIG, exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
 _CLASSIFIER_TASKS = {SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters
@@ -19,7 +19,7 @@ _HINT = "Give the folder or Hub id of a reward model with one score per text, su
 def classifier_kind(folder: Path) -> str | None:
     """SCORE or STEPS for a folder with such a model or an adapter of one; None for other folders."""
     names = _values(folder / "config.json").get("architectures") or []
-    task = _values(folder / "adapter_config.json").get("task_type")
+    task = _values(folder / ADAPTER_CONFIG).get("task_type")
     return next(
         (
             end
@@ -47,7 +47,7 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
     folder = Path(name).expanduser()
     if values is None and not exists(folder):
         return None
-    if values is None and exists(folder / "adapter_config.json"):
+    if values is None and exists(folder / ADAPTER_CONFIG):
         kind, labels = classifier_kind(folder), 1
     else:
         values = _values(folder / "config.json") if values is None else values
@@ -176,7 +176,7 @@ _KINDS = {
 def adapter_settings(name: str) -> dict[str, Any]:
     """The object in adapter_config.json; empty if it cannot be read, which is reported when it is loaded."""
     try:
-        return json_object(Path(lasting_name(name)).expanduser() / "adapter_config.json")
+        return json_object(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG)
     except (OSError, ValueError):
         return {}
 

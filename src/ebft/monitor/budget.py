@@ -1,17 +1,15 @@
-"""The compute budget of a run: totals that are comparable between methods, and a callback that stops at a limit.
+"""The compute budget of a run: totals that are comparable between methods, how FLOPs are counted, and the limits.
 
 `budget/documents` is the number of rows trained on, including repetitions; every document of a packed row counts, and
 for full completions, prompts are counted. `budget/generated_tokens` is the number of sampled tokens. `budget/flops` are
-those of `ebft.monitor.budget` in training steps, without evaluation. All are summed over ranks and continue after
-resuming from a checkpoint.
+those of matrix products in training steps, without evaluation. All are summed over ranks and continue after resuming
+from a checkpoint.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from ebft.files import STATE, json_object
 from ebft.models.causal_lm import unwrap_adapter, without_hooks
 from ebft.models.cpu import is_replayed, observers
 from ebft.over_transformers import Conv1D
@@ -100,8 +99,7 @@ def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None
 
 def spent_at(checkpoint: str | Path) -> dict[str, float]:
     """Return the totals saved in a checkpoint; empty if it has none."""
-    state = json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))
-    return state.get("stateful_callbacks", {}).get(_SAVED_AS, {})
+    return json_object(Path(checkpoint) / STATE).get("stateful_callbacks", {}).get(_SAVED_AS, {})
 
 
 class FlopMeter:
@@ -116,13 +114,12 @@ class FlopMeter:
         """Register hooks on every matrix product of `models` inside the block; shared modules are hooked once."""
         models = list(models)
         modules = {id(module): module for model in models for module in model.modules() if weight_size(module)}
+        causal_lms = {id(causal_lm): causal_lm for causal_lm in map(unwrap_adapter, models)}.values()
+        heads = [modules[key] for key in {id(each.get_output_embeddings()) for each in causal_lms} if key in modules]
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
-        heads = {id(unwrap_adapter(model).get_output_embeddings()) for model in models}
-        hooks += [
-            without_hooks(head).register_forward_hook(partial(self._count_unhooked, head), with_kwargs=True)
-            for head in (modules[key] for key in heads if key in modules)
-        ]
-        causal_lms = {id(unwrap_adapter(model)): unwrap_adapter(model) for model in models}.values()
+        for head in heads:  # that of a sharded model runs without its own hooks
+            count = lambda _, *call, head=head: self._count(head, *call)
+            hooks.append(without_hooks(head).register_forward_hook(count, with_kwargs=True))
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
         weights = {id(weight) for module in modules.values() for weight in module.parameters(recurse=False)}
 
@@ -169,10 +166,6 @@ class FlopMeter:
             outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
 
     _count.only_observes = True  # see ebft/prefix/forward.py
-
-    def _count_unhooked(self, head: nn.Module, _: nn.Module, *call: Any) -> None:
-        """Forward hook for the head of a sharded model, which runs without its own hooks."""
-        self._count(head, *call)
 
     def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.

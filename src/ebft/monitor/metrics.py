@@ -1,4 +1,4 @@
-"""Means of logged metrics from sums of values and weights, exact over micro-batches and ranks."""
+"""Logged metrics: means that are exact over micro-batches and ranks, throughput, and the lines on the console."""
 
 from __future__ import annotations
 
@@ -72,11 +72,9 @@ class HeldOutMeans:
         if self._left is not None:
             self._left -= len(table)
         for column, name in enumerate(values):
-            total, weight = self._sums.setdefault(name, [0.0, 0.0])
-            self._sums[name] = [
-                total + (table[:, column] * table[:, -1]).sum().item(),
-                weight + table[:, -1].sum().item(),
-            ]
+            sums = self._sums.setdefault(name, [0.0, 0.0])
+            sums[0] += (table[:, column] * table[:, -1]).sum().item()
+            sums[1] += table[:, -1].sum().item()
 
     def means(self) -> dict[str, float]:
         """Return the means of all names with non-zero weight."""
@@ -175,13 +173,11 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
         terms += _rewards(logs, loss_prefix)
         if terms or losses:
             # Not titled reward: held-out features are not whitened, and the feature-matching loss is unbiased.
-            title = "held out" if held_out else "ebft reward" if has_features else _title(terms, bool(compared))
-            return " | ".join([title, *terms, _progress(step, max_steps), *losses, *_rate(logs)])
+            title = "ebft reward" if has_features else "preference" if compared else "reward" if terms else "loss"
+            progress = f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"
+            rate = [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
+            return " | ".join(["held out" if held_out else title, *terms, progress, *losses, *rate])
     return None
-
-
-def _title(terms: list[str], compares: bool) -> str:
-    return "preference" if compares else "reward" if terms else "loss"
 
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
@@ -201,11 +197,3 @@ def _rewards(logs: dict[str, float], prefix: str) -> list[str]:
 def _losses(logs: dict[str, float], prefix: str) -> list[str]:
     keys = ("loss", "ce_loss", "accuracy", "grad_norm")
     return [f"{key} {logs[prefix + key]:.4f}" for key in keys if prefix + key in logs]
-
-
-def _progress(step: int, max_steps: int) -> str:
-    return f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"
-
-
-def _rate(logs: dict[str, float]) -> list[str]:
-    return [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []

@@ -1,24 +1,44 @@
-"""The files that describe a run while it runs: its state in `run.json`, its metrics in `metrics.jsonl`.
+"""The files that describe a run while it runs: its state in `run.json`, metrics in `metrics.jsonl`, rollouts.
 
-Any process can follow the run by reading them. A file that cannot be written gives one warning, and training continues.
+Any process can follow the run by reading them (run_state.py). A file that cannot be written gives one warning, and
+training continues.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import math
 import os
 import re
 import socket
+import sys
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import TrainerCallback
+import torch
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
 
-from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, RUN, START, parse, read_object, rollout_files
+from ebft.files import write_text
+from ebft.run_files import (
+    EVALUATION,
+    HEALTH,
+    METRICS,
+    PREVIOUS,
+    REPORT,
+    ROLLOUTS,
+    RUN,
+    START,
+    parse,
+    read_object,
+    rollout_files,
+)
 
 State = Literal["running", "finished", "stopped", "failed"]
 _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
@@ -66,7 +86,7 @@ class RunFiles(TrainerCallback):
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
         is_unchanged = self._path.name == START
         if is_unchanged and state == "finished":
-            self._try(_remove, self._path)
+            self._try(self._path.unlink, True)
             return False
         self._run["state"] = state
         if error is not None:
@@ -96,7 +116,7 @@ class RunFiles(TrainerCallback):
             self._run["resumed_from_step"] = state.global_step
             for name in (METRICS, HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1)
-            self._try(set_evaluation_aside, self._folder)
+            self._try(set_aside, self._folder, [self._folder / EVALUATION])  # of the model that is trained further
         elif self._path.name == START:
             self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
@@ -120,12 +140,13 @@ class RunFiles(TrainerCallback):
     def _use_run_file(self) -> None:
         self._path = self._folder / RUN
         self._update()
-        self._try(_remove, self._folder / START)
+        self._try((self._folder / START).unlink, True)
 
     def _update(self) -> None:
         self._last_update = time.monotonic()
         self._run["updated"] = time.time()
-        self._try(_replace, self._path, json.dumps(self._run | self.description, indent=1) + "\n")
+        text = json.dumps(self._run | self.description, indent=1) + "\n"
+        self._try(write_text, self._path, text, False)
 
     def _try(self, write: Any, *arguments: Any) -> None:
         try:
@@ -140,20 +161,9 @@ class RunFiles(TrainerCallback):
                 )
 
 
-def _remove(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
 def _append(path: Path, line: str) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that readers see the old or the new content, never a part."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def _as_json(value: Any) -> Any:
@@ -175,21 +185,20 @@ def remove_from_step(path: Path, step: int) -> None:
     """
     part = path.with_name(f"{path.name}.part")
     try:
-        lines, removed, kept = path.open("rb"), False, False
+        lines, counts = path.open("rb"), {True: 0, False: 0}
     except FileNotFoundError:
         return
     with lines, part.open("wb") as remaining:
         for line in lines:
-            if line.endswith(b"\n") and _is_before(line, step):
+            is_kept = line.endswith(b"\n") and _is_before(line, step)
+            counts[is_kept] += 1
+            if is_kept:
                 remaining.write(line)
-                kept = True
-            else:
-                removed = True
-    if kept and removed:
+    if counts[True] and counts[False]:
         os.replace(part, path)
         return
     part.unlink()
-    if removed:
+    if counts[False]:
         path.unlink()
 
 
@@ -231,11 +240,6 @@ def set_run_aside(folder: Path, target: Path | None = None) -> None:
     set_aside(folder, [*(folder / name for name in names), *rollout_files(folder)], target)
 
 
-def set_evaluation_aside(folder: Path) -> None:
-    """Move the evaluation of the model that a resumed run trains further to a new folder in `previous`."""
-    set_aside(folder, [folder / EVALUATION])
-
-
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
     if any((folder / name).is_file() for name in (METRICS, HEALTH, EVALUATION)) or rollout_files(folder):
@@ -254,3 +258,104 @@ def _new_previous(parent: Path) -> Path:
         except FileExistsError:
             continue
         return parent / str(number)
+
+
+_MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
+
+
+class RolloutLog:
+    """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
+
+    A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
+    created when the first entry is written. The `step` of an entry is that of the log of its update: the first is 1. A
+    file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
+    the entries of the steps that it repeats.
+    """
+
+    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = _MAX_BYTES) -> None:
+        self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
+        self._max_bytes = max_bytes
+        self._handler: _Handler | None = None
+        self._has_failed = False
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Append `rows`, and write them to the disk."""
+        try:
+            if self._handler is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._handler = _Handler(
+                    self.path, maxBytes=self._max_bytes, backupCount=_OLDER_FILES, encoding="utf-8", delay=True
+                )
+            for row in rows:
+                line = json.dumps(row, ensure_ascii=False, default=str)
+                self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
+        except OSError as error:
+            self._warn(error)
+
+    def continue_from(self, step: int) -> None:
+        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+        try:
+            if step == 0:
+                set_aside(self.path.parent, files)
+            else:
+                for path in files:
+                    remove_from_step(path, step + 1)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=3)
+
+
+class ScoredRollouts:
+    """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
+
+    A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
+    total rewards of this process's rollouts, in the shape that the trainer documents.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        args = trainer.args
+        self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
+        self._has_warned = False
+        self._log = None
+        if args.log_completions:
+            self._log = RolloutLog(args.output_dir, args.process_index)
+            trainer.add_callback(_ContinueLog(self._log))
+
+    def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
+        """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
+        if self._log is None and not self.hooks:
+            return
+        entries = list(rollouts())
+        if self._log is not None:
+            self._log.write(entries)
+        for hook in self.hooks:
+            given = rewards.clone()
+            hook(copy.deepcopy(entries), given)
+            if not self._has_warned and not torch.equal(given, rewards):
+                self._has_warned = True
+                warnings.warn(
+                    f"{getattr(hook, '__qualname__', hook)} changed the rewards, which has no effect on training: it "
+                    "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
+                    stacklevel=2,
+                )
+
+
+class _ContinueLog(TrainerCallback):
+    def __init__(self, log: RolloutLog) -> None:
+        self._log = log
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log.continue_from(state.global_step)
+
+
+class _Handler(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        raise sys.exc_info()[1]  # logging would print it for every record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import time
 import weakref
@@ -20,6 +19,7 @@ from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, RolloutError, ServerError
 from ebft.nemo_gym.keys import NemoGymKeys
 from ebft.printed import say
+from ebft.processes import is_main_process
 from ebft.serving.keys import base_url
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
 from ebft.structured.rollouts.client import BackgroundLoop, described, shortened
@@ -249,7 +249,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     Nothing is started if a head server already responds, and on all processes except rank 0. Raises ConfigError if
     NeMo Gym is not installed, and ServerError, with the end of the log, if it exits or is not up in time.
     """
-    if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or os.environ.get("RANK", "0") != "0":
+    if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not is_main_process():
         yield
         return
     client = GymClient(keys.nemo_gym_head_port, keys.nemo_gym_verify_timeout)

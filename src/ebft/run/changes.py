@@ -1,34 +1,33 @@
 """What a resumed run continues with that differs from the run that saved its checkpoint: one warning for each.
 
-Every checkpoint contains the settings of its run and short descriptions of its inputs: models, tokenizer, user code,
-data files, versions of packages. A key that is added to the schema is compared unless it is listed here.
+Every checkpoint contains the settings of its run and hashes of its inputs: models, tokenizer, user code, data files,
+versions of packages. A key that is added to the schema is compared unless it is listed here. The hash of a model does
+not depend on its folder or on how weights are divided into files. Of large weights, a sample is read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.schema import RunConfig
-from ebft.config.section import Section
+from ebft.config.section import Section, flat_settings
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
+from ebft.config.user_code import module_sources
+from ebft.data.locate import lasting_name
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened
+from ebft.files import file_hash, json_hash, json_object, safetensors_header
 from ebft.methods.method import foreign_keys
-from ebft.models.fingerprint import (
-    file_sample,
-    model_folder,
-    settings_of,
-    tokenizer_fingerprints,
-    weights_fingerprint,
-)
 from ebft.models.keys import PrecisionKeys
-from ebft.prepared.key import flat_settings, module_sources
 from ebft.run.checks import imported_names
 from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.run.reporting import versions
@@ -102,39 +101,39 @@ def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[
     return json.loads(json.dumps(without_secrets(settings), default=str))
 
 
-def run_record(config: RunConfig, tokenizer: Any, uses_bf16: bool, digests: Sequence[str | None]) -> dict[str, Any]:
-    """What a checkpoint contains about its run, as JSON. `digests`: those of `datasets`, as `data_digests` has them."""
+def run_record(config: RunConfig, tokenizer: Any, uses_bf16: bool, data_hashes: Sequence[str | None]) -> dict[str, Any]:
+    """What a checkpoint contains about its run, as JSON. `data_hashes`: those of `datasets`."""
     return {
         "settings": compared_settings(config, uses_bf16),
         "names": {"chat_template": config.chat_template, "base_model": config.model_name},
-        "inputs": json.loads(json.dumps(_inputs(config, tokenizer, digests), default=str)),
+        "inputs": json.loads(json.dumps(_inputs(config, tokenizer, data_hashes), default=str)),
     }
 
 
-def _inputs(config: RunConfig, tokenizer: Any, digests: Sequence[str | None]) -> dict[str, dict[str, Any]]:
+def _inputs(config: RunConfig, tokenizer: Any, data_hashes: Sequence[str | None]) -> dict[str, dict[str, Any]]:
     base = model_folder(config.base_model, config.revision_of_model)
     settings = base if config.base_model_config is None else model_folder(config.base_model_config)
     texts = base if config.tokenizer_config is None else model_folder(config.tokenizer_config)
     found: dict[str, dict[str, Any]] = {"base_model": {}, "code": {}, "packages": dict(versions())}
     if base is not None:
-        found["base_model"]["weights"] = weights_fingerprint(base, config.gguf_file)
+        found["base_model"]["weights"] = weights_hash(base, config.gguf_file)
         for path in sorted(base.glob("*.py")) if config.trust_remote_code else []:
-            found["base_model"][path.name] = file_sample(path)
+            found["base_model"][path.name] = sample_hash(path)
     found["config.json"] = {} if settings is None else settings_of(settings, "config.json")
-    found["tokenizer"] = {} if texts is None else tokenizer_fingerprints(texts)
-    found["chat_template"] = {"text": _hash(tokenizer.chat_template)}
+    found["tokenizer"] = {} if texts is None else tokenizer_hashes(texts)
+    found["chat_template"] = {"text": json_hash(tokenizer.chat_template)}
     rewards = (config.trl.reward_funcs or []) if config.method.rows == "prompts" else []
     folders = {str(place): model_folder(name) for place, name in enumerate(rewards)}
     found["trl.reward_funcs"] = {
-        place: _hash([weights_fingerprint(folder), tokenizer_fingerprints(folder)])
+        place: json_hash([weights_hash(folder), tokenizer_hashes(folder)])
         for place, folder in folders.items()
         if folder is not None
     }
     types = {entry.type for entry in (*config.datasets, *config.test_datasets)}  # their rows are compared
     functions = [name for name in imported_names(config) if name not in types]
     sources = module_sources(name.rpartition(".")[0] for name in functions)
-    found["code"] = {name: _hash(source) for name, source in sources.items()}
-    given = [*digests, *[None] * (len(config.datasets) - len(digests))]
+    found["code"] = {name: json_hash(source) for name, source in sources.items()}
+    given = [*data_hashes, *[None] * (len(config.datasets) - len(data_hashes))]
     found["datasets"] = {str(n): _of_data(entry, given[n]) for n, entry in enumerate(config.datasets)}
     found["test_datasets"] = {str(n): _of_data(entry, None) for n, entry in enumerate(config.test_datasets)}
     if not config.uses_server:
@@ -142,22 +141,24 @@ def _inputs(config: RunConfig, tokenizer: Any, digests: Sequence[str | None]) ->
     return found
 
 
-def _of_data(entry: Any, digest: str | None) -> str:
+def _of_data(entry: Any, known_hash: str | None) -> str:
     """The contents of the files of a dataset entry, or else its name and revision."""
     try:
-        files = source_files(entry) if digest is None else []
+        files = source_files(entry) if known_hash is None else []
         if files is not None:
-            return digest or _hash([file_sample(path) for _, path in files])
+            return known_hash or json_hash([sample_hash(path) for _, path in files])
     except (DataError, OSError):
         pass
-    return _hash([without_secrets(entry.path), entry.name, entry.revision])
+    return json_hash([without_secrets(entry.path), entry.name, entry.revision])
 
 
-def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path, is_finished: bool) -> None:
+def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
     """One warning for each setting and input in `now`, a `run_record`, that differs from that of the run in `folder`.
 
-    `is_finished`: whether nothing is trained, so that changes have no effect.
+    `folder` is None for a new run. `is_finished`: whether nothing is trained, so that changes have no effect.
     """
+    if folder is None:
+        return
     saved = saved_keys(folder)
     if "settings" in saved:
         changes = list(_changes(config, saved, now))
@@ -239,5 +240,109 @@ def _short(value: Any) -> str:
     return shortened(text_of(value), _WORDS)
 
 
-def _hash(value: Any) -> str:
-    return sha256(json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+_ALL = 2**26  # bytes; weights and files up to this size are read as a whole
+_BLOCK = 2**14  # bytes read of each tensor of larger weights
+_TENSORS = 4096  # at most this many of their tensors are sampled
+_BLOCKS = 1024  # of larger files that are not safetensors
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+# Entries of JSON files about the place or the program that saved them, and the template, which is compared separately.
+_LEFT_OUT = ("name_or_path", "is_local", "local_files_only", "transformers_version", "chat_template")
+
+
+def model_folder(name: str, revision: str | None = None) -> Path | None:
+    """The folder of the model `name`; for a Hub id, its folder in the cache. None if there is none."""
+    folder = Path(lasting_name(name))
+    if folder.is_dir():
+        return folder
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # not a Hub id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
+    """The tensors of the model or the adapter in `folder`: their names, types and shapes, and a sample of each.
+
+    None if there are no weights, or if they cannot be read, which is reported where they are loaded.
+    """
+    try:
+        if gguf_file is not None:
+            return sample_hash(folder / gguf_file)
+        files = _weight_files(folder)
+        if files and files[0].suffix == ".safetensors":
+            return _tensors_hash(files)
+        return json_hash([sample_hash(path) for path in files]) if files else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
+        return None
+
+
+def tokenizer_hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file of the tokenizer in `folder`; of JSON files, that of their contents."""
+    paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: _settings_hash(path) for path in sorted(paths)}
+
+
+def settings_of(folder: Path, name: str) -> dict[str, Any]:
+    """The contents of a JSON file of settings such as config.json, without those that do not affect the model."""
+    try:
+        values = json_object(folder / name)
+    except (OSError, ValueError):  # reported where it is loaded
+        return {}
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _LEFT_OUT}
+
+
+def sample_hash(path: Path) -> str:
+    """The hash of a file's size and contents; of more than 64 MiB, of 1,024 evenly spaced blocks."""
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _ALL:
+            found.update(file.read())
+        else:
+            for block in range(_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
+                found.update(file.read(_BLOCK))
+    return found.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers or PEFT load from a folder."""
+    for name in ("adapter_model.safetensors", "model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return [folder / file for file in sorted(set(json_object(index)["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _tensors_hash(files: list[Path]) -> str:
+    tensors = sorted((name, *rest) for path in files for name, *rest in _tensors(path))
+    reads_all = sum(end - start for *_, start, end in tensors) <= _ALL
+    every = 1 if reads_all else -(-len(tensors) // _TENSORS)
+    found = hashlib.sha256()
+    for place, (name, dtype, shape, path, start, end) in enumerate(tensors):
+        found.update(json.dumps([name, dtype, shape]).encode())
+        if place % every:
+            continue
+        length = end - start if reads_all else min(end - start, _BLOCK)
+        with path.open("rb") as file:
+            file.seek(start + (end - start - length) // 2)
+            found.update(file.read(length))
+    return found.hexdigest()
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], Path, int, int]]:
+    """Name, dtype, shape, file, start and end of each tensor of a safetensors file."""
+    header, begin = safetensors_header(path)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        yield name, entry["dtype"], entry["shape"], path, begin + start, begin + end
+
+
+def _settings_hash(path: Path) -> str:
+    try:
+        return json_hash(settings_of(path.parent, path.name)) if path.suffix == ".json" else file_hash(path)
+    except OSError:  # reported where it is loaded
+        return ""

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to resume a run from."""
+"""The checkpoints of a run: which are complete, which one to resume from, and what happens to those of earlier runs."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,10 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import CHECKSUMS, STATE, checksum
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STATE, checksum, safetensors_header
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
-from ebft.run.output import forget_final
-from ebft.run.own_files import MARK, final_files, final_step, write_mark
+from ebft.run.own_files import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.same_run import RUN_FILE, check_same_run
 from ebft.run_files import PREVIOUS
 from ebft.trainer.checkpoints import step_in_name
@@ -42,7 +42,7 @@ class Found:
     resumable: Path | None = None
     is_final: bool = False
 
-    def checkpoint(self) -> str | None:
+    def checkpoint(self) -> Path | None:
         """The checkpoint to resume training from. Raises ConfigError if there are only some that cannot be resumed."""
         if self.resumable is None and self.is_final:
             warnings.warn(
@@ -56,7 +56,7 @@ class Found:
                 "true. Resume from another checkpoint, or start a new run from its weights: in another output_dir, "
                 "with lora_model_dir (for an adapter) or base_model set to this folder."
             )
-        return None if self.resumable is None else str(self.resumable)
+        return self.resumable
 
 
 def find_checkpoints(config: RunConfig) -> Found:
@@ -103,12 +103,8 @@ def set_later_aside(config: RunConfig) -> None:
     if config.resume_from_checkpoint is None:
         return
     named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
-    step = step_of(named)
-    later = [
-        folder
-        for folder in checkpoint_folders(output_dir)
-        if step_in_name(folder) >= step and not folder.samefile(named)
-    ]
+    found, step = checkpoint_folders(output_dir), step_of(named)
+    later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
     target = set_aside(output_dir, later)
     if target is not None:
         names = ", ".join(folder.name for folder in later)
@@ -138,14 +134,15 @@ def step_of(checkpoint: Path) -> int:
     return read_json(checkpoint / STATE)["global_step"]
 
 
-def how_to_resume(config: RunConfig, step: int, resumed: str | None, command: Sequence[str] | None = None) -> str:
+def how_to_resume(
+    config: RunConfig, step: int, resumed: str | Path | None, command: Sequence[str] | None = None
+) -> str:
     """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any.
 
     `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
     """
     newest = newest_checkpoint(Path(config.output_dir), last_step=step)  # later ones are from another run
-    if newest is None and resumed is not None:
-        newest = Path(resumed)
+    newest = newest or (None if resumed is None else Path(resumed))
     if newest is None:
         return f"Stopped at step {step}; no checkpoint was saved."
     step = max(step, step_of(newest))  # 0 until the state of the checkpoint is loaded
@@ -234,26 +231,23 @@ def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
 
 
 def _named(folder: Path, output_dir: Path) -> Path:
+    problem = "is not a folder"
     if folder.is_dir():
         try:
             check_complete(folder)
-        except DamagedError as error:
-            is_readable = not isinstance(error, UnreadableError)
-            problem = f"is not a complete checkpoint: {error}" if is_readable else f"has other permissions: {error}"
-        else:
             return folder
-    else:
-        problem = "is not a folder"
+        except UnreadableError as error:
+            problem = f"has other permissions: {error}"
+        except DamagedError as error:
+            problem = f"is not a complete checkpoint: {error}"
     newest = next(_complete(output_dir), None)
-    hint = (
-        f"The newest complete one in output_dir is {newest}."
-        if newest
-        else f"output_dir ({output_dir}) has no complete checkpoint."
-    )
-    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {hint}")
+    advice = f"output_dir ({output_dir}) has no complete checkpoint."
+    if newest is not None:
+        advice = f"The newest complete one in output_dir is {newest}."
+    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {advice}")
 
 
-class Beginning(TrainerCallback):
+class PreviousRun(TrainerCallback):
     """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
 
     It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are
@@ -275,8 +269,8 @@ class Beginning(TrainerCallback):
         try:
             if step == 0:
                 return set_earlier_aside(self._config)
-            if self._config.resume_from_checkpoint is not None:
-                forget_final(output_dir)
+            if self._config.resume_from_checkpoint is not None:  # the final model is that of an earlier run
+                write_mark(output_dir, None, listed(output_dir), cards(output_dir))
             set_later_aside(self._config)
         except OSError as error:
             raise SaveError(
@@ -306,7 +300,6 @@ def set_earlier_aside(config: RunConfig) -> Path | None:
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
 _OPTIMIZER = ("optimizer*", "global_step*")  # a file, FSDP's folder, DeepSpeed's folder
-_RANDOM = ("rng_state*.pth",)
 
 
 class DamagedError(Exception):
@@ -333,20 +326,14 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
     sums = _read_checksums(checkpoint)
-    listed = {checkpoint / name for name in sums}
+    with_sums = {checkpoint / name for name in sums}
     for path in _files(checkpoint):
         check = _CHECKS.get(path.suffix)
         if path.is_file() and check is not None:
-            try:
-                check(path, reads_all and path not in listed)
-            except PermissionError:
-                raise
-            except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-                raise DamagedError(f"{path.relative_to(checkpoint)} is damaged ({error})") from error
-    try:
+            with _damaged(path.relative_to(checkpoint)):
+                check(path, reads_all and path not in with_sums)
+    with _damaged(STATE):
         state = read_json(checkpoint / STATE)
-    except ValueError as error:
-        raise DamagedError(f"{STATE} is damaged ({error})") from error
     if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     if step_in_name(checkpoint) not in (None, state["global_step"]):
@@ -356,6 +343,17 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     _check_parts(checkpoint)
     _check_training_state(checkpoint)
     _check_listed(checkpoint, sums, reads_all)
+
+
+@contextmanager
+def _damaged(name: str | Path) -> Iterator[None]:
+    """Raise DamagedError for a file that cannot be read inside the block, apart from its permissions."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
+        raise DamagedError(f"{name} is damaged ({error})") from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -382,12 +380,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_checksums(checkpoint: Path) -> dict[str, int]:
     """The checksums of the checkpoint's files; none if it is of another program or of an earlier release."""
-    try:
+    with _damaged(CHECKSUMS):
         return read_json(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
-    except PermissionError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{CHECKSUMS} is damaged ({error})") from error
 
 
 def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> None:
@@ -395,12 +389,8 @@ def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> No
     for name, value in sums.items():
         if not (checkpoint / name).is_file():
             raise DamagedError(f"it has no {name}")
-        try:
+        with _damaged(name):
             is_same = not reads_all or checksum(checkpoint / name) == value
-        except PermissionError:
-            raise
-        except OSError as error:
-            raise DamagedError(f"{name} is damaged ({error})") from error
         if not is_same:
             raise DamagedError(f"{name} is damaged (wrong checksum)")
 
@@ -412,10 +402,10 @@ def _check_weights(checkpoint: Path) -> None:
         for name in sorted(set(read_json(index).get("weight_map", {}).values())):
             if not (checkpoint / name).is_file():
                 raise DamagedError(f"it has no {name}, which {index.name} names")
-    if any(checkpoint.glob("adapter_model*")) and not (checkpoint / "adapter_config.json").is_file():
-        raise DamagedError("it has no adapter_config.json")
+    if any(checkpoint.glob("adapter_model*")) and not (checkpoint / ADAPTER_CONFIG).is_file():
+        raise DamagedError(f"it has no {ADAPTER_CONFIG}")
     has_adapter = any(checkpoint.glob("adapter_model*")) or (checkpoint / WEIGHTS).is_dir()
-    if (checkpoint / "adapter_config.json").is_file() and not has_adapter:
+    if (checkpoint / ADAPTER_CONFIG).is_file() and not has_adapter:
         raise DamagedError("it has no adapter_model.safetensors")
 
 
@@ -433,7 +423,7 @@ def _check_parts(checkpoint: Path) -> None:
 
 def _check_training_state(checkpoint: Path) -> None:
     """Check that optimizer, scheduler and random state are all there, or none of them, as with save_only_model."""
-    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": _RANDOM}
+    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": ("rng_state*.pth",)}
     if not any(checkpoint.glob("global_step*")):  # DeepSpeed may keep the schedule in its own folder
         names["scheduler.pt"] = ("scheduler.pt",)
     missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
@@ -452,15 +442,10 @@ def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 def _check_safetensors(path: Path, reads_all: bool) -> None:
     """Check that the header can be read and that the file has the length that it gives."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        if length > size - 8:
-            raise ValueError("its header is truncated")
-        header = json.loads(file.read(length))
-    end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    if size != 8 + length + end:
-        raise ValueError(f"it has {size} bytes instead of {8 + length + end}")
+    header, begin = safetensors_header(path)
+    size, wanted = path.stat().st_size, begin + max((each["data_offsets"][1] for each in header.values()), default=0)
+    if size != wanted:
+        raise ValueError(f"it has {size} bytes instead of {wanted}")
 
 
 def _check_archive(path: Path, reads_all: bool) -> None:
@@ -474,12 +459,8 @@ def _check_archive(path: Path, reads_all: bool) -> None:
         raise ValueError(f"wrong checksum of {damaged}")
 
 
-def _check_json(path: Path, reads_all: bool) -> None:
-    json.loads(path.read_text(encoding="utf-8"))
-
-
-_CHECKS: dict[str, Callable[[Path, bool], None]] = {
-    ".json": _check_json,
+_CHECKS: dict[str, Callable[[Path, bool], Any]] = {
+    ".json": lambda path, reads_all: json.loads(path.read_text(encoding="utf-8")),
     ".safetensors": _check_safetensors,
     ".pt": _check_archive,
     ".pth": _check_archive,

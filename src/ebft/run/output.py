@@ -1,4 +1,4 @@
-"""The final model in the output folder, which is marked as complete when all of its files are there."""
+"""The final model in the output folder, marked as complete when all of its files are there, its card, and the lock."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 from huggingface_hub import ModelCardData
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import pinned_model
 from ebft.config.reference import changed_keys
@@ -27,15 +26,11 @@ from ebft.files import STAGING, STATE, checksum, publish_files, write_text
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG
 from ebft.over_transformers import save_final_weights
-from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
+from ebft.processes import is_main_process
+from ebft.run.own_files import cards, listed, owns_card, write_mark
 from ebft.run_files import CARD, read_run, state_of
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
-
-
-def forget_final(output_dir: Path) -> None:
-    """Mark the final model of an earlier run as not complete; its files are still listed."""
-    write_mark(output_dir, None, listed(output_dir), cards(output_dir))
 
 
 def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
@@ -67,8 +62,9 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
 
     While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
     """
-    files, before = _sizes(staged), listed(output_dir)
-    others = unlisted(output_dir, files)
+    paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
+    files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
+    others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]
     if others:
         raise SaveError(
             f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "
@@ -80,12 +76,6 @@ def _publish(staged: Path, output_dir: Path, step: int) -> None:
     write_mark(output_dir, None, before | files, [*cards(output_dir), *card])
     publish_files(staged, output_dir, [path for name in before if (path := output_dir / name).is_file()])
     write_mark(output_dir, step, files, card)
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """The size in bytes of every file but the model card, which may be edited."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != CARD]
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(files)}
 
 
 # Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
@@ -163,26 +153,19 @@ def _base(config: RunConfig) -> str:
 
 def _config(config: RunConfig) -> str:
     skipped = ("base_model", "datasets")
-    changed = {
-        key: _public(value)
-        for key, value in changed_keys(config)
-        if key not in skipped and not key.startswith(_OF_MACHINES)
-    }
-    rows = "\n".join(f"| `{key}` | `{_cell(value)}` |" for key, value in without_secrets(changed).items())
+    shown = [item for item in changed_keys(config) if item[0] not in skipped and not item[0].startswith(_OF_MACHINES)]
+    changed = {key: _public(value) for key, value in shown}
+    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
+    rows = "\n".join(f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items())
     return (
         "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
         f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
     )
 
 
-def _cell(value: object) -> str:
-    """The text of a value in a cell of a Markdown table, in which `|` and line breaks would end the cell."""
-    return str(value).replace("|", "\\|").replace("\n", "\\n")
-
-
 def _results(metrics: Mapping[str, float]) -> str:
-    told = {name: value for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)}
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in told.items())
+    reported = sorted(item for item in metrics.items() if item[0].startswith(_RESULTS))
+    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in reported)
     return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
 
 
@@ -190,22 +173,24 @@ LOCK = ".ebft.lock"
 
 
 @contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
+def output_lock(output_dir: Path) -> Iterator[None]:
     """Hold the lock of `output_dir` on the main process; the operating system releases it when the process dies.
 
     Raises ConfigError if another run holds it. A file system without locks is a warning: a lock that is only a file, as
     filelock would use there, remains when a process is killed, and then keeps every later run on other machines out.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main_process():
         yield
         return
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        run = read_run(output_dir)
+        owner = f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
         raise ConfigError(
-            f"output_dir: {output_dir} is used by another run{_owner(output_dir)}. Wait until it has ended, or "
-            "choose another folder."
+            f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
+            "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
         warnings.warn(
@@ -225,14 +210,9 @@ def locked(output_dir: Path) -> Iterator[None]:
 def wait_until_free(output_dir: Path, seconds: float) -> None:
     """Wait for a run that is being killed to release the lock of `output_dir`, for at most `seconds`."""
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
-    with suppress(Timeout, OSError, NotImplementedError):  # reported by `locked`
+    with suppress(Timeout, OSError, NotImplementedError):  # reported by `output_lock`
         lock.acquire(timeout=seconds)
         lock.release()
-
-
-def _owner(output_dir: Path) -> str:
-    run = read_run(output_dir)
-    return f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
 
 
 _ROWS = 8  # that are read to find whether replies end with the token
@@ -240,22 +220,26 @@ _ROWS = 8  # that are read to find whether replies end with the token
 
 def declare_end_of_turn(
     config: RunConfig, model: Any, tokenizer: PreTrainedTokenizerBase, rows: Any
-) -> Callable[[Path], None] | None:
+) -> list[Callable[[Path], None]]:
     """Add the end of turn that `rows` teach to the generation config, which is saved with a full model.
 
-    For an adapter, returns a function that saves the generation config in its folder, for `ebft merge-lora`. Other
-    programs do not read it there, so there is one warning, unless the tokenizer has the token as end of sequence.
+    For an adapter, the list that is returned has a function that saves the generation config in its folder, for `ebft
+    merge-lora`. Other programs do not read it there, so there is one warning, unless the tokenizer has the token as end
+    of sequence.
     """
     causal_lm = unwrap_adapter(model)
     if config.streaming or not causal_lm.can_generate() or causal_lm.generation_config is None:
-        return None
-    renderer, known = Renderer(tokenizer, config.chat_template_kwargs), _eos_ids(causal_lm.generation_config)
-    end = renderer.end_of_turn_id
-    if end is None or end in known or not _are_taught(rows, end, {*known, tokenizer.eos_token_id}):
-        return None
-    causal_lm.generation_config.eos_token_id = [*known, end]
+        return []
+    settings = causal_lm.generation_config
+    found = settings.eos_token_id
+    known = [found] if isinstance(found, int) else list(found or [])
+    end, ends = Renderer(tokenizer, config.chat_template_kwargs).end_of_turn_id, {*known, tokenizer.eos_token_id}
+    first = range(min(_ROWS, len(rows)))
+    if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
+        return []
+    settings.eos_token_id = [*known, end]
     if config.adapter is None:
-        return None
+        return []
     if end != tokenizer.eos_token_id:
         token = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(
@@ -265,21 +249,8 @@ def declare_end_of_turn(
             "generate(); models of ebft merge-lora and ebft inference stop there anyway.",
             stacklevel=2,
         )
-    return partial(_write, causal_lm.generation_config)
-
-
-def _write(found: GenerationConfig, folder: Path) -> None:
-    """Not `save_pretrained`, which refuses combinations that some base models have."""
-    write_text(folder / GENERATION_CONFIG, found.to_json_string())
-
-
-def _eos_ids(config: GenerationConfig) -> list[int]:
-    found = config.eos_token_id
-    return [found] if isinstance(found, int) else list(found or [])
-
-
-def _are_taught(rows: Any, end: int, eos: set[int | None]) -> bool:
-    return any(_is_taught(rows[index], end, eos) for index in range(min(_ROWS, len(rows))))
+    # Not `save_pretrained`, which refuses combinations that some base models have.
+    return [lambda folder: write_text(folder / GENERATION_CONFIG, settings.to_json_string())]
 
 
 def _is_taught(row: dict[str, Any], end: int, eos: set[int | None]) -> bool:

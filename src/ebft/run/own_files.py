@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
-from ebft.files import CHECKSUMS, STAGING, STATE, checksum, write_text
+from ebft.errors import ConfigError, SaveError
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STAGING, STATE, checksum, write_text
+from ebft.processes import is_main_process
 from ebft.run.same_run import RUN_FILE
 from ebft.run_files import (
     CARD,
@@ -39,7 +41,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 _STAGED = re.compile(r"final|push|rehearsal|checkpoint-\d+(\.old)?")
 _ALWAYS = (
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model*.safetensors"),
-    *("adapter_config.json", "generation_config.json"),
+    *(ADAPTER_CONFIG, "generation_config.json"),
     *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", STATE, "training_args.bin", RUN_FILE),
 )  # of the final model of any run; without the files of single tokenizers and the code of single models
 _SHOWN = 5  # names in an error
@@ -59,27 +61,36 @@ def check_own(config: RunConfig) -> None:
         return
     names = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     others = any(_CHECKPOINT.fullmatch(name) for name in found)
-    hint = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
+    advice = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
     raise ConfigError(
         f"output_dir: {folder} contains {names}, which this run would replace or move, and which no run has written "
-        f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{hint}"
+        f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{advice}"
     )
 
 
-def claim(folder: Path) -> str | None:
+def claim(folder: Path) -> None:
     """List the files of an earlier final model, if there is no list, so that what others add later is recognised.
 
-    Returns why no model card will be written, if a README.md exists that is not the card of a run.
+    A README.md that is not the card of a run is kept, with a warning. Raises SaveError if the list cannot be written.
     """
-    if _mark(folder) is None:
-        names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
-        found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
-        files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
-        card = folder / CARD
-        write_mark(folder, None, files, [checksum(card)] if (folder / RUN_FILE).is_file() and card.is_file() else [])
-    if owns_card(folder):
-        return None
-    return f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written there."
+    if not is_main_process():
+        return
+    card = folder / CARD
+    try:
+        if _mark(folder) is None:
+            names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
+            found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
+            files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
+            has_card = (folder / RUN_FILE).is_file() and card.is_file()
+            write_mark(folder, None, files, [checksum(card)] if has_card else [])
+        is_kept = not owns_card(folder)
+    except OSError as error:
+        raise SaveError.of(folder, error) from error
+    if is_kept:
+        warnings.warn(
+            f"{card} was not written by a run, or was edited, so it is kept and no model card is written there.",
+            stacklevel=2,
+        )
 
 
 def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Iterable[int]) -> None:
@@ -123,12 +134,6 @@ def final_files(folder: Path) -> list[Path]:
     return [*found, folder / CARD] if found and (folder / CARD).is_file() and owns_card(folder) else found
 
 
-def unlisted(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` that exist in `folder` without being files of a final model there."""
-    known = listed(folder)
-    return [name for name in names if name not in known and os.path.lexists(folder / name)]
-
-
 def _mark(folder: Path) -> dict[str, Any] | None:
     mark = read_object(folder / MARK)
     return mark if mark is not None and isinstance(mark.get("files"), dict) else None
@@ -151,9 +156,8 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
         if _CHECKPOINT.fullmatch(name):
             is_own = _is_checkpoint(path, resumes or has_mark)
         elif name == STAGING:
-            is_own = (
-                path.is_dir() and not path.is_symlink() and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
-            )
+            is_folder = path.is_dir() and not path.is_symlink()
+            is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
         elif name == PREVIOUS:
             is_own = path.is_dir()
         elif name in _RECORDS:

@@ -33,7 +33,14 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
         remove_staged(staged)
         trainer.rehearse_save(staged)
         write_model_card(config, {}, staged)
-        _check_tokenizer(config, staged)
+        try:
+            pretrained_tokenizer(str(staged), trust_remote_code=config.trust_remote_code)
+        except Exception as error:
+            warnings.warn(
+                f"The tokenizer that is saved with the model cannot be loaded again: {explained(error)}. To use the "
+                f"model, copy the tokenizer of {config.base_model} into its folder.",
+                stacklevel=2,
+            )
     except EBFTError:
         raise
     except Exception as error:  # of any library that writes a file
@@ -43,17 +50,6 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
         ) from error
     finally:
         remove_staged(staged)
-
-
-def _check_tokenizer(config: RunConfig, folder: Path) -> None:
-    try:
-        pretrained_tokenizer(str(folder), trust_remote_code=config.trust_remote_code)
-    except Exception as error:
-        warnings.warn(
-            f"The tokenizer that is saved with the model cannot be loaded again: {explained(error)}. To use the model, "
-            f"copy the tokenizer of {config.base_model} into its folder.",
-            stacklevel=3,
-        )
 
 
 def check_space(config: RunConfig, trainer: OverTrainer, rows: int, is_resumed: bool) -> None:
@@ -128,8 +124,8 @@ def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
     width = model_config.get_text_config().hidden_size * len(set(config.ebft.feature_layers))
     per_block = 4 * (samples * width + (samples**2 if samples > 1 else 0))
     total, where = total_memory()
-    most = config.sequence_len // config.ebft.stride + 1 if method.samples_blocks else 1
-    if total is None or per_block * most <= total:
+    limit = config.sequence_len // config.ebft.stride + 1 if method.samples_blocks else 1
+    if total is None or per_block * limit <= total:
         return
     blocks = 1
     if method.samples_blocks:

@@ -1,16 +1,14 @@
-"""The files that describe a run in its output folder, from its start to its end."""
+"""What a run reports: run.json and the final report, trackers, the Hub, and plugins that follow it."""
 
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import shlex
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,10 @@ from typing import Any
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause
+from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.monitor.run_files import RunFiles, State
+from ebft.processes import is_main_process
 from ebft.run_files import REPORT
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer.pushing import commit, pushed_files
@@ -34,10 +34,10 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
 
     Yields the callback that also writes the metrics, or None in processes other than the main one.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_main_process():
         yield None
         return
-    files = RunFiles(config.output_dir, description(config) | {"data_digests": data_digests(config)})
+    files = RunFiles(config.output_dir, description(config) | {"data_digests": data_hashes(config)})
     files.start()
     try:
         yield files
@@ -78,7 +78,7 @@ def description(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def data_digests(config: RunConfig) -> list[str | None]:
+def data_hashes(config: RunConfig) -> list[str | None]:
     """A hash of the files of each of `datasets`, by which `ebft evaluate` notices that they have changed."""
     from ebft.data.sources import content_digest  # imports datasets
 
@@ -87,13 +87,7 @@ def data_digests(config: RunConfig) -> list[str | None]:
 
 def versions() -> dict[str, str]:
     """The versions of the installed packages that results depend on."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return {name: found for name in PACKAGES if (found := installed_version(name)) is not None}
 
 
 _WHEN = {
@@ -110,7 +104,7 @@ def check_hub(config: RunConfig) -> None:
     Raises ConfigError if that fails. An existing repository that is public gives a warning, unless
     hub_private_repo is false.
     """
-    if not config.hub_model_id or os.environ.get("RANK", "0") != "0":
+    if not config.hub_model_id or not is_main_process():
         return
     from huggingface_hub import HfApi
 

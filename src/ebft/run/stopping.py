@@ -1,8 +1,7 @@
-"""Callbacks that end training before its last step: no better evaluations, or losses above a threshold."""
+"""What ends training before its last step: no better evaluations, losses above a threshold, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -17,21 +16,20 @@ from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
+from ebft.files import STATE, json_object
 from ebft.printed import say
-from ebft.processes import has_failed
+from ebft.processes import has_failed, is_main_process
 from ebft.trainer import OverTrainer
 
 _PATIENCE = 3  # of loss_watchdog_threshold
 
 
-def stopping_callbacks(config: RunConfig) -> list[TrainerCallback]:
+def stopping_callbacks(config: RunConfig) -> Iterator[TrainerCallback]:
     """The callbacks for `early_stopping_patience` and `loss_watchdog_threshold`."""
-    found: list[TrainerCallback] = []
     if config.early_stopping_patience is not None:
-        found.append(EarlyStopping(config.early_stopping_patience))
+        yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
-        found.append(LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE))
-    return found
+        yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -82,7 +80,7 @@ class LossWatchdog(TrainerCallback):
 
 def stopped_early(config: RunConfig, checkpoint: Path) -> str | None:
     """The key whose limit the run of a checkpoint has reached before its last step; None if it has not."""
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json_object(checkpoint / STATE)
     counted, patience = _counted(state.get("stateful_callbacks", {})), config.early_stopping_patience
     if patience is not None and counted >= patience:
         return "early_stopping_patience"
@@ -185,10 +183,10 @@ class StopOnSignal(TrainerCallback):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
-        self.requested, self.signal_number = True, number
+        self.request(number)
         if self._can_stop():
             raise StopRequested
-        if os.environ.get("RANK", "0") != "0" or has_failed():  # a failed process ends the others
+        if not is_main_process() or has_failed():  # a failed process ends the others
             return
         before = "saving the final model" if self.is_saving_model else "this step and saving a checkpoint"
         say(f"\nStopping after {before}. Press Ctrl-C again to stop immediately.", err=True)
@@ -213,7 +211,7 @@ class StopOnSignal(TrainerCallback):
         self._trainer.may_stop = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._requested_anywhere():
+        if not on_any_process(self._trainer.accelerator, self.requested):
             return
         self.requested = self._is_stopping = True
         if control.should_evaluate or self._trainer.is_evaluation_due:
@@ -226,10 +224,9 @@ class StopOnSignal(TrainerCallback):
         if self._is_stopping:  # saved, and to be evaluated by the resumed run
             control.should_evaluate = control.should_save = False
 
-    def _requested_anywhere(self) -> bool:
-        """Whether any process has a request: all must stop at the same step, or some would wait forever."""
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes == 1:
-            return self.requested
-        flag = torch.tensor(int(self.requested), device=accelerator.device)
-        return bool(accelerator.reduce(flag, "sum") > 0)
+
+def on_any_process(accelerator: Any, here: bool) -> bool:
+    """Whether `here` is true on any process: all must stop at the same step, or some would wait forever."""
+    if accelerator.num_processes == 1:
+        return here
+    return bool(accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum") > 0)

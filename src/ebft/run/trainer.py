@@ -85,52 +85,27 @@ def build_trainer(
 
 def this_machine() -> Machine:
     """The properties of this machine that training arguments and checks depend on."""
+    devices = ["cpu"]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        devices += [kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count()))]
     return Machine(
         has_accelerator=torch.accelerator.is_available(),
         supports_bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         processes=launched_processes(),
-        devices=_devices(),
+        devices=tuple(devices),
         supports_tf32=is_torch_tf32_available(),
     )
 
 
-def _devices() -> tuple[str, ...]:
-    if not torch.accelerator.is_available():
-        return ("cpu",)
-    kind = torch.accelerator.current_accelerator().type
-    return ("cpu", kind, *(f"{kind}:{index}" for index in range(torch.accelerator.device_count())))
-
-
 _PRECISION = "ACCELERATE_MIXED_PRECISION"  # environment variable of accelerate
 _SAME_NAME = (
-    "learning_rate",
-    "weight_decay",
-    "max_grad_norm",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "gradient_accumulation_steps",
-    "max_steps",
-    "seed",
-    "data_seed",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "neftune_noise_alpha",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "trackio_space_id",
-    "fp16",
-    "gradient_checkpointing",
-    "torch_compile",
-    "output_dir",
-    "save_total_limit",
-    "save_only_model",
-    "load_best_model_at_end",
-    "logging_steps",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_private_repo",
+    *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("gradient_accumulation_steps", "max_steps", "seed", "data_seed", "dataloader_num_workers"),
+    *("dataloader_pin_memory", "dataloader_prefetch_factor", "neftune_noise_alpha", "torch_compile_backend"),
+    *("torch_compile_mode", "trackio_space_id", "fp16", "gradient_checkpointing", "torch_compile"),
+    *("output_dir", "save_total_limit", "save_only_model", "load_best_model_at_end", "logging_steps"),
+    *("hub_model_id", "hub_strategy", "hub_private_repo"),
 )
 _OTHER_NAME = {
     "micro_batch_size": "per_device_train_batch_size",
@@ -139,8 +114,6 @@ _OTHER_NAME = {
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
-
-
 # Held-out metrics for which greater is better; for all others lower is better.
 _GREATER_IS_BETTER = ("accuracy", "alignment", "margin", "reward")
 

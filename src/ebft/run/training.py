@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,26 +25,24 @@ from transformers import Trainer, TrainerState, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
+from ebft.errors import ConfigError, NonFiniteLossError, save_remedy
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
-from ebft.machine import Machine
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
-from ebft.monitor import limit_reached, spent_at
+from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
 from ebft.over_transformers import load_weights
-from ebft.prepared.rows import run_rows
 from ebft.printed import say
-from ebft.processes import is_ray_worker
+from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
 from ebft.run.changes import run_record, warn_of_changes
 from ebft.run.checkpoints import (
-    Beginning,
     Found,
+    PreviousRun,
     find_checkpoints,
     how_to_resume,
     newest_checkpoint,
@@ -52,12 +51,13 @@ from ebft.run.checkpoints import (
 )
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.model_checks import check_same_everywhere, check_wrapping_of
-from ebft.run.output import declare_end_of_turn, locked, model_card, save_final
+from ebft.run.output import declare_end_of_turn, model_card, output_lock, save_final
 from ebft.run.own_files import claim, final_step, listed
+from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.reporting import check_hub, method_of, push, recorded
 from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
-from ebft.run.stopping import StopOnSignal, StopRequested, TrainingInterrupted, stopped_early
+from ebft.run.stopping import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
 from ebft.run.trackers import tracker_environment
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
@@ -106,14 +106,66 @@ def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResul
 
 def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     """`train` until it is complete or `stop` is requested."""
-    if config.use_ray and not is_ray_worker():
-        raise ConfigError(
-            "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
-            "train in this process."
-        )
+    with _interruptible(config, stop):
+        _check(config)
+        with _output_folder(config) as found, recorded(config) as files, _services(config) as server:
+            tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+            train_data, eval_data = load_data(config, tokenizer, model_config)
+            check_step_fits(config, model_config, train_data)
+            rows = 0 if config.streaming else len(train_data)
+            args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
+
+            completed = completed_run(config, found, rows)
+            checkpoint = found.checkpoint() if completed is None else None
+            optimizer = optimizer_keys(config, checkpoint)
+            record: dict[str, Any] = {}
+            if files is not None:
+                record = run_record(config, tokenizer, args.bf16, files.description["data_digests"])
+                warn_of_changes(config, record, completed or checkpoint, is_finished=completed is not None)
+                if completed is None:
+                    files.describe(optimizer=optimizer)
+            if this_machine().processes > 1:
+                check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
+
+            check_wrapping_of(config, model_config)
+            load_on_first_process(args)
+            head = config.method.head(config)
+            model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=head)
+            into_model = declare_end_of_turn(config, model, tokenizer, train_data)
+            warn_of_lost_steps(model, optimizer["learning_rate"])
+            await_ready(server, config.trl.vllm_server_timeout)
+            trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+            settings = record if completed is None else saved_keys(completed) or record
+            trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
+            trainer.into_checkpoint = [partial(write_run_keys, config, others=settings | optimizer)]
+            trainer.card = lambda: model_card(config, last_metrics(trainer))
+            trainer.callback_handler.callbacks.insert(0, PreviousRun(config, trainer, files))
+            if files is not None:
+                trainer.add_callback(files)
+
+            if completed is None:
+                if trainer.is_world_process_zero():
+                    say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
+                rehearse(config, trainer)
+                check_space(config, trainer, rows, is_resumed=checkpoint is not None)
+                fit(config, trainer, checkpoint, stop)
+            else:
+                restore(config, trainer, completed, files)
+            metrics = last_metrics(trainer)
+            if completed is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
+                save(config, trainer, metrics, stop)
+            stop.is_complete = True
+            if config.hub_model_id and trainer.is_world_process_zero():
+                push_final(config, trainer, stop)
+            return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+
+
+@contextmanager
+def _interruptible(config: RunConfig, stop: StopOnSignal) -> Iterator[None]:
+    """Handle signals inside the block; an interruption before or after training raises TrainingInterrupted as well."""
     with stop.listening():
         try:
-            return _checked_and_trained(config, stop)
+            yield
         except TrainingInterrupted:
             raise
         except KeyboardInterrupt:
@@ -125,31 +177,34 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             raise TrainingInterrupted(message, stop.signal_number) from None
 
 
-def _checked_and_trained(config: RunConfig, stop: StopOnSignal) -> TrainResult:
+def _check(config: RunConfig) -> None:
+    """Raise ConfigError or DataError if the run cannot be trained on this machine or in this folder."""
+    if config.use_ray and not is_ray_worker():
+        raise ConfigError(
+            "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
+            "train in this process."
+        )
     refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
+
+
+@contextmanager
+def _output_folder(config: RunConfig) -> Iterator[Found]:
+    """Hold the output folder for this run inside the block; yields what an earlier run has left there."""
     make_output_dir(config.output_dir)
-    with locked(Path(config.output_dir)):
+    with output_lock(Path(config.output_dir)):
         found = find_checkpoints(config)
-        _claim(Path(config.output_dir))
-        with recorded(config) as files:
-            return _train(config, found, files, stop)
+        claim(Path(config.output_dir))
+        yield found
 
 
-def _claim(output_dir: Path) -> None:
-    """List on the main process what is in the output folder; a README.md that is kept gives a warning."""
-    if os.environ.get("RANK", "0") == "0":
-        try:
-            kept = claim(output_dir)
-        except OSError as error:
-            raise SaveError.of(output_dir, error) from error
-        if kept is not None:
-            warnings.warn(kept, stacklevel=2)
+@contextmanager
+def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
+    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run, if any.
 
-
-def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal) -> TrainResult:
-    """`train` after the checks of the config; `files` describe the run, on the main process."""
+    Raises RolloutError if the user's server is not there, before a model is loaded.
+    """
     check_hub(config)
     os.environ.update(tracker_environment(config))
     set_seed(config.seed)
@@ -158,66 +213,23 @@ def _train(config: RunConfig, found: Found, files: RunFiles | None, stop: StopOn
     settings = config.server_settings if config.manages_server else None
     managed = managed_server(settings, config.output_dir, torch.cuda.device_count(), this_machine().processes)
     with config.method.services(config), managed as server:
-        return _train_with(server, config, found, files, stop)
+        if config.uses_server and config.trl.vllm_mode == "server":  # that the user started
+            from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
+
+            timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
+            with closing(VLLMClient(*config.server_address, timeout)) as client:
+                client.wait_until_up()
+        yield server
 
 
-def _train_with(
-    server: VLLMServer | None, config: RunConfig, found: Found, files: RunFiles | None, stop: StopOnSignal
-) -> TrainResult:
-    """`train` with its services running; `server` is the one started for this run, if any."""
-    if config.uses_server and config.trl.vllm_mode == "server":
-        await_server(config)
-    tokenizer = load_tokenizer(config)
-    model_config = load_model_config(config)
-    train_data, eval_data = load_data(config, tokenizer, model_config)
-    check_step_fits(config, model_config, train_data)
-    rows = 0 if config.streaming else len(train_data)
-    args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
-    finished = finished_at(config, found, this_machine(), rows=rows)
-    checkpoint = found.checkpoint() if finished is None else None
-    optimizer = optimizer_keys(config, None if checkpoint is None else Path(checkpoint))
-    record = {} if files is None else run_record(config, tokenizer, args.bf16, files.description["data_digests"])
-    earlier = finished if checkpoint is None else Path(checkpoint)
-    if files is not None and earlier is not None:
-        warn_of_changes(config, record, earlier, is_finished=finished is not None)
-    if files is not None and finished is None:
-        files.describe(optimizer=optimizer)
-    if this_machine().processes > 1:
-        check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
-    check_wrapping_of(config, model_config)
-    load_on_first_process(args)
-    model = load_model(
-        config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=config.method.head(config)
-    )
-    write_ends = declare_end_of_turn(config, model, tokenizer, train_data)
-    warn_of_lost_steps(model, optimizer["learning_rate"])
-    await_ready(server, config.trl.vllm_server_timeout)
-    trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
-    record = record if finished is None else saved_keys(finished) or record
-    trainer.into_model = [partial(write_run_keys, config, others=record), *([] if write_ends is None else [write_ends])]
-    trainer.into_checkpoint = [partial(write_run_keys, config, others=record | optimizer)]
-    trainer.card = lambda: model_card(config, last_metrics(trainer))
-    trainer.callback_handler.callbacks.insert(0, Beginning(config, trainer, files))
-    if files is not None:
-        trainer.add_callback(files)
-
-    if finished is None:
-        if trainer.is_world_process_zero():
-            say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
-        rehearse(config, trainer)
-        check_space(config, trainer, rows, is_resumed=checkpoint is not None)
-        run(config, trainer, checkpoint, stop)
-    else:
-        restore(config, trainer, finished)
-        if files is not None:
-            files.restore(trainer.state)
-    metrics = last_metrics(trainer)
-    if finished is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
-        save(config, trainer, metrics, stop)
-    stop.is_complete = True
-    if config.hub_model_id and trainer.is_world_process_zero():
-        push_final(config, trainer, stop)
-    return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+def run_rows(config: RunConfig, tokenizer: Any) -> LoadedRows:
+    """The rows that a run trains on and is evaluated on, with a line about the folder they are read from, if any."""
+    if config.dataset_prepared_path is None or config.streaming:
+        return config.method.load_rows(config, tokenizer)
+    prepared = prepare_rows(config, tokenizer, Path(config.dataset_prepared_path))
+    if is_main_process():
+        say(describe(prepared), err=True)
+    return prepared.rows
 
 
 def load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> tuple[Any, Any]:
@@ -235,18 +247,6 @@ def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[An
         check_sequence_len(config.sequence_len, model_config, config.base_model, longest)
     config.method.check_rows(config, rows)
     return config.method.arrange(config, rows.train), rows.evaluation
-
-
-def await_server(config: RunConfig) -> None:
-    """Wait for the server that the user started. Raises RolloutError if there is none, before a model is loaded."""
-    from ebft.structured.rollouts.client import VLLMClient  # runs without a server need no HTTP client
-
-    timeout = config.trl.vllm_server_timeout or config.method.arguments_class().vllm_server_timeout
-    client = VLLMClient(*config.server_address, timeout)
-    try:
-        client.wait_until_up()
-    finally:
-        client.close()
 
 
 def make_output_dir(folder: str) -> None:
@@ -269,11 +269,11 @@ def check_output_dir(folder: Path) -> None:
         ) from error
 
 
-def run(config: RunConfig, trainer: OverTrainer, checkpoint: str | None, stop: StopOnSignal) -> None:
+def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop.follow(trainer)
     try:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         is_complete = trainer.state.global_step >= trainer.state.max_steps and not trainer.has_pending_evaluation
         if stop.requested and not is_complete:
             raise StopRequested
@@ -291,7 +291,7 @@ def run(config: RunConfig, trainer: OverTrainer, checkpoint: str | None, stop: S
 
 
 def _interrupted(
-    config: RunConfig, trainer: OverTrainer, stop: StopOnSignal, resumed: str | None = None, before: str = ""
+    config: RunConfig, trainer: OverTrainer, stop: StopOnSignal, resumed: Path | None = None, before: str = ""
 ) -> TrainingInterrupted:
     """The exception with the text `before`, and how to resume a run that was resumed from `resumed`, if any."""
     text = how_to_resume(config, trainer.state.global_step, resumed, stop.command)
@@ -300,18 +300,8 @@ def _interrupted(
 
 def last_metrics(trainer: Trainer) -> dict[str, float]:
     """The last logged value of each metric, without the epoch and step counters."""
-    merged: dict[str, float] = {}
-    for entry in trainer.state.log_history:
-        merged.update(entry)
+    merged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     return {name: value for name, value in merged.items() if name not in ("epoch", "step") and value is not None}
-
-
-def _anywhere(trainer: OverTrainer, here: bool) -> bool:
-    """Whether `here` is true on any process."""
-    accelerator = trainer.accelerator
-    if accelerator.num_processes == 1:
-        return here
-    return bool(accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum") > 0)
 
 
 def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], stop: StopOnSignal) -> None:
@@ -320,7 +310,7 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
     After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not, and NonFiniteLossError
     for weights that are not finite.
     """
-    check_weights(trainer.model, partial(_anywhere, trainer))
+    check_weights(trainer.model, partial(on_any_process, trainer.accelerator))
     stop.is_saving_model = True
     try:
         save_final(config, trainer, metrics)
@@ -345,7 +335,7 @@ def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> N
         raise TrainingInterrupted(message, stop.signal_number) from None
 
 
-def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_data: Any, checkpoint: str | None) -> str:
+def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_data: Any, checkpoint: Path | None) -> str:
     """Return the summary of a run that starts with `model`, at the step of `checkpoint` if there is one."""
     machine, rows = this_machine(), 0 if config.streaming else len(train_data)
     steps = planned_steps(config, machine, rows)
@@ -354,20 +344,20 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     if config.streaming:
         tokens = config.sequence_len * config.micro_batch_size * config.gradient_accumulation_steps * machine.processes
         length = f"{tokens:,} tokens each"
-    resumed = "" if checkpoint is None else f", resumed from {Path(checkpoint).name}"
+    resumed = "" if checkpoint is None else f", resumed from {checkpoint.name}"
     processes = f", {machine.processes} processes" if machine.processes > 1 else ""
     train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
+    bits = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else ""
+    dtype = str(weights_dtype(config)).removeprefix("torch.")
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
-    lines = "\n".join(
-        (
-            f"Method: {method_of(config)}{processes}",
-            f"Model: {config.model_name}, {_parameters(model)}, {_dtype(config)}",
-            f"Data: {train}, {held_out}",
-            f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
-            *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
-        )
+    lines = (
+        f"Method: {method_of(config)}{processes}",
+        f"Model: {config.model_name}, {_parameters(model)}, {bits or dtype}",
+        f"Data: {train}, {held_out}",
+        f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
+        *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
     )
-    return lines + _whitening(config)
+    return "\n".join(lines) + _whitening(config)
 
 
 def _whitening(config: RunConfig) -> str:
@@ -427,51 +417,36 @@ def _last_two(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _dtype(config: RunConfig) -> str:
-    if config.load_in_4bit or config.load_in_8bit:
-        return "4 bits" if config.load_in_4bit else "8 bits"
-    return str(weights_dtype(config)).removeprefix("torch.")
-
-
-def finished_at(config: RunConfig, found: Found, machine: Machine, rows: int) -> Path | None:
+def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
     """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
 
-    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder.
+    It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder. Raises ConfigError if
+    output_dir has the results of later steps, which its model would replace.
     """
-    if found.newest is None:
+    newest = found.newest
+    if newest is None or not (
+        step_of(newest) >= planned_steps(config, this_machine(), rows)
+        or limit_reached(config.budget, spent_at(newest)) is not None
+        or stopped_early(config, newest) is not None
+    ):
         return None
-    last_step = planned_steps(config, machine, rows)
-    is_complete = (
-        step_of(found.newest) >= last_step
-        or limit_reached(config.budget, spent_at(found.newest)) is not None
-        or stopped_early(config, found.newest) is not None
-    )
-    if is_complete:
-        _check_newest(config, found.newest)
-        return found.newest
-    return None
-
-
-def _check_newest(config: RunConfig, folder: Path) -> None:
-    """Raise ConfigError if output_dir has the results of later steps, which the model of `folder` would replace."""
-    output_dir, step = Path(config.output_dir), step_of(folder)
-    newest = newest_checkpoint(output_dir)
-    later = max(final_step(output_dir) or 0, 0 if newest is None else step_of(newest))
+    output_dir, step = Path(config.output_dir), step_of(newest)
+    last = newest_checkpoint(output_dir)
+    later = max(final_step(output_dir) or 0, 0 if last is None else step_of(last))
     if config.resume_from_checkpoint is not None and later > step:
         raise ConfigError(
-            f"resume_from_checkpoint: {folder} is at step {step}, at or past the end of this run, so nothing would be "
+            f"resume_from_checkpoint: {newest} is at step {step}, at or past the end of this run, so nothing would be "
             f"trained, and output_dir: {output_dir} has results up to step {later}, which are kept. Set another "
             "output_dir to save the model of the checkpoint there, or increase max_steps, num_epochs or budget to "
             "train on from it."
         )
+    return newest
 
 
-def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
-    """Restore model and state of a finished run from its folder, and warn that nothing is trained."""
+def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None) -> None:
+    """Restore model and state of a completed run from its folder, and warn that nothing is trained."""
     step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
-    keys = "max_steps or num_epochs" if limit is None else f"budget.{limit}"
-    if limit is None:
-        keys = stopped_early(config, folder) or keys
+    keys = f"budget.{limit}" if limit else stopped_early(config, folder) or "max_steps or num_epochs"
     warnings.warn(
         f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase {keys} to "
         "continue training.",
@@ -487,3 +462,5 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path) -> None:
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     if best is not None and Path(best).is_dir() and folder != output_dir:  # which has the best weights
         load_weights(trainer, best)
+    if files is not None:
+        files.restore(trainer.state)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ebft.catalog import MODELS, as_folder, is_gguf
 from ebft.data.locate import base_name, lasting_name, locate
 from ebft.errors import ConfigError
-from ebft.files import json_object
+from ebft.files import ADAPTER_CONFIG, json_object
 from ebft.models.keys import AdapterKeys, ModelKeys
 from ebft.serving.keys import ServerSettings, VLLMSection, base_url, is_everywhere
 
@@ -200,7 +200,7 @@ def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
 
 def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:
     """Return the largest rank of a saved adapter and its fully trained modules."""
-    path = Path(folder).expanduser() / "adapter_config.json"
+    path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
         saved = json_object(path)
         ranks = [saved["r"], *(saved.get("rank_pattern") or {}).values()]

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from ebft.errors import ConfigError, EBFTError, ServerError
 from ebft.files import is_free
 from ebft.printed import say
+from ebft.processes import is_main_process
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.keys import ServerSettings, check_free, reachable_host
 from ebft.serving.supervisor import GRACE, LAST_WAIT
@@ -314,7 +315,7 @@ def managed_server(
 
     The server is not ready yet when the block starts. Yields None without settings, and on all processes except rank 0.
     """
-    if settings is None or os.environ.get("RANK", "0") != "0":
+    if settings is None or not is_main_process():
         yield None
         return
     environment = device_environment(settings.vllm, processes, gpus)

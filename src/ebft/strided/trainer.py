@@ -23,7 +23,7 @@ from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, keep_output_dtype
 from ebft.monitor.metrics import Throughput
-from ebft.monitor.rollout_log import ScoredRollouts
+from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features

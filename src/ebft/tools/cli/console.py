@@ -19,7 +19,7 @@ from rich.text import Text
 from ebft.config.user_code import place_of, what_happened
 from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
 from ebft.printed import go_on_without_output, safe_console
-from ebft.processes import leave_traceback, reports_failure
+from ebft.processes import is_main_process, leave_traceback, reports_failure
 from ebft.secrets import without_secrets_in_text
 
 FAILED = 1
@@ -149,11 +149,6 @@ def name_remaining_threads(code: int, seconds: tuple[float, float] = (10.0, 300.
         os._exit(code)
 
     threading.Thread(target=watch, name="remaining threads", daemon=True).start()
-
-
-def is_main_process() -> bool:
-    """Whether this is the main process (rank 0) or the only one."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _say(*parts: str | tuple[str, str]) -> None:

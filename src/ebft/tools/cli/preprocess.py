@@ -53,7 +53,7 @@ def preprocess(
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
         raise DataError(f"--html {html}: the file exists and is not an HTML preview. Choose another file.")
     from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
-    from ebft.prepared.rows import describe, prepare_rows
+    from ebft.run.prepared_rows import describe, prepare_rows
 
     shows = debug or html is not None or count is not None
     tokenizer = load_tokenizer(run_config)

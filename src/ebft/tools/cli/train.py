@@ -18,11 +18,11 @@ from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
 from ebft.errors import ConfigError
 from ebft.printed import safe_console, say
-from ebft.processes import is_launched, join_launch, launch_command, typed_command
+from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, rollout_files
 from ebft.tools.cli.arguments import ConfigFile, Overrides
-from ebft.tools.cli.console import is_main_process, polite
+from ebft.tools.cli.console import polite
 from ebft.tools.cli.tui import train_with_dashboard
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, Sweep, read_sweep

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ebft.machine import memory_bytes
+from ebft.machine import installed_version, memory_bytes
 from ebft.secrets import is_secret_variable, without_secrets_in_text
 from ebft.tools.doctor.check import Check
 
@@ -48,8 +48,8 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
     return {
         "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
-        "packages": {name: _version(name) for name in PACKAGES}
-        | {name: found for name in OPTIONAL if (found := _version(name)) is not None},
+        "packages": {name: installed_version(name) for name in PACKAGES}
+        | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
         "vllm interpreter": None if vllm_python is None else _vllm(vllm_python),
         "system": {
             "os": platform.platform(),
@@ -104,13 +104,6 @@ def _without_secrets(name: str, value: str) -> str:
     if is_secret_variable(name, value):
         return "(set, not shown)" if value else "(empty)"
     return without_secrets_in_text(value)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:
@@ -176,7 +169,7 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
     if not problems:
         yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
     for extra, lines in extras.items():
-        missing = [line.name for line in lines if _installed_version(line.name) is None]
+        missing = [line.name for line in lines if installed_version(line.name) is None]
         wrong = [(line, found) for line in lines if line.name not in missing and (found := _problem(line)) is not None]
         for line, problem in wrong:
             yield Check("warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'.")
@@ -205,19 +198,12 @@ def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requi
 
 
 def _problem(line: Requirement) -> str | None:
-    found = _installed_version(line.name)
+    found = installed_version(line.name)
     if found is None:
         return "not installed"
     if not line.specifier.contains(found, prereleases=True):
         return f"version {found} is installed, but {line.specifier} is required"
     return None
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _wanted(line: Requirement) -> str:

@@ -22,12 +22,11 @@ from ebft.models.load import (
     usable_device_map,
 )
 from ebft.models.tokenizer import load_tokenizer
-from ebft.prepared.rows import run_rows
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.trackers import trackers
 from ebft.run.trainer import this_machine
-from ebft.run.training import arranged, check_output_dir
+from ebft.run.training import arranged, check_output_dir, run_rows
 from ebft.serving.command import find_interpreter
 from ebft.tools.doctor.check import Attempt, Check
 from ebft.tools.doctor.memory import Needs, advice, disk_check, exceeds, memory_checks, needs

@@ -240,9 +240,9 @@ class Sweep:
         recorded = read_run(Path(run.output_dir)).get("data_digests")
         if recorded is None:
             return False
-        from ebft.run.reporting import data_digests  # imports datasets
+        from ebft.run.reporting import data_hashes  # imports datasets
 
-        now = data_digests(load_config(self.config, self._overrides(run)))
+        now = data_hashes(load_config(self.config, self._overrides(run)))
         return len(now) == len(recorded) and any(None not in (a, b) and a != b for a, b in zip(now, recorded))
 
     def _has_other_settings(self, run: SweepRun) -> bool:

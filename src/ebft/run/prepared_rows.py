@@ -1,30 +1,209 @@
-"""The key of prepared rows: a hash of everything that determines them."""
+"""Rows that are read from `dataset_prepared_path`, or prepared and stored there, in a folder named by their key.
+
+The key is a hash of everything that determines the rows: settings, data, transforms, tokenizer, code.
+"""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import inspect
 import json
+import os
 import re
-import sys
-import sysconfig
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_from_disk
+from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import UNTYPED
 from ebft.config.schema import RunConfig
-from ebft.config.section import Section
+from ebft.config.section import flat_settings
+from ebft.config.user_code import module_sources
+from ebft.data.lengths import SectionReport
+from ebft.data.load import LoadedRows
 from ebft.data.sources import source_fingerprint
+from ebft.data.tables import discard
 from ebft.data.transforms.names import built_in, own_transform
-from ebft.files import file_hash
+from ebft.errors import DataError
+from ebft.files import file_hash, json_hash, locked, text_hash
+from ebft.printed import say
+from ebft.processes import is_main_process
+
+
+class Prepared(NamedTuple):
+    """The rows of a run, the folder in which they are stored, and whether they were prepared now."""
+
+    rows: LoadedRows
+    folder: Path
+    is_new: bool
+
+
+def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Path) -> Prepared:
+    """The rows of a run, read from a folder in `base`, or prepared and stored in it if there are none that fit.
+
+    Of several processes, one prepares the rows while the others wait. Damaged rows are prepared again, with a line.
+    Raises DataError if the rows cannot be loaded, or not be written.
+    """
+    inputs = row_inputs(config, tokenizer)
+    folder = base.expanduser() / key_of(inputs)
+    with suppress(DamagedRows):  # perhaps another process replaces them; reported below if not
+        if (rows := read_rows(folder)) is not None:
+            return Prepared(rows, folder, is_new=False)
+    problem = lambda error: DataError(
+        f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
+        "or leave it unset to prepare rows in every run."
+    )
+    waiting = lambda: _say(f"Waiting for another process that prepares the rows in {folder}")
+    with locked(folder, problem, waiting):
+        try:
+            if (rows := read_rows(folder)) is not None:
+                return Prepared(rows, folder, is_new=False)
+        except DamagedRows as damage:
+            _say(f"Prepared rows in {folder} are damaged ({damage}); they are prepared again", of_any_rank=True)
+        changed = closest_difference(folder.parent, inputs)
+        if changed:
+            _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
+        rows = config.method.load_rows(config, tokenizer)
+        if data_hashes(config) != inputs["data"]:
+            raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
+        write_rows(folder, rows, inputs)
+        for part in (rows.train, rows.evaluation):
+            if part is not None:
+                discard(part)
+        return Prepared(read_rows(folder), folder, is_new=True)
+
+
+def describe(prepared: Prepared) -> str:
+    """One line with the folder and the numbers of rows."""
+    rows, did = prepared.rows, "Stored" if prepared.is_new else "Using"
+    evaluation = "" if rows.evaluation is None else f", {len(rows.evaluation):,} for evaluation"
+    return f"{did} prepared rows in {prepared.folder}: {len(rows.train):,} for training{evaluation}"
+
+
+def _say(line: str, of_any_rank: bool = False) -> None:
+    if of_any_rank or is_main_process():
+        say(line, err=True)
+
+
+def closest_difference(base: Path, inputs: dict[str, Any]) -> list[str]:
+    """The names of what differs between `inputs` and the stored rows in `base` with the fewest differences.
+
+    Empty if there are no stored rows.
+    """
+    found = [differences(stored, inputs) for stored in _stored_inputs(base)]
+    return min(found, key=lambda names: (len(names), names), default=[])
+
+
+def differences(stored: dict[str, Any], inputs: dict[str, Any]) -> list[str]:
+    """The settings that differ, and which of data, transforms, tokenizer and code do."""
+    before, now = stored.get("settings", {}), inputs["settings"]
+    settings = [key for key in {**now, **before} if (key in before, before.get(key)) != (key in now, now.get(key))]
+    return settings + [name for name in inputs if name != "settings" and stored.get(name) != inputs[name]]
+
+
+def _stored_inputs(base: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(base.glob(f"[!.]*/{RECORD}")):
+        try:
+            inputs = json.loads(path.read_text(encoding="utf-8"))["inputs"]
+        except (OSError, ValueError, TypeError, KeyError):  # damaged rows explain nothing
+            continue
+        if isinstance(inputs, dict):
+            yield inputs
+
+
+RECORD = "prepared.json"
+_PARTS = {"train": "train", "evaluation": "eval"}  # fields of LoadedRows, and their folders
+
+
+class DamagedRows(Exception):
+    """A folder of prepared rows is incomplete or was changed; the message is the reason."""
+
+
+def read_rows(folder: Path) -> LoadedRows | None:
+    """The rows in `folder`, or None if it does not exist. Raises DamagedRows."""
+    if not folder.exists():
+        return None
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record["key"] != folder.name:
+            raise DamagedRows(f"{RECORD} has the key {record['key']}")
+        for name, expected in record["files"].items():
+            if not (folder / name).is_file():
+                raise DamagedRows(f"{name} is missing")
+            if file_hash(folder / name) != expected:
+                raise DamagedRows(f"{name} was changed")
+        parts = {field: _read_part(folder / name, record["rows"][name]) for field, name in _PARTS.items()}
+        return LoadedRows(**parts, reports=[SectionReport(**report) for report in record["reports"]])
+    except DamagedRows:
+        raise
+    except Exception as error:  # JSON and Arrow readers raise many types of errors
+        raise DamagedRows(f"{type(error).__name__}: {error}") from error
+
+
+def _read_part(folder: Path, rows: int | None) -> Dataset | None:
+    if rows is None:
+        return None
+    part = load_from_disk(str(folder))
+    if len(part) != rows:
+        raise DamagedRows(f"{folder.name} has {len(part)} rows instead of {rows}")
+    return part
+
+
+def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
+    """Write `rows`, made from `inputs`, to `folder`, replacing it. To be called while holding the lock of `folder`.
+
+    Raises DataError if writing fails; then, or if the process is killed, `folder` does not exist.
+    """
+    for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
+        shutil.rmtree(left, ignore_errors=True)
+    partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
+    try:
+        partial.mkdir(parents=True)
+        parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
+        with _without_progress():
+            for name, part in parts.items():
+                if part is not None:
+                    part.save_to_disk(str(partial / name))
+        written = sorted(path for path in partial.rglob("*") if path.is_file())
+        record = {
+            "key": folder.name,
+            "rows": {name: None if part is None else len(part) for name, part in parts.items()},
+            "files": {path.relative_to(partial).as_posix(): file_hash(path) for path in written},
+            "reports": [asdict(report) for report in rows.reports],
+            "inputs": inputs,
+        }
+        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    except OSError as error:
+        raise DataError(
+            f"Prepared rows cannot be written to {folder} ({error.strerror or error}). Set dataset_prepared_path to "
+            "another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    were_on = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            enable_progress_bars()
+
 
 FORMAT = 1  # of the stored folder
 # Entries of tokenizer_config.json about the place that the tokenizer was loaded from.
@@ -40,51 +219,43 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
     inputs = {
         "format": FORMAT,
         "settings": row_settings(config, sources.values()),
-        "data": data_fingerprints(config),
-        "transforms": {name: _hash(source) for name, source in sorted(sources.items())},
-        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "data": data_hashes(config),
+        "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
+        "tokenizer": tokenizer_hashes(tokenizer),
         "code": own_code(),
     }
     return json.loads(json.dumps(inputs, default=str))
 
 
-def data_fingerprints(config: RunConfig) -> list[dict[str, Any]]:
-    """The fingerprint of each source of `datasets` and `test_datasets`."""
+def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
+    """The hashes of each source of `datasets` and `test_datasets`."""
     return [source_fingerprint(entry) for entry in (*config.datasets, *config.test_datasets)]
 
 
 def key_of(inputs: dict[str, Any]) -> str:
     """The key of rows with these inputs: 32 hexadecimal digits."""
-    return _hash(json.dumps(inputs, sort_keys=True))[:32]
+    return json_hash(inputs)[:32]
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The hash of each file that saves the tokenizer, and of its chat template and its class."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        found = {path.relative_to(folder).as_posix(): _tokenizer_file(path) for path in paths}
-    found["chat template"] = _hash(json.dumps(tokenizer.chat_template))
+        found = {path.relative_to(folder).as_posix(): file_hash(path) for path in paths}
+        settings = Path(folder) / "tokenizer_config.json"
+        if settings.is_file():
+            values = json.loads(settings.read_text(encoding="utf-8"))
+            found[settings.name] = json_hash({name: value for name, value in values.items() if name not in _PLACE})
+    found["chat template"] = text_hash(json.dumps(tokenizer.chat_template))
     source = inspect.getsourcefile(type(tokenizer))
     found["class"] = type(tokenizer).__name__ if source is None else file_hash(Path(source))
     return found
 
 
-def _tokenizer_file(path: Path) -> str:
-    if path.name != "tokenizer_config.json":
-        return file_hash(path)
-    values = json.loads(path.read_text(encoding="utf-8"))
-    return _hash(json.dumps({name: value for name, value in values.items() if name not in _PLACE}, sort_keys=True))
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
 _PACKAGE = Path(__file__).parents[1]
 # Files of this package that rows depend on.
-_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/tokenizer.py", "models/templates/*.jinja")
-_OWN += ("nemo_gym/keys.py",)
+_OWN = ("data/**/*.py", "anchors.py", "models/tokenizer.py", "models/templates/*.jinja", "nemo_gym/keys.py")
 _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 
 
@@ -106,70 +277,6 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     return module_sources(
         module for name, function in own.items() for module in {name.rpartition(".")[0], function.__module__}
     )
-
-
-def module_sources(names: Iterable[str]) -> dict[str, str]:
-    """The source of each of these modules, and of those that they import, as in `transform_sources`."""
-    sources: dict[str, str] = {}
-    for name in names:
-        _collect(name, sources)
-    return sources
-
-
-def _collect(name: str, sources: dict[str, str]) -> None:
-    """Add the source of a module, and of those that it imports, to `sources`."""
-    waiting = [name]
-    while waiting:
-        name = waiting.pop()
-        path = _file_of(name)
-        if name in sources or path is None:
-            continue
-        content = path.read_bytes()
-        sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
-        if path.suffix == ".py":
-            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
-
-
-def _file_of(name: str) -> Path | None:
-    loaded = sys.modules.get(name)
-    try:
-        origin = loaded.__file__ if isinstance(loaded, ModuleType) else find_spec(name).origin
-    except (ImportError, AttributeError, ValueError):  # no such module, or one without a file
-        return None
-    path = Path(origin) if origin else None
-    return path if path is not None and path.is_file() else None
-
-
-def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
-    """The names of the modules that a source imports; some may be functions. A source with a syntax error has none."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # a module that is not imported when the transform runs
-        return
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
-    library may be that of a local file."""
-    top = name.partition(".")[0]
-    if top in ("ebft", "") or _is_installed(_file_of(top)):
-        return False
-    path = _file_of(name)
-    return path is not None and not _is_installed(path)
-
-
-def _is_installed(path: Path | None) -> bool:
-    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
 
 
 # Reason -> keys that do not determine rows, for all methods.
@@ -278,13 +385,9 @@ def row_settings(config: RunConfig, transform_sources: Iterable[str] = ()) -> di
     included.
     """
     words = {word for source in transform_sources for word in re.findall(r"\w+", source)}
-    settings = dict(flat_settings(config))
     idle = set(EXCLUDED) | _idle_seeds(config)
-    return {key: value for key, value in settings.items() if key not in idle or _mentions(key, words)}
-
-
-def _mentions(key: str, words: set[str]) -> bool:
-    return not words.isdisjoint({*key.split(".")[-1:], *_OTHER_WORDS.get(key, ())})
+    names = lambda key: {key.rpartition(".")[2], *_OTHER_WORDS.get(key, ())}
+    return {key: value for key, value in flat_settings(config) if key not in idle or words & names(key)}
 
 
 def _idle_seeds(config: RunConfig) -> set[str]:
@@ -297,19 +400,3 @@ def _idle_seeds(config: RunConfig) -> set[str]:
     shuffles = config.shuffle_merged_datasets
     idle = set() if selects or (shuffles and config.data_seed is None) else {"seed"}
     return idle if shuffles else idle | {"data_seed"}
-
-
-def flat_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by dotted key; entries of lists are dicts."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from flat_settings(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.model_dump() if isinstance(value, Section) else value
