@@ -1,1 +1,0 @@
-"""Training on a stream of packed documents, and continuing it exactly."""
