@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from ebft.over_transformers import causal_mask_function
 from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention.tiles import Scores
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.passes import StridedPass
 from ebft.strided.tree import RolloutTree
+from ebft.transformers_internals import causal_mask_function
 
 matplotlib.use("Agg")
 

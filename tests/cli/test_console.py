@@ -58,7 +58,7 @@ def test_messages_begin_on_a_separate_line(monkeypatch):
 
 
 def test_a_last_message_ends_the_bars(monkeypatch, capsys):
-    import ebft.over_transformers  # noqa: F401 (training imports it)
+    import ebft.transformers_internals  # noqa: F401 (training imports it)
 
     def stopped():
         tqdm(total=6, disable=False, ncols=40)

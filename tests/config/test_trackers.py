@@ -90,7 +90,7 @@ def test_a_tracker_without_its_package_is_refused(make, installed, keys, message
 
 
 def test_every_tracker_of_transformers_is_checked(make, installed, monkeypatch):
-    from ebft.over_transformers import INTEGRATION_TO_CALLBACK
+    from ebft.transformers_internals import INTEGRATION_TO_CALLBACK
 
     monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
     installed()

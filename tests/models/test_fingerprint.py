@@ -4,14 +4,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ebft.models import fingerprint
-from ebft.models.fingerprint import file_sample, model_folder, weights_fingerprint
+from ebft.models import files
+from ebft.models.files import file_sample, model_folder, weights_fingerprint
 
 
 @pytest.fixture(params=[2**26, 0], ids=["whole", "sampled"])
 def sizes(request, monkeypatch):
-    monkeypatch.setattr(fingerprint, "_ALL", request.param)
-    monkeypatch.setattr(fingerprint, "_BLOCK", 64)
+    monkeypatch.setattr(files, "_ALL", request.param)
+    monkeypatch.setattr(files, "_BLOCK", 64)
 
 
 WEIGHTS = {"a": torch.arange(400.0), "b": torch.zeros(3, 5), "c": torch.ones(2, dtype=torch.bfloat16)}

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.models import cpu
+from ebft.prefix import cpu
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ebft.models.causal_lm import decoder_layers
-from ebft.models.cpu import is_replayed
+from ebft.prefix.cpu import is_replayed
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch, with_lora
 

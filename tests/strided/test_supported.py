@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.pretrained import check_adapter, disable_dropout, load
-from ebft.prefix.attention import families
+from ebft.prefix.attention import attention_adapters
 from ebft.prefix.forward import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.validation import check_parity
@@ -127,7 +127,7 @@ def test_what_depends_on_the_index_in_a_pass_is_noticed(dtype, monkeypatch):
     counts = count_tokens(model.model.layers)
     check(model)
     assert counts[3] > 3000 > counts[4]  # a few layers contain all kinds
-    monkeypatch.delitem(families._FORWARD, "Llama4TextAttention")
+    monkeypatch.delitem(attention_adapters._FORWARD, "Llama4TextAttention")
     model = tiny_model("llama4_text", **changes).to(dtype)
     for refuses in (check, check_shared_prompts):
         with pytest.raises(

@@ -54,7 +54,7 @@ def make(tmp_path, model=None, train=None, evaluation=None, **changes):
 def test_memory_is_pinned_only_for_a_gpu_unless_set(tmp_path, monkeypatch, has_gpu):
     # Only for our class: transformers would set up the device, and turns it off itself with use_cpu.
     monkeypatch.setattr(
-        "ebft.strided.config.torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: has_gpu))
+        "ebft.strided.trainer.torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: has_gpu))
     )
     given = {"output_dir": str(tmp_path), "report_to": [], "bf16": False}
     assert StridedEBFTConfig(**given).dataloader_pin_memory is has_gpu

@@ -16,8 +16,8 @@ from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
 from ebft.data.stream_rows import StreamRows
 from ebft.data.transforms.rows import IGNORE
-from ebft.strided.config import BLOCK_OPTIONS
 from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.trainer import BLOCK_OPTIONS
 from ebft.structured.trainer import labelled_reference
 
 LONGEST_RUN = 200  # characters of a run that are shown; all of its tokens are in those of the part

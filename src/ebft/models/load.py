@@ -23,7 +23,7 @@ from ebft.models.heads import LANGUAGE, Head
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
 from ebft.models.resized import check_saves_resized
 from ebft.models.weights import check_gguf_file
-from ebft.over_transformers import is_flash_attn_2_available, is_flash_attn_3_available
+from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings

@@ -25,7 +25,7 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.files import check_model_config, key_with
 from ebft.models.heads import LANGUAGE, Head
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
-from ebft.over_transformers import QuantizationMethod
+from ebft.transformers_internals import QuantizationMethod
 
 GENERATION_CONFIG = "generation_config.json"
 # Files that transformers reads without checking that they contain an object.

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.files import OPTIMIZER, WEIGHTS, ShardedReader
-from ebft.over_transformers import convert_weights, weight_groups
+from ebft.transformers_internals import convert_weights, weight_groups
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from ebft.files import exists, json_object
 from ebft.models.files import WEIGHTS as PARTS
 from ebft.models.files import refuse_classifier
 from ebft.models.heads import LANGUAGE, Head, head_modules
-from ebft.over_transformers import forget_title, read_gguf_metadata
+from ebft.transformers_internals import forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")

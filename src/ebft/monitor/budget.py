@@ -22,9 +22,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ebft.models.causal_lm import unwrap_adapter, without_hooks
-from ebft.models.cpu import is_replayed, observers
-from ebft.over_transformers import Conv1D
+from ebft.prefix.cpu import is_replayed, observers
 from ebft.run.keys import BudgetSection
+from ebft.transformers_internals import Conv1D
 
 COUNTED = ("documents", "generated_tokens", "flops")
 _SAVED_AS = "Budget"  # among the `stateful_callbacks` of trainer_state.json

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
-from ebft.models.cpu import fast_products
 from ebft.models.sharding import is_sharded
-from ebft.over_transformers import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
-from ebft.prefix.attention.families import adapt, check_adapted
+from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
+from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.logps import Head, Linear
+from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 
 Result = TypeVar("Result")
 
@@ -164,13 +164,13 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
 
 @contextmanager
 def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
-    """Enable cheaper computation of the layers, with equal results: see `ebft.models.cpu` and `recording`.
+    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` and `recording`.
 
     This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
     """
     with ExitStack() as stack:
         if not torch.is_grad_enabled():
-            stack.enter_context(fast_products())
+            stack.enter_context(cpu_matmul())
         if not torch.is_grad_enabled() or run.recording is not None:
             # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
             # the weights in the type of the input.
@@ -244,7 +244,7 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     before = {name: causal_lm._modules[name] for name in replaced}
     causal_lm._modules.update(replaced)
     try:
-        with fast_products():
+        with cpu_matmul():
             return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules.update(before)
@@ -283,7 +283,7 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
     if not _is_plain(causal_lm) or output.weight.is_meta:
         return False
     states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
-    with torch.autocast(states.device.type, enabled=False), fast_products():
+    with torch.autocast(states.device.type, enabled=False), cpu_matmul():
         largest = F.linear(states, output.weight).abs().max()
         if not 0 < largest < torch.inf:
             return False

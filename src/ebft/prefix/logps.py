@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ebft.models.cpu import fast_products, product, report
+from ebft.prefix.cpu import cpu_matmul, cpu_product, report
 from ebft.prefix.sampling import Softmax, Truncation, of_device, slices, tiles
 
 # Tokens of the vocabulary, and rows, whose logits are computed at once in backward of a linear head.
@@ -161,7 +161,7 @@ class OfLinearHead(torch.autograd.Function):
             w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block].to(ctx.dtype)
             of_weight, of_bias = torch.zeros_like(w, dtype=exact), x.new_zeros(len(w), dtype=exact)
             for rows in slices(len(x), of_device(_ROWS_PER_BLOCK, x.device)):
-                with fast_products():
+                with cpu_matmul():
                     logits = F.linear(x[rows], w, b)
                 probabilities = (logits.to(exact) / ctx.temperature).sub_(log_sums[rows]).exp_()
                 grad_logits = probabilities.mul_(-grad[rows].sum(-1, keepdim=True))
@@ -171,9 +171,9 @@ class OfLinearHead(torch.autograd.Function):
                 if needs_bias:
                     of_bias += grad_logits.sum(0)
                 grad_logits = grad_logits.to(ctx.dtype)
-                grad_states[rows] += product(grad_logits, w)
+                grad_states[rows] += cpu_product(grad_logits, w)
                 if needs_weight:
-                    of_weight += product(grad_logits.mT, x[rows])
+                    of_weight += cpu_product(grad_logits.mT, x[rows])
             if needs_weight:
                 grad_weight[block] = of_weight
             if needs_bias:
@@ -382,7 +382,7 @@ def choose_tokens(
                 values = torch.autograd.grad(logits, x, grad_logits)[0]
             else:
                 report(head.linear.weight, len(grad_logits))
-                values = product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
+                values = cpu_product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
             of_slopes = Slopes(values, index, row)
         found.append(Scored(*chosen, of_slopes))
     return Scored.joined(found)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.errors import EBFTError, ModelError
-from ebft.prefix.attention import HINT
+from ebft.models.causal_lm import decoder_layers, first_layers
+from ebft.prefix.attention import HINT, PromptLayout, SuffixPass
+from ebft.prefix.forward import backbone_states, most_tokens, run_wrapped
 
 # In nats. In full precision, the largest difference is compared, which comes from the order of summation. In lower
 # precision, the median: a near-tie in a router may send single tokens to another expert, whereas an error in the
@@ -78,3 +83,80 @@ def _computes_roughly(causal_lm: PreTrainedModel) -> bool:
     tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
     is_half = causal_lm.dtype in (torch.bfloat16, torch.float16) or autocast
     return is_half or getattr(causal_lm, "is_quantized", False) or tf32
+
+
+_CONSTANT = re.compile("scale|chunk|window|position|context|length|block", re.I)
+# Sequences are not longer than these, and transformers computes embeddings of positions from position_ids.
+_LIMITS = {"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "max_length"}
+_LARGEST = 2**14  # larger constants are not tested, which would take much memory
+_OTHERS, _COMPARED = 256, 12  # tokens of each other sequence, and of the compared sequence
+# Of L2-normalised states. The same kernels compute both copies in one pass, so that lower precision adds little.
+_TOLERANCES = 1e-3, 4e-3
+
+
+def check_distant_tokens(causal_lm: PreTrainedModel) -> None:
+    """Raise ModelError if a short sequence has other states after many other sequences in the same pass.
+
+    The model must be prepared, in eval mode, without gradients. Nothing is run if the config has no constant that
+    could matter. Runs the decoder's first layers only, as many as contain every kind of its layers.
+    """
+    config = causal_lm.config.get_text_config()
+    constants = _constants(config.to_dict())
+    if not constants:
+        return
+    length = min(filter(None, (_OTHERS, getattr(config, "max_position_embeddings", None), most_tokens(causal_lm))))
+    others = [length] * -(-max(constants.values()) // length)
+    with first_layers(causal_lm, _count_with_every_kind(decoder_layers(causal_lm))):
+        first, last = (F.normalize(states.float(), dim=-1) for states in _states_of_both(causal_lm, others))
+    listed = ", ".join(f"{name}: {value}" for name, value in constants.items())
+    cause = (
+        "It computes something from the index of a token in the pass, where many sequences follow each other, instead "
+        f"of its position in the sequence (position_ids). Its config has {listed}. {HINT}"
+    )
+    what = f"states of a sequence after {sum(others)} tokens of other sequences in the same pass"
+    compare(causal_lm, what, (first - last).norm(dim=-1), cause, _TOLERANCES, "those at the start of the pass")
+
+
+def _constants(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the numbers of tokens in a config, also in its dictionaries such as `rope_parameters`, by name."""
+    found = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _constants(value)
+        elif isinstance(value, (int, float)) and 1 < value <= _LARGEST and _is_constant(name):
+            found[name] = int(value)
+    return found
+
+
+def _is_constant(name: str) -> bool:
+    return bool(_CONSTANT.search(name)) and name not in _LIMITS
+
+
+def _count_with_every_kind(layers: nn.ModuleList) -> int:
+    """Return how many layers from the first on contain every kind of layers."""
+    kinds = [_kind(layer) for layer in layers]
+    return max(kinds.index(kind) for kind in kinds) + 1
+
+
+def _kind(layer: nn.Module) -> tuple:
+    """Return the classes and settings of a layer's modules, without the layer's number."""
+    return tuple(
+        (type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if _is_setting(k, v)))
+        for module in layer.modules()
+    )
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, (bool, int, str)) and not re.search("idx|index|number|layer_id|layer_num", name)
+
+
+def _states_of_both(causal_lm: PreTrainedModel, others: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the last hidden states (tokens, D) of a short sequence, before and after other sequences."""
+    generator, vocabulary = torch.Generator().manual_seed(0), causal_lm.config.get_text_config().vocab_size
+    draw = lambda count: torch.randint(0, vocabulary, (count,), generator=generator)
+    compared, between = draw(min(_COMPARED, *others)), draw(sum(others))
+    tokens = torch.cat([compared, between, compared]).to(causal_lm.device)
+    prompts = [len(compared), *others, len(compared)]
+    run = SuffixPass(PromptLayout(prompts, [[] for _ in prompts], tokens.device))
+    states = run_wrapped(causal_lm, lambda model: backbone_states(model, tokens, run))
+    return states[: len(compared)], states[-len(compared) :]

@@ -20,7 +20,7 @@ from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened
 from ebft.methods import foreign_keys
-from ebft.models.fingerprint import (
+from ebft.models.files import (
     file_sample,
     model_folder,
     settings_of,

@@ -47,7 +47,7 @@ def check_optimizer(config: RunConfig) -> None:
     """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`, a missing package, or invalid arguments."""
     if all(getattr(config, key) == type(config).model_fields[key].default for key in _KEYS):
         return
-    from ebft.over_transformers import OptimizerNames, SchedulerType
+    from ebft.transformers_internals import OptimizerNames, SchedulerType
 
     _check_supported(config.optimizer)
     if config.lr_scheduler in _REFUSED_SCHEDULES:

@@ -28,10 +28,10 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG
 from ebft.monitor.run_files import CARD
 from ebft.monitor.run_state import read_run, state_of
-from ebft.over_transformers import save_final_weights
 from ebft.run.own_files import cards, listed, owns_card, unlisted, write_mark
 from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
+from ebft.transformers_internals import save_final_weights
 
 
 def forget_final(output_dir: Path) -> None:

@@ -181,7 +181,7 @@ def check_trackers(config: RunConfig) -> None:
 
 
 def _check_other(name: str) -> None:
-    from ebft.over_transformers import INTEGRATION_TO_CALLBACK
+    from ebft.transformers_internals import INTEGRATION_TO_CALLBACK
 
     if name not in INTEGRATION_TO_CALLBACK:
         raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(INTEGRATION_TO_CALLBACK)}.")

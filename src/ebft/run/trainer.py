@@ -18,13 +18,13 @@ from ebft.errors import ConfigError, ModelError
 from ebft.health.callback import HealthCallback
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.over_transformers import is_torch_tf32_available, use_one_gpu
 from ebft.run.checks import Machine, check_adapted_experts, check_wrapping, launched_processes
 from ebft.run.keys import RATE_KEYS
 from ebft.run.optimizer import optimizer_arguments
 from ebft.run.reporting import add_plugins, trackers
 from ebft.run.stopping import stopping_callbacks
 from ebft.serving.server import VLLMServer
+from ebft.transformers_internals import is_torch_tf32_available, use_one_gpu
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:

@@ -34,7 +34,6 @@ from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
-from ebft.over_transformers import load_weights
 from ebft.prepared.rows import run_rows
 from ebft.printed import say
 from ebft.processes import is_ray_worker
@@ -60,6 +59,7 @@ from ebft.run.trainer import build_trainer, planned_steps, this_machine, trainin
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer
 from ebft.trainer.stopping import check_weights
+from ebft.transformers_internals import load_weights
 
 
 @dataclass

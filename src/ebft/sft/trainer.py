@@ -20,7 +20,6 @@ from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
 from ebft.monitor import CountsBudget, StopOnNonFinite
 from ebft.monitor.metrics import HeldOutMeans
-from ebft.over_transformers import has_flash_attention
 from ebft.prefix.forward import take_programs
 from ebft.scores import perplexities
 from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
@@ -34,6 +33,7 @@ from ebft.sft.packed import (
     needs_one_row,
 )
 from ebft.trainer import OverTrainer
+from ebft.transformers_internals import has_flash_attention
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 

@@ -12,15 +12,14 @@ parity.py       comparison with the plain model on a short document
 interleaved.py  masks and positions of the published layout, for code written against it
 """
 
-from ebft.over_transformers import override_attn_implementation
-from ebft.strided.config import StridedEBFTConfig
 from ebft.strided.interleaved import (
     build_strided_dense_mask_and_positions,
     build_strided_position_ids,
     create_strided_block_mask,
 )
 from ebft.strided.output import StridedOutput
-from ebft.strided.trainer import StridedEBFTTrainer
+from ebft.strided.trainer import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.transformers_internals import override_attn_implementation
 
 __all__ = [
     "StridedEBFTConfig",

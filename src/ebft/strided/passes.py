@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows, stacked
-from ebft.prefix.attention.tiles import Own, Tile, attend, stack_up
+from ebft.prefix.attention.tiles import Own, Tile, attend, batch_tiles
 from ebft.strided.layout import StridedLayout
 from ebft.strided.tree import Level, Nodes
 
@@ -101,7 +101,7 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
     if path is not None:  # the nodes of a level are ordered by block
         rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), path[nodes.by_block]
     hidden = pattern.keep(("own", u), lambda: _own_hidden(run, pattern, u))[:, None].expand(-1, q, -1)
-    tiles = pattern.keep(("nodes", q, k), lambda: stack_up(list(_tiles(run, pattern, q)), stacked(k, sinks)))
+    tiles = pattern.keep(("nodes", q, k), lambda: batch_tiles(list(_tiles(run, pattern, q)), stacked(k, sinks)))
     own = Own(*own, hidden, path)
     output = attend(rows.reshape(k, -1, d), *document, own, tiles, scores, sink_rows(sinks, k, q, 1))
     output = output.unflatten(1, (-1, q)).transpose(0, 1)  # (C, K, Q, D)

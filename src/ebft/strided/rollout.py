@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.models.cpu import Recording
+from ebft.prefix.cpu import ActivationReuse
 from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
 from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
@@ -90,7 +90,7 @@ def _sample_part(
         logps = torch.cat([draws.collect(scored.logps) for draws, scored in drawn.steps])
         text = None if text_gradient is None else text_logps(drawn.text, documents, head)
         return drawn.tokens, drawn.entropy, logps.view(by_step.shape).movedim(0, -1), text
-    recording = Recording(len(documents.tokens), by_step[1:].numel())
+    recording = ActivationReuse(len(documents.tokens), by_step[1:].numel())
     with torch.no_grad():
         drawn = _draw(causal_lm, head, part, temperature, truncation, by_step, recording)
     torch.clear_autocast_cache()  # it contains weights that were cast without a graph
@@ -139,7 +139,7 @@ def _draw(
     temperature: float,
     truncation: Truncation | None,
     noise: Tensor,
-    recording: Recording | None,
+    recording: ActivationReuse | None,
 ) -> _Drawn:
     """Prefill the documents, then sample token by token, with noise (G, M, N).
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainingArguments
 
-from ebft.config.rules import check_trainable, resolve_single_sample
+from ebft.config.options import StridedOptions
+from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -28,7 +30,6 @@ from ebft.monitor.rollout_log import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
-from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
@@ -38,6 +39,34 @@ from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
 from ebft.trainer import OverTrainer
 from ebft.trainer.stopping import StopOnNonFinite
+
+# Those that determine where the blocks of a document are, what is sampled at each, and how it is computed.
+BLOCK_OPTIONS = (
+    "stride",
+    "context_length",
+    "generate_max_len",
+    "n_samples_per_prompt",
+    "min_completion_prefix",
+    "merge_rollouts",
+)
+
+
+@dataclass
+class StridedEBFTConfig(StridedOptions, TrainingArguments):
+    """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
+
+    dataloader_pin_memory: bool | None = field(
+        default=None,
+        metadata={"help": "Pin the memory of batches for faster copies to a GPU. If unset, true if there is one."},
+    )
+
+    def __post_init__(self):
+        if self.dataloader_pin_memory is None:
+            self.dataloader_pin_memory = torch.cuda.is_available()
+        super().__post_init__()
+        validate_options(StridedOptions, self)
+        # The collator's columns are read by name and need not be arguments of the model's forward.
+        self.remove_unused_columns = False
 
 
 class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
@@ -123,7 +152,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             rloo_baseline=args.rloo_baseline,
         )
 
-        # In a single pass, sampling recorded what these log-probabilities need for backward (models/cpu.py).
+        # In a single pass, sampling recorded what these log-probabilities need for backward (prefix/cpu.py).
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)

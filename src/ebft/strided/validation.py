@@ -21,14 +21,13 @@ from ebft.errors import ConfigError, DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
-from ebft.over_transformers import override_attn_implementation, use_one_gpu
-from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.forward import prepare
-from ebft.prefix.parity import compare, refusing
+from ebft.prefix.parity import check_distant_tokens, compare, refusing
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import score
 from ebft.strided.rollout import sample_rollouts
+from ebft.transformers_internals import override_attn_implementation, use_one_gpu
 
 
 def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:

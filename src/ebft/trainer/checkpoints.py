@@ -32,8 +32,8 @@ from ebft.models.sharding import (
     saves_parts,
     shard_on_cpu,
 )
-from ebft.over_transformers import check_tied_weights
 from ebft.trainer.pushing import PushesModel
+from ebft.transformers_internals import check_tied_weights
 
 _SCHEDULE = "scheduler.pt"
 

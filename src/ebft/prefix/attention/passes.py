@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ebft.errors import ModelError
-from ebft.over_transformers import causal_mask_function
 from ebft.prefix.attention import flex
-from ebft.prefix.attention.tiles import Scores, Stack, Tile, attend, stack_up
+from ebft.prefix.attention.tiles import BatchedTiles, Scores, Tile, attend, batch_tiles
+from ebft.transformers_internals import causal_mask_function
 
 Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
 Call = tuple[int, int]  # the id of a layer, and the number of its previous calls in the same pass
@@ -94,9 +94,9 @@ class MaskPattern:
 
     def document_tiles(
         self, spans: Spans, heads: int, key_heads: int | None, device: torch.device
-    ) -> list[Tile | Stack]:
+    ) -> list[Tile | BatchedTiles]:
         """Return the tiles of the document tokens, `heads` rows per token, stacked for `key_heads` key heads."""
-        make = lambda: stack_up(list(self._document_tiles(spans, heads, device)), key_heads)
+        make = lambda: batch_tiles(list(self._document_tiles(spans, heads, device)), key_heads)
         return self.keep(("document", heads, key_heads), make)
 
     def keep(self, name: tuple | str, make: Callable):

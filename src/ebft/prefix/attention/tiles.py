@@ -265,7 +265,7 @@ _MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True)
-class Stack:
+class BatchedTiles:
     """Adjacent tiles, padded to the longest. Has the interface of `Tile`, with K * D in place of K.
 
     Padding rows are zeros that attend to everything, and their results are discarded. All other rows mask padding keys.
@@ -279,7 +279,7 @@ class Stack:
     hidden: Tensor  # (D, R, W)
 
     @classmethod
-    def of(cls, tiles: list[Tile]) -> Stack:
+    def of(cls, tiles: list[Tile]) -> BatchedTiles:
         device = tiles[0].hidden.device
         counts = torch.tensor([_rows(tile) for tile in tiles], device=device)
         row = torch.arange(int(counts.max()), device=device)
@@ -340,21 +340,21 @@ class Stack:
         own.unflatten(0, (-1, len(of_rows))).masked_fill_(of_rows, float("-inf"))
 
 
-def stack_up(tiles: list[Tile], key_heads: int | None) -> list[Tile | Stack]:
+def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | BatchedTiles]:
     """Combine adjacent tiles into stacks that are small and contain little padding, keeping the order.
 
     With `key_heads` None, the tiles are returned unchanged.
     """
     if key_heads is None:
         return tiles
-    stacked: list[Tile | Stack] = []
+    stacked: list[Tile | BatchedTiles] = []
     group: list[Tile] = []
     for tile in tiles:
         if group and not _fits([*group, tile], key_heads):
-            stacked.append(Stack.of(group) if len(group) > 1 else group[0])
+            stacked.append(BatchedTiles.of(group) if len(group) > 1 else group[0])
             group = []
         group.append(tile)
-    return [*stacked, Stack.of(group) if len(group) > 1 else group[0]]
+    return [*stacked, BatchedTiles.of(group) if len(group) > 1 else group[0]]
 
 
 def _fits(tiles: list[Tile], key_heads: int) -> bool:

@@ -26,8 +26,8 @@ from ebft.models.adapter import UNMATCHED_RANK, check_tensors
 from ebft.models.files import refuse_classifier
 from ebft.models.resized import not_whole, saved_layers, saved_rows
 from ebft.models.weights import refuse_pickles
-from ebft.over_transformers import get_keys_to_not_convert
 from ebft.run.checkpoints import checkpoint_hint
+from ebft.transformers_internals import get_keys_to_not_convert
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.

@@ -34,12 +34,12 @@ def report(weight: Tensor, rows: int) -> None:
         observe(weight, rows)
 
 
-def fast_products() -> AbstractContextManager:
+def cpu_matmul() -> AbstractContextManager:
     """Context manager in which linear layers use the faster library, if this machine has one."""
     return _FastProducts() if _onednn_is_faster() else nullcontext()
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def cpu_product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of matrices, without autograd, with the faster library."""
     rows, columns = left.shape[0], right.shape[1]
     if _onednn_is_faster() and _suits(left, right, rows * columns * left.shape[1]):
@@ -71,8 +71,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_x = product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        grad_x = cpu_product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = cpu_product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -106,7 +106,7 @@ class _Product:
     rows: int
 
 
-class Recording:
+class ActivationReuse:
     """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout.
 
     The training forward pass reads the documents' tokens, followed by those of each step; `most` limits the latter.
@@ -134,12 +134,12 @@ class Recording:
         """Keep the products (1, rows, O) of some rows."""
         if id(weight) in self._refused:
             return
-        product = self._products.get(id(weight))
-        if product is None:
-            product = _Product(weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0)
-            self._products[id(weight)] = product
-        product.values[:, rows] = values
-        product.rows += values.shape[1]
+        cpu_product = self._products.get(id(weight))
+        if cpu_product is None:
+            cpu_product = _Product(weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0)
+            self._products[id(weight)] = cpu_product
+        cpu_product.values[:, rows] = values
+        cpu_product.rows += values.shape[1]
 
     def refuse(self, weight: Tensor) -> None:
         """Discard the products of a weight and stop recording it."""
@@ -148,10 +148,10 @@ class Recording:
 
     def take(self, weight: Tensor) -> Tensor | None:
         """Remove and return all products (1, P, O) of a weight; None if they are incomplete."""
-        product = self._products.pop(id(weight), None)
-        if product is None or product.rows != self.num_tokens:
+        cpu_product = self._products.pop(id(weight), None)
+        if cpu_product is None or cpu_product.rows != self.num_tokens:
             return None
-        values = product.values[:, : self.num_tokens]
+        values = cpu_product.values[:, : self.num_tokens]
         return values.new_empty(0).set_(values)  # the same memory, not as a view: adapters add to outputs in place
 
 
@@ -165,7 +165,7 @@ def _is_of(tokens: int, func: Callable, args: tuple, kwargs: dict | None) -> boo
 
 
 class _Record(TorchFunctionMode):
-    def __init__(self, recording: Recording, rows: slice):
+    def __init__(self, recording: ActivationReuse, rows: slice):
         super().__init__()
         self.recording, self.rows = recording, rows
         self.count = rows.stop - (rows.start or 0)
@@ -184,7 +184,7 @@ class _Record(TorchFunctionMode):
 
 
 class _Replay(TorchFunctionMode):
-    def __init__(self, recording: Recording):
+    def __init__(self, recording: ActivationReuse):
         super().__init__()
         self.recording = recording
 
@@ -220,9 +220,9 @@ class Replayed(torch.autograd.Function):
         grad = grad[0]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
+            grad_x = cpu_product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
         if ctx.needs_input_grad[1]:
-            grad_weight = product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
+            grad_weight = cpu_product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=bias_dtype)
         return grad_x, grad_weight, grad_bias, None
