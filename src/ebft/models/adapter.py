@@ -89,7 +89,7 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
         target_parameters=target_parameters(model, config.lora_target_parameters),
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
-        layers_to_transform=_layers(model, config.peft_layers_to_transform),
+        layers_to_transform=_layers_to_transform(model, config.peft_layers_to_transform),
         layers_pattern=config.peft_layers_pattern,
         init_lora_weights=config.peft_init_lora_weights,
         exclude_modules=excluded or None,
@@ -97,7 +97,7 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     )
 
 
-def _layers(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
+def _layers_to_transform(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
     """The indices of `peft_layers_to_transform`. PEFT silently skips those that the model does not have."""
     depth = model.config.get_text_config().num_hidden_layers
     missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]

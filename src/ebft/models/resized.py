@@ -20,7 +20,7 @@ _SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole,
 
 def saved_rows(model: PreTrainedModel, rows: Mapping[str, int]) -> int | None:
     """The rows of the embeddings that an adapter has, given the rows of each of its weights; None if it has none."""
-    found = [rows[key] for names in _layers(model) for name in names for key in _keys(name) if key in rows]
+    found = [rows[key] for names in _embedding_layers(model) for name in names for key in _keys(name) if key in rows]
     return found[0] if found else None
 
 
@@ -30,7 +30,7 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
     Of layers that share their weight, one is enough.
     """
     found: tuple[list[str], list[str]] = [], []
-    for names in _layers(model):
+    for names in _embedding_layers(model):
         is_saved = any(key in weights for name in names for key in _keys(name))
         found[not is_saved].extend(name.rpartition(".")[2] for name in names)
     return found
@@ -98,7 +98,7 @@ def not_whole(adapter: Path | str, rows: int, present: list[str], missing: list[
     )
 
 
-def _layers(model: PreTrainedModel) -> list[list[str]]:
+def _embedding_layers(model: PreTrainedModel) -> list[list[str]]:
     """The names of the input embedding and the output layer, if there is one; tied ones together."""
     names = {id(module): name for name, module in model.named_modules()}
     layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
