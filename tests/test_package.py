@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "durable errors launch.worker machine printed secrets slow_calls",
     "paths row_digest",
-    "anchors config dashboard fetch.cache over_transformers rewards",
+    "anchors config dashboard fetch.cache transformers_internals rewards",
     "keys fetch.catalog reward_functions",
     "data",
     "models serving",

@@ -5,6 +5,7 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ebft.anchors import BlockOptions
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.pretrained import check_adapter, disable_dropout, load
@@ -157,7 +158,7 @@ def test_attention_that_swallows_keyword_arguments_is_named():
         *args, attention_mask=None, **kwargs
     )
     documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
-    layout = StridedLayout.place(documents, stride=4, context_length=4, generate_max_len=2, n_samples_per_prompt=2)
+    layout = StridedLayout.place(documents, BlockOptions(4, 4, 2, 2))
     from ebft.strided.rollout import sample_rollouts
 
     with pytest.raises(ModelError, match="LlamaAttention does not forward keyword arguments"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,3 +136,24 @@ def _take_weights_of_rank_0(model: nn.Module) -> None:
         shared = tensor.detach().to(device)
         distributed.broadcast(shared, 0)
         tensor.copy_(shared)
+
+
+# What counts products hooks into modules. These functions tell it of products that no module computes.
+observers: list[Callable[[torch.Tensor, int], None]] = []  # functions of a weight (O, I) and a number of rows
+
+
+def report_product(weight: torch.Tensor, rows: int) -> None:
+    """Call the observers for `rows` rows that were multiplied with a weight outside of its module."""
+    for observe in observers:
+        observe(weight, rows)
+
+
+def mark_reused(output: torch.Tensor) -> torch.Tensor:
+    """Mark the output of a linear layer as one that was computed before."""
+    output.__dict__["is_reused"] = True
+    return output
+
+
+def is_reused(output: torch.Tensor) -> bool:
+    """Whether a linear layer returned `output` without multiplying."""
+    return "is_reused" in output.__dict__

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
-from ebft.models.causal_lm import unwrap_adapter, without_hooks
-from ebft.prefix.cpu import is_replayed, observers
+from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
 from ebft.run.keys import BudgetSection
 from ebft.transformers_internals import Conv1D
 
@@ -191,7 +190,7 @@ class FlopMeter:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         flops = 2 * weight_size(module) * _rows(module, inputs)
-        self.flops += 0 if isinstance(output, Tensor) and is_replayed(output) else flops
+        self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
         outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
         if outputs:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)

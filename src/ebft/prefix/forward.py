@@ -164,20 +164,20 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
 
 @contextmanager
 def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
-    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` and `recording`.
+    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` (CPU only).
 
     This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
     """
     with ExitStack() as stack:
         if not torch.is_grad_enabled():
             stack.enter_context(cpu_matmul())
-        if not torch.is_grad_enabled() or run.recording is not None:
+        if not torch.is_grad_enabled() or run.reuse is not None:
             # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
             # the weights in the type of the input.
             casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not _has_dora(causal_lm)
             stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
-        if run.recording is not None:
-            stack.enter_context(run.recording)
+        if run.reuse is not None:
+            stack.enter_context(run.reuse)
         yield
 
 

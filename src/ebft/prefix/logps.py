@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ebft.prefix.cpu import cpu_matmul, cpu_product, report
+from ebft.models.causal_lm import report_product
+from ebft.prefix.cpu import cpu_matmul, cpu_product
 from ebft.prefix.sampling import Softmax, Truncation, of_device, slices, tiles
 
 # Tokens of the vocabulary, and rows, whose logits are computed at once in backward of a linear head.
@@ -152,7 +153,7 @@ class OfLinearHead(torch.autograd.Function):
     def backward(ctx, grad):
         states, tokens, log_sums, weight, bias = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[5:]
-        report(ctx.parameter, (2 + needs_weight) * len(states))
+        report_product(ctx.parameter, (2 + needs_weight) * len(states))
         x, grad, exact = states.to(ctx.dtype), grad / ctx.temperature, torch.promote_types(ctx.dtype, torch.float32)
         grad_states = torch.zeros_like(states, dtype=exact)
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -381,7 +382,7 @@ def choose_tokens(
             if differentiates:
                 values = torch.autograd.grad(logits, x, grad_logits)[0]
             else:
-                report(head.linear.weight, len(grad_logits))
+                report_product(head.linear.weight, len(grad_logits))
                 values = cpu_product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
             of_slopes = Slopes(values, index, row)
         found.append(Scored(*chosen, of_slopes))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import TrainerControl, TrainingArguments
 
+from ebft.anchors import BlockOptions
 from ebft.config.options import StridedOptions
 from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
 from ebft.data.batches import DocumentCollator
@@ -35,20 +36,12 @@ from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
-from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
 from ebft.trainer import OverTrainer
 from ebft.trainer.stopping import StopOnNonFinite
 
-# Those that determine where the blocks of a document are, what is sampled at each, and how it is computed.
-BLOCK_OPTIONS = (
-    "stride",
-    "context_length",
-    "generate_max_len",
-    "n_samples_per_prompt",
-    "min_completion_prefix",
-    "merge_rollouts",
-)
+_PARSED = "documents"  # the key of a batch's Documents, once they are parsed
 
 
 @dataclass
@@ -123,7 +116,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, StridedOutput]:
@@ -135,8 +128,8 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         None, as in a call from outside a training step, normalises by this batch alone and logs nothing.
         """
         args = self.args
-        documents = Documents.from_inputs(inputs)
-        layout = StridedLayout.place(documents, **self._block_options())
+        documents = self._documents(inputs)
+        layout = StridedLayout.place(documents, self.block_options)
         single_pass = self._trains_on_the_sampling_pass()
 
         # A call from outside a training step must not change what training samples and logs.
@@ -163,21 +156,39 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
 
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
-            self._metrics.record(output, rollouts.entropy, text_logps, documents, layout)
-            for counter in (self._throughput, self.budget):
-                counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
-            entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
-            self.scored_rollouts(entries, output.rewards)
-            if self._measures_gradients():
-                with self.budget.meter.paused():
-                    self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
+            self._record(output, rollouts.entropy, text_logps, documents, layout, rl_loss, ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
+    def _record(
+        self,
+        output: StridedOutput,
+        entropy: Tensor,
+        text_logps: Tensor,
+        documents: Documents,
+        layout: StridedLayout,
+        rl_loss: Tensor,
+        ce_loss: Tensor,
+    ) -> None:
+        """Record a training step: metrics, budget, the log of rollouts, and the gradients of the two terms."""
+        self._metrics.record(output, entropy, text_logps, documents, layout)
+        for counter in (self._throughput, self.budget):
+            counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
+        entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
+        self.scored_rollouts(entries, output.rewards)
+        if self._measures_gradients():
+            with self.budget.meter.paused():
+                self._term_gradients.add(rl=self.args.rl_coef * rl_loss, ce=self.args.ce_coef * ce_loss)
+
+    def _documents(self, inputs: dict[str, Any]) -> Documents:
+        """Return the documents of a batch, which are parsed already if the tokens of the step were counted."""
+        parsed = inputs.get(_PARSED)
+        return Documents.from_inputs(inputs) if parsed is None else parsed.to(inputs["input_ids"].device)
+
     def _sample(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool
-    ) -> Any:
+    ) -> Rollouts:
         """Sample rollouts at every anchor; with `single_pass`, their log-probabilities have gradients."""
         with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
             return sample_rollouts(
@@ -259,7 +270,7 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
             self._held_out_batches(dataset),
-            block_options=self._block_options(),
+            block_options=self.block_options,
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
             alignment_coef=self.args.alignment_coef,
@@ -298,8 +309,8 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,)."""
         counts = torch.zeros(2, dtype=torch.long)
         for inputs in batch_samples:
-            documents = Documents.from_inputs(inputs)
-            counts[0] += generated_token_count(documents, **self._block_options())
+            documents = inputs[_PARSED] = Documents.from_inputs(inputs)
+            counts[0] += generated_token_count(documents, self.block_options)
             counts[1] += documents.ce_mask.sum().cpu()
         return self.accelerator.reduce(counts.to(device), "sum")
 
@@ -339,8 +350,10 @@ class StridedEBFTTrainer(CountsBudget, StopOnNonFinite, OverTrainer):
         """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""
         return Truncation.of(None, self.args.top_p, None) if self.args.temperature else None
 
-    def _block_options(self) -> dict[str, int]:
-        return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}
+    @property
+    def block_options(self) -> BlockOptions:
+        """Where the blocks of documents are, and what is sampled at each."""
+        return BlockOptions.of(self.args)
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ebft.anchors import count_row_blocks
+from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
 from ebft.data.batches import DocumentCollator
 from ebft.data.lengths import token_counts
@@ -161,7 +161,7 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     length = min(_DOCUMENT_TOKENS, getattr(config, "max_position_embeddings", None) or _DOCUMENT_TOKENS)
     ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
     documents = Documents.from_inputs({"input_ids": ids})
-    layout = StridedLayout.place(documents, stride=7, context_length=5, generate_max_len=3, n_samples_per_prompt=2)
+    layout = StridedLayout.place(documents, BlockOptions(7, 5, 3, 2))
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with refusing(causal_lm):
         with evaluating(causal_lm):

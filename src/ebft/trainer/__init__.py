@@ -1,6 +1,6 @@
 """transformers' Trainer with complete checkpoints, exact continuation, and safe points to stop at.
 
-Like over_transformers.py, the files of this folder use private interfaces of transformers, which
+Like transformers_internals.py, the files of this folder use private interfaces of transformers, which
 tests/test_contracts.py checks against the installed release.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,12 +142,12 @@ class PrefixPass(ABC):
     """One forward pass; `cache` maps each call of the attention function to keys and values that later passes read.
 
     A call is given by its layer and its number among the calls of this layer, of which a model may make several.
-    `recording` is entered as a context manager while the layers run, to record or replay their matrix products.
+    `reuse` is entered as a context manager while the layers run, to keep or reuse their products, see `prefix.cpu`.
     """
 
     cache: dict[Call, tuple[Tensor, ...]] = field(default_factory=dict)
     apply_dropout: bool = False
-    recording: AbstractContextManager | None = None
+    reuse: AbstractContextManager | None = None
     calls: dict[int, int] = field(default_factory=dict)  # number of calls of each layer so far
     previous_implementation: list[str] = field(default_factory=list)
 
@@ -220,7 +220,9 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     if mask is not None:
         return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
     query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
-    output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
+    # Linear layers alone are reused, so the functions in here need not be intercepted.
+    with nullcontext() if run.reuse is None else torch._C.DisableTorchFunction():
+        output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
     return output.contiguous()[None], None  # as the functions of transformers return it; some models view it
 
 

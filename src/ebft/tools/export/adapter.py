@@ -22,9 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors
+from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
-from ebft.models.resized import not_whole, saved_layers, saved_rows
 from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
