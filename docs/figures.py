@@ -14,8 +14,7 @@ from ebft.anchors import BlockOptions
 from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention.tiles import Scores
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree, StridedPass
 from ebft.transformers_internals import causal_mask_function
 
 matplotlib.use("Agg")

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree
 
 # Two blocks of three rollouts with three tokens.
 ROLLOUTS = torch.tensor([[[5, 5, 7], [5, 5, 8], [4, 5, 7]], [[5, 6, 7], [5, 6, 7], [5, 6, 1]]])

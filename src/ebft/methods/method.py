@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
     from ebft.methods.views import RowView
-    from ebft.models.heads import Head
+    from ebft.models.causal_lm import Head
     from ebft.run.checks import Machine
     from ebft.serving.server import VLLMServer
 
@@ -143,7 +143,7 @@ class Method(ABC):
 
     def head(self, config: RunConfig) -> Head:
         """The output layer of the model that it trains."""
-        from ebft.models.heads import LANGUAGE
+        from ebft.models.causal_lm import LANGUAGE
 
         return LANGUAGE
 

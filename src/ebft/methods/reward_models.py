@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
     from ebft.data.load import LoadedRows
     from ebft.methods.views import RowView
-    from ebft.models.heads import Head
+    from ebft.models.causal_lm import Head
 
 CLASSES = 2  # of steps, such as wrong and correct
 
@@ -94,7 +94,7 @@ class RewardModel(Classifier):
             yield f"num_labels: {config.num_labels} is invalid with {self.name}, whose model has one score. Set 1."
 
     def head(self, config: RunConfig) -> Head:
-        from ebft.models.heads import SCORE
+        from ebft.models.causal_lm import SCORE
 
         return SCORE
 
@@ -148,7 +148,7 @@ class ProcessRewardModel(Classifier):
             yield f"num_labels: 1 is invalid with {self.name}, which classifies steps. Set 2 or more."
 
     def head(self, config: RunConfig) -> Head:
-        from ebft.models.heads import step_head
+        from ebft.models.causal_lm import step_head
 
         return step_head(self._classes(config))
 

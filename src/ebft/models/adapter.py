@@ -27,9 +27,8 @@ from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
 from ebft.files import json_object
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
-from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import refuse_classifier
-from ebft.models.heads import head_modules, task_type
 from ebft.models.weights import read_header, refuse_pickles
 
 if TYPE_CHECKING:

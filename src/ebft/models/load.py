@@ -18,8 +18,7 @@ from ebft.catalog import as_folder, is_gguf
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError, cause, shortened
 from ebft.models.adapter import attach_adapter, check_saves_resized
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.heads import LANGUAGE, Head
+from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
 from ebft.models.weights import check_gguf_file
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available

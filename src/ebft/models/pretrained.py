@@ -21,9 +21,8 @@ from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.files import exists, json_object
-from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
 from ebft.models.files import check_model_config, key_with
-from ebft.models.heads import LANGUAGE, Head
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.transformers_internals import QuantizationMethod
 

@@ -33,9 +33,9 @@ from transformers import (
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, cause
 from ebft.files import exists, json_object
+from ebft.models.causal_lm import LANGUAGE, Head, head_modules
 from ebft.models.files import WEIGHTS as PARTS
 from ebft.models.files import refuse_classifier
-from ebft.models.heads import LANGUAGE, Head, head_modules
 from ebft.transformers_internals import forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

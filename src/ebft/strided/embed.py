@@ -11,8 +11,7 @@ from torch import Tensor
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.prefix.forward import backbone_states, prepare, run_wrapped
 from ebft.strided.layout import Documents, StridedLayout, split
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree, StridedPass
 
 
 def embed_blocks(

@@ -22,8 +22,7 @@ from ebft.prefix.logps import Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import Draws, Level, Nodes, RolloutTree
+from ebft.strided.passes import Draws, Level, Nodes, RolloutTree, StridedPass
 
 
 @dataclass

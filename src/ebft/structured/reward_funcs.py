@@ -16,8 +16,8 @@ from ebft.config.user_code import find_function
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.models.causal_lm import SCORE
 from ebft.models.files import reward_problem
-from ebft.models.heads import SCORE
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.structured.reward import FeatureMatchingReward
 
