@@ -38,7 +38,7 @@ def test_what_is_stacked():
     """Neighbours of about one size, as long as their scores stay few; sinks leave all of them apart."""
     tiles = [tile(0, 10, 20), tile(10, 10, 22), tile(20, 10, 200), tile(30, 9, 200)]
     kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in batch_tiles(tiles, 2)]
-    assert kinds == [("Stack", 0, 20), ("Stack", 20, 39)]
+    assert kinds == [("BatchedTiles", 0, 20), ("BatchedTiles", 20, 39)]
     assert batch_tiles(tiles, None) == tiles
 
 

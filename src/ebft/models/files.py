@@ -1,4 +1,9 @@
-"""Checks of the values in a model's config.json, which transformers reports without the file or the key."""
+"""The files of models and adapters: checks of their values, and hashes by which a resumed run notices changes.
+
+transformers reports wrong values in config.json without the file or the key. The index of weights that FSDP2 saved in
+parts is read without running code. Hashes of weights do not depend on the folder or on how weights are divided into
+files; of large weights, a sample is read.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +27,19 @@ from ebft.errors import ModelError
 from ebft.files import exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
-_CLASSIFIER_TASKS = {SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters
+_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters, by class names
 _HINT = "Give the folder or Hub id of a reward model with one score per text, such as one of reward_model: true."
 
 
 def classifier_kind(folder: Path) -> str | None:
     """SCORE or STEPS for a folder with such a model or an adapter of one; None for other folders."""
-    names = _values(folder / "config.json").get("architectures") or []
-    task = _values(folder / "adapter_config.json").get("task_type")
-    return next(
-        (
-            end
-            for end in _CLASSIFIER_TASKS
-            if task == _CLASSIFIER_TASKS[end] or any(str(name).endswith(end) for name in names)
-        ),
-        None,
-    )
+    task, kind = _values(folder / "adapter_config.json").get("task_type"), _kind_of(_values(folder / "config.json"))
+    return next((end for end in (SCORE, STEPS) if end == kind or task == _TASKS[end]), None)
+
+
+def _kind_of(config: dict[str, Any]) -> str | None:
+    names = [str(name) for name in config.get("architectures") or []]
+    return next((end for end in (SCORE, STEPS) if any(name.endswith(end) for name in names)), None)
 
 
 def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> None:
@@ -61,8 +63,7 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
         kind, labels = classifier_kind(folder), 1
     else:
         values = _values(folder / "config.json") if values is None else values
-        names = values.get("architectures") or []
-        kind = next((end for end in _CLASSIFIER_TASKS if any(str(found).endswith(end) for found in names)), None)
+        kind = _kind_of(values)
         labels = len(values.get("id2label") or (0, 1))  # transformers leaves out its default of two
     if kind != SCORE:
         found = "classifies the tokens of steps" if kind == STEPS else "is not a sequence classifier"
@@ -134,15 +135,14 @@ def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
 
 def key_with(value: Any, values: Mapping[str, Any]) -> str | None:
     """The key, with those of its sections, that has a value in the content of a config.json; None if none has."""
-    return next(_keys_with(value, values, ""), None)
-
-
-def _keys_with(value: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, found in values.items():
         if isinstance(found, Mapping):
-            yield from _keys_with(value, found, f"{prefix}{name}.")
+            inner = key_with(value, found)
+            if inner is not None:
+                return f"{name}.{inner}"
         elif found == value:
-            yield f"{prefix}{name}"
+            return name
+    return None
 
 
 def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
@@ -173,7 +173,6 @@ def _is_dtype(name: str, values: Mapping[str, Any]) -> bool:
 
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers
-_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # by the ending of class names
 _KINDS = {
     "CAUSAL_LM": "a language model",
     "SEQ_CLS": "a reward model (reward_model: true)",
@@ -183,10 +182,7 @@ _KINDS = {
 
 def adapter_settings(name: str) -> dict[str, Any]:
     """The object in adapter_config.json; empty if it cannot be read, which is reported when it is loaded."""
-    try:
-        return json_object(Path(lasting_name(name)).expanduser() / "adapter_config.json")
-    except (OSError, ValueError):
-        return {}
+    return _values(Path(lasting_name(name)).expanduser() / "adapter_config.json")
 
 
 def task_problem(name: str, class_ending: str) -> str | None:
@@ -282,9 +278,11 @@ def check_chunks(index: Metadata) -> None:
 def check_files(folder: Path) -> None:
     """Raise ValueError if a file of such a folder is missing or too short, by its index; OSError if it has no index."""
     index = read_index(folder)
+    needed: dict[str, int] = {}  # the bytes that each file has at least
     try:
         check_chunks(index)
-        needed = _needed(index)
+        for part in index.storage_data.values():
+            needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
     except (AttributeError, TypeError, OverflowError, RuntimeError) as error:  # values of other types
         raise ValueError(f"the index is damaged ({error})") from error
     for name, length in sorted(needed.items()):
@@ -293,14 +291,6 @@ def check_files(folder: Path) -> None:
         size = (folder / name).stat().st_size
         if size < length:
             raise ValueError(f"{name} has {size} bytes instead of at least {length}")
-
-
-def _needed(index: Metadata) -> dict[str, int]:
-    """The files of a folder, and the bytes that each has at least."""
-    needed: dict[str, int] = {}
-    for part in index.storage_data.values():
-        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
-    return needed
 
 
 class _Unpickler(pickle.Unpickler):
@@ -355,10 +345,7 @@ def tokenizer_fingerprints(folder: Path) -> dict[str, str]:
 
 def settings_of(folder: Path, name: str) -> dict[str, Any]:
     """The contents of a JSON file of settings such as config.json, without those that do not affect the model."""
-    try:
-        values = json_object(folder / name)
-    except (OSError, ValueError):  # reported where it is loaded
-        return {}
+    values = _values(folder / name)
     return {key: value for key, value in values.items() if not key.startswith("_") and key not in _LEFT_OUT}
 
 
