@@ -44,6 +44,6 @@ def test_what_is_stacked():
 
 def test_large_pieces_stay_apart(monkeypatch):
     tiles = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
-    monkeypatch.setattr(tiles, "_SCORES", 2 * 2 * 10 * 20)
+    monkeypatch.setattr("ebft.prefix.attention.tiles._SCORES", 2 * 2 * 10 * 20)
     assert [part.rows for part in batch_tiles(tiles, 2)] == [slice(0, 20), slice(20, 30)]
     assert [part.rows for part in batch_tiles(tiles, 5)] == [p.rows for p in tiles]

@@ -1,4 +1,7 @@
-"""LoRA adapters with PEFT: a new one, or a saved one to continue training."""
+"""LoRA adapters with PEFT: a new one, or a saved one to continue training.
+
+The embeddings may have been resized before training: an adapter has to have all of their rows, or none.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +237,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
         stored = check_tensors(folder / WEIGHTS)
-        fit_to_adapter(model, folder / WEIGHTS, tokens)
+        _fit_to_adapter(model, folder / WEIGHTS, stored, tokens)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
@@ -284,18 +287,19 @@ def freeze_except(
     """
     if patterns is None:
         return model
-    names = dict(model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
     trained: set[str] = set()
     for pattern in patterns:
-        found = matching(re.match, pattern, list(names), "unfrozen_parameters")
+        found = matching(re.match, pattern, names, "unfrozen_parameters")
         trained.update(found)
         if not found:
             _refuse_tied(model, pattern)
+            examples = " and ".join(dict.fromkeys((names[len(names) // 2], names[-1])))
             raise ModelError(
                 f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-                f"{_example(names)}."
+                f"{examples}."
             )
-    for name, parameter in names.items():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     if gradient_checkpointing and not model.get_input_embeddings().weight.requires_grad:
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
@@ -315,18 +319,13 @@ def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:
             )
 
 
-def _example(names: dict) -> str:
-    listed = list(names)
-    return " and ".join(dict.fromkeys((listed[len(listed) // 2], listed[-1])))
-
-
 _SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA
 
 
-def saved_rows(model: PreTrainedModel, rows: Mapping[str, int]) -> int | None:
-    """The rows of the embeddings that an adapter has, given the rows of each of its weights; None if it has none."""
-    found = [rows[key] for names in _embedding_layers(model) for name in names for key in _keys(name) if key in rows]
-    return found[0] if found else None
+def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | None:
+    """The rows of the embeddings that the `weights` of an adapter have; None if they have none."""
+    saved = (weights[key] for names in _embedding_layers(model) for key in _keys(names) if key in weights)
+    return next((len(weight) for weight in saved if weight.dim()), None)
 
 
 def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list[str], list[str]]:
@@ -336,7 +335,7 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
     """
     found: tuple[list[str], list[str]] = [], []
     for names in _embedding_layers(model):
-        is_saved = any(key in weights for name in names for key in _keys(name))
+        is_saved = any(key in weights for key in _keys(names))
         found[not is_saved].extend(name.rpartition(".")[2] for name in names)
     return found
 
@@ -369,14 +368,12 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     )
 
 
-def fit_to_adapter(model: PreTrainedModel, path: Path, tokens: int | None = None) -> None:
-    """Resize the embeddings to those in the file of an adapter, but to at least `tokens` rows, or those of the model.
+def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Tensor], tokens: int | None) -> None:
+    """Resize the embeddings to those `stored` with an adapter, but to at least `tokens` rows, or those of the model.
 
     Raises ModelError if the file has too few rows, or only one of two layers that were resized.
     """
-    with safe_open(path, framework="pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
-    rows = saved_rows(model, {name: shape[0] for name, shape in shapes.items() if shape})
+    rows = saved_rows(model, stored)
     if rows is None:
         return
     own = _rows(model)
@@ -387,7 +384,7 @@ def fit_to_adapter(model: PreTrainedModel, path: Path, tokens: int | None = None
             "those that the adapter was trained with (tokens, special_tokens, resize_token_embeddings_to_32x, "
             "shrink_embeddings)"
         )
-    present, missing = saved_layers(model, shapes)
+    present, missing = saved_layers(model, stored)
     if missing and rows != _original_rows(model):
         raise ModelError(not_whole(path, rows, present, missing))
     if rows != own:
@@ -424,8 +421,8 @@ def _inner(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _keys(name: str) -> list[str]:
-    return [f"base_model.model.{name}{ending}" for ending in _SAVED_AS]
+def _keys(names: list[str]) -> list[str]:
+    return [f"base_model.model.{name}{ending}" for name in names for ending in _SAVED_AS]
 
 
 def _original_rows(model: PreTrainedModel) -> int | None:

@@ -1,4 +1,10 @@
-"""Comparison of passes in which sequences share a prefix with the plain model, whose features may not allow it."""
+"""Comparison of passes in which sequences share a prefix with the plain model, whose features may not allow it.
+
+Results must also depend on a token's position in its sequence, not on its index in the pass. A pass contains many
+sequences in one row, and an architecture may use the index in this row once it exceeds a constant of its config, as
+Llama 4 in transformers scales the queries of tokens from index `floor_scale` on. Short passes do not show this, so a
+sequence is run at the start of a pass and again after as many tokens as the largest such constant.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +73,11 @@ def difference_and_tolerance(
 
     Raises ModelError if it is not finite.
     """
-    rough = _computes_roughly(causal_lm)
+    # Whether matrix products have less precision than float32.
+    autocast = torch.is_autocast_enabled(causal_lm.device.type)
+    tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
+    is_half = causal_lm.dtype in (torch.bfloat16, torch.float16) or autocast
+    rough = is_half or getattr(causal_lm, "is_quantized", False) or tf32
     difference = (differences.median() if rough else differences.max()).item()
     if not math.isfinite(difference):
         raise ModelError(
@@ -77,14 +87,7 @@ def difference_and_tolerance(
     return difference, tolerances[rough]
 
 
-def _computes_roughly(causal_lm: PreTrainedModel) -> bool:
-    """Whether matrix products have less precision than float32: half precision, quantised weights or TF32."""
-    autocast = torch.is_autocast_enabled(causal_lm.device.type)
-    tf32 = next(causal_lm.parameters()).is_cuda and torch.backends.cuda.matmul.allow_tf32
-    is_half = causal_lm.dtype in (torch.bfloat16, torch.float16) or autocast
-    return is_half or getattr(causal_lm, "is_quantized", False) or tf32
-
-
+_NUMBER = re.compile("idx|index|number|layer_id|layer_num")  # attributes with the number of a layer
 _CONSTANT = re.compile("scale|chunk|window|position|context|length|block", re.I)
 # Sequences are not longer than these, and transformers computes embeddings of positions from position_ids.
 _LIMITS = {"max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "max_length"}
@@ -106,7 +109,9 @@ def check_distant_tokens(causal_lm: PreTrainedModel) -> None:
         return
     length = min(filter(None, (_OTHERS, getattr(config, "max_position_embeddings", None), most_tokens(causal_lm))))
     others = [length] * -(-max(constants.values()) // length)
-    with first_layers(causal_lm, _count_with_every_kind(decoder_layers(causal_lm))):
+    kinds = [_kind(layer) for layer in decoder_layers(causal_lm)]
+    count = max(kinds.index(kind) for kind in kinds) + 1  # the first layers that contain every kind
+    with first_layers(causal_lm, count):
         first, last = (F.normalize(states.float(), dim=-1) for states in _states_of_both(causal_lm, others))
     listed = ", ".join(f"{name}: {value}" for name, value in constants.items())
     cause = (
@@ -123,31 +128,20 @@ def _constants(config: Mapping[str, Any]) -> dict[str, int]:
     for name, value in config.items():
         if isinstance(value, dict):
             found |= _constants(value)
-        elif isinstance(value, (int, float)) and 1 < value <= _LARGEST and _is_constant(name):
+            continue
+        is_number = isinstance(value, (int, float)) and 1 < value <= _LARGEST
+        if is_number and _CONSTANT.search(name) and name not in _LIMITS:
             found[name] = int(value)
     return found
 
 
-def _is_constant(name: str) -> bool:
-    return bool(_CONSTANT.search(name)) and name not in _LIMITS
-
-
-def _count_with_every_kind(layers: nn.ModuleList) -> int:
-    """Return how many layers from the first on contain every kind of layers."""
-    kinds = [_kind(layer) for layer in layers]
-    return max(kinds.index(kind) for kind in kinds) + 1
-
-
 def _kind(layer: nn.Module) -> tuple:
     """Return the classes and settings of a layer's modules, without the layer's number."""
+    is_setting = lambda name, value: isinstance(value, (bool, int, str)) and not _NUMBER.search(name)
     return tuple(
-        (type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if _is_setting(k, v)))
+        (type(module).__name__, *((k, v) for k, v in sorted(vars(module).items()) if is_setting(k, v)))
         for module in layer.modules()
     )
-
-
-def _is_setting(name: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, str)) and not re.search("idx|index|number|layer_id|layer_num", name)
 
 
 def _states_of_both(causal_lm: PreTrainedModel, others: list[int]) -> tuple[Tensor, Tensor]:

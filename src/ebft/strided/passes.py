@@ -1,8 +1,11 @@
-"""Passes over [documents | nodes]: every rollout token attends to its document prefix and to its own beginning.
+"""Passes over [documents | nodes]: every rollout token attends to its document prefix and to the tokens before it.
 
-Nodes are the tokens of rollouts; those that rollouts of a block have in common are one node, see tree.py.
+Rollouts of a block are a tree (a trie): a prefix that several of them share is one path, whose nodes, the tokens, are
+computed once. A token's states, logits and features depend on the tokens before it alone, and the gradient of a shared
+token is the sum of those of its rollouts. At a temperature below 1, many rollouts share a prefix.
 
-S  document tokens of the batch     M  blocks     C  nodes of the pass (queries)     U  own keys of a node
+S  document tokens of the batch   M  blocks   N  rollouts per block   R = M * N   T  tokens of a rollout in a pass
+C  nodes of the pass (queries): distinct prefixes, ordered by length, then by block    U  own keys of a node
 H  query heads    K  key/value heads     Q = H / K        D  head dimension
 """
 
@@ -17,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
-from ebft.prefix.attention.passes import rows_per_tile, sink_rows, stacked
+from ebft.prefix.attention.passes import rows_per_tile, sink_rows
 from ebft.prefix.attention.tiles import Own, Tile, attend, batch_tiles
 from ebft.strided.layout import StridedLayout
 
@@ -73,7 +76,7 @@ class Draws:
 class Nodes:
     """All nodes (C,) of the first T levels, with the fields of `Level`.
 
-    path (C, T): the node of each token of the beginning; the node itself after its last. of_rollouts (M, N, T): the
+    path (C, T): the node of each token up to it; the node itself after its last. of_rollouts (M, N, T): the
     node of each rollout token. With `is_merged` False, each rollout has nodes of its own.
     """
 
@@ -98,7 +101,7 @@ class Nodes:
 
 
 class RolloutTree:
-    """The rollouts of M blocks, token by token. Without `merge`, equal beginnings are separate nodes."""
+    """The rollouts of M blocks, token by token. Without `merge`, equal prefixes are separate nodes."""
 
     def __init__(self, num_blocks: int, num_samples: int, merge: bool, device: torch.device):
         self.num_blocks, self.num_samples, self.merge = num_blocks, num_samples, merge
@@ -251,7 +254,9 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
     if path is not None:  # the nodes of a level are ordered by block
         rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), path[nodes.by_block]
     hidden = pattern.keep(("own", u), lambda: _own_hidden(run, pattern, u))[:, None].expand(-1, q, -1)
-    tiles = pattern.keep(("nodes", q, k), lambda: batch_tiles(list(_tiles(run, pattern, q)), stacked(k, sinks)))
+    tiles = pattern.keep(
+        ("nodes", q, k), lambda: batch_tiles(list(_tiles(run, pattern, q)), k if sinks is None else None)
+    )
     own = Own(*own, hidden, path)
     output = attend(rows.reshape(k, -1, d), *document, own, tiles, scores, sink_rows(sinks, k, q, 1))
     output = output.unflatten(1, (-1, q)).transpose(0, 1)  # (C, K, Q, D)

@@ -169,27 +169,15 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             rollouts = sampled.tokens
             with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
-        logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
+        with evaluating(causal_lm):  # the training forward pass, without gradients
+            causal_lm.train(as_trained)
+            how = {"temperature": 1.0, "text_gradient": False, "apply_dropout": False}
+            logps, _ = score(causal_lm, documents, layout, rollouts, **how)
         compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
         compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
         with evaluating(causal_lm):
             check_distant_tokens(causal_lm)
-
-
-def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:
-    """Return the log-probabilities of the rollouts from the training forward pass, without gradients."""
-    with evaluating(causal_lm):
-        causal_lm.train(as_trained)
-        return score(
-            causal_lm,
-            documents,
-            layout,
-            rollouts,
-            temperature=1.0,
-            text_gradient=False,
-            apply_dropout=False,
-        )[0]
 
 
 def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:
@@ -211,10 +199,5 @@ def _state_differences(
     ours = layout_states(network, documents, layout, rollouts)
     plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
     s = len(documents.tokens)
-    unit = torch.nn.functional.normalize
-    return torch.stack(
-        [
-            (unit(a[:s].float(), dim=-1) - unit(b[0].to(a.device).float(), dim=-1)).norm(dim=-1)
-            for a, b in zip(ours, plain)
-        ]
-    )
+    unit = lambda states: torch.nn.functional.normalize(states.float(), dim=-1)
+    return torch.stack([(unit(a[:s]) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)])

@@ -191,7 +191,7 @@ def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
 
     Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
     """
-    rows = saved_rows(base, {name: weight.shape[0] for name, weight in weights.items() if weight.dim()})
+    rows = saved_rows(base, weights)
     if rows is not None and rows != base.get_input_embeddings().num_embeddings:
         present, missing = saved_layers(base, weights)
         if missing:
