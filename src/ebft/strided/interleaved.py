@@ -52,14 +52,7 @@ def build_strided_dense_mask_and_positions(
     attend to nothing.
     """
     position_ids = build_strided_position_ids(
-        full_sequence_length,
-        prompt_length,
-        context_length,
-        generation_step,
-        stride,
-        num_blocks,
-        device,
-        batch_size,
+        full_sequence_length, prompt_length, context_length, generation_step, stride, num_blocks, device, batch_size
     )
     step, _ = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
     visible = _visible(

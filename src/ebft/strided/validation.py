@@ -61,10 +61,7 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
     `ruling_out` maps the names of further incompatible features to whether they are enabled.
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-    ruling_out |= {
-        "fp16": args.fp16,
-        "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant,
-    }
+    ruling_out |= {"fp16": args.fp16, "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant}
     given = [name for name, is_on in ruling_out.items() if is_on]
     if args.grad_norms_every and given:
         raise ConfigError(
@@ -108,8 +105,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     if len(usable) == len(sizes):
         return dataset
     warnings.warn(
-        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block",
-        stacklevel=3,
+        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block", stacklevel=3
     )
     return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
 
