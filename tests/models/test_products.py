@@ -31,7 +31,7 @@ def test_linear_layers(bias, gradients):
     layer, x = nn.Linear(33, 17, bias=bias), torch.randn(1, 29, 33, requires_grad=True)
 
     def run():
-        with cpu.cpu_matmul(), torch.set_grad_enabled(gradients):
+        with cpu.cpu_matmul(torch.device("cpu")), torch.set_grad_enabled(gradients):
             return layer(x)
 
     found, taken = by_onednn(run)
@@ -54,7 +54,7 @@ def test_products_of_transposed_matrices():
 
 def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     x, weight = torch.randn(5, 8), torch.randn(3, 8)
-    with cpu.cpu_matmul():
+    with cpu.cpu_matmul(torch.device("cpu")):
         for dtype in (torch.bfloat16, torch.float64):
             assert not by_onednn(lambda dtype=dtype: F.linear(x.to(dtype), weight.to(dtype)))[1]
         with torch.autocast("cpu", torch.bfloat16):

@@ -1,18 +1,21 @@
-"""What makes passes on CPU cheaper with equal results: faster matrix products, and no product computed twice.
+"""What makes training on CPU cheaper with equal results: faster products, none computed twice, and memory kept.
 
 PyTorch multiplies float32 matrices on CPU with MKL, whose kernels use AVX-512 on Intel processors only. oneDNN, which
 is also part of PyTorch and is its default for bfloat16, uses AVX-512 on all processors: on AMD EPYC (Zen 5), float32
 products take half the time. The results are float32 products like MKL's, summed in a different order.
 
 `ActivationReuse` keeps the products of the sampling passes for the training forward pass, which then computes only
-what needs a gradient. On a GPU, `cpu_matmul` and `cpu_product` leave everything to PyTorch, and nothing is reused
-unless `single_pass` asks for it.
+what needs a gradient. With a GPU, all of this leaves the computation to PyTorch, except that `single_pass: true` also
+reuses activations there.
 
     R  rows    I, O  features    P  tokens of the training forward pass
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -30,9 +33,9 @@ from ebft.models.causal_lm import mark_reused
 SMALLEST = 2**20
 
 
-def cpu_matmul() -> AbstractContextManager:
-    """Context manager in which linear layers use the faster library, if this machine has one."""
-    return _WithOneDNN() if _onednn_is_faster() else nullcontext()
+def cpu_matmul(device: torch.device) -> AbstractContextManager:
+    """Context manager in which linear layers use the faster library, on CPUs that have one."""
+    return _WithOneDNN() if device.type == "cpu" and _onednn_is_faster() else nullcontext()
 
 
 def cpu_product(left: Tensor, right: Tensor) -> Tensor:
@@ -204,3 +207,23 @@ class KnownProduct(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=bias_dtype)
         return grad_x, grad_weight, grad_bias, None
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed memory instead of returning it to the operating system, if training runs on CPU.
+
+    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
+    the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
+    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
+    process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take
+    precedence; with other C libraries, or an accelerator, there is no effect.
+    """
+    chosen = any(f"MALLOC_{name}_" in os.environ for name in ("MMAP_MAX", "TRIM_THRESHOLD", "MMAP_THRESHOLD"))
+    if chosen or platform.libc_ver()[0] != "glibc" or torch.accelerator.is_available():
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)  # no allocation in a mapping of its own
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap

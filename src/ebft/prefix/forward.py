@@ -165,7 +165,7 @@ def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if not torch.is_grad_enabled():
-            stack.enter_context(cpu_matmul())
+            stack.enter_context(cpu_matmul(causal_lm.device))
         if not torch.is_grad_enabled() or run.reuse is not None:
             # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
             # the weights in the type of the input.
@@ -239,7 +239,7 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     before = {name: causal_lm._modules[name] for name in replaced}
     causal_lm._modules.update(replaced)
     try:
-        with cpu_matmul():
+        with cpu_matmul(states.device):
             return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules.update(before)
@@ -269,7 +269,7 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
     if not _is_plain(causal_lm) or output.weight.is_meta:
         return False
     states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
-    with torch.autocast(states.device.type, enabled=False), cpu_matmul():
+    with torch.autocast(states.device.type, enabled=False), cpu_matmul(states.device):
         largest = F.linear(states, output.weight).abs().max()
         if not 0 < largest < torch.inf:
             return False

@@ -172,7 +172,7 @@ class OfLinearHead(torch.autograd.Function):
             w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block].to(ctx.dtype)
             of_weight, of_bias = torch.zeros_like(w, dtype=exact), x.new_zeros(len(w), dtype=exact)
             for rows in slices(len(x), of_device(_ROWS_PER_BLOCK, x.device)):
-                with cpu_matmul():
+                with cpu_matmul(x.device):
                     logits = F.linear(x[rows], w, b)
                 probabilities = (logits.to(exact) / ctx.temperature).sub_(log_sums[rows]).exp_()
                 grad_logits = probabilities.mul_(-grad[rows].sum(-1, keepdim=True))
