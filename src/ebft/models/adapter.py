@@ -28,10 +28,9 @@ from transformers import PreTrainedModel
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
-from ebft.files import json_object
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import refuse_classifier
+from ebft.models.files import read_object, refuse_classifier
 from ebft.models.weights import read_header, refuse_pickles
 
 if TYPE_CHECKING:
@@ -164,10 +163,7 @@ UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any tar
 def read_adapter_config(folder: Path) -> PeftConfig:
     """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
     path = folder / SETTINGS
-    try:
-        values = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). Save the adapter again.") from error
+    values = read_object(path, "Save the adapter again.")
     if "peft_type" not in values:
         raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
     _check_values(values, path)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ebft.data.locate import lasting_name
-from ebft.errors import ModelError
+from ebft.errors import ModelError, cause
 from ebft.files import exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
@@ -79,6 +79,15 @@ def _values(path: Path) -> dict[str, Any]:
         return json_object(path)
     except (OSError, ValueError):
         return {}
+
+
+def read_object(path: Path, hint: str, key: str = "") -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError with a `hint` if it cannot be read; `key` is the config key."""
+    try:
+        return json_object(path)
+    except (OSError, ValueError) as error:
+        name = f"{key}: {path}" if key else path
+        raise ModelError(f"{name} cannot be read as JSON ({cause(error)}). {hint}") from error
 
 
 # Sizes with their least values. Models without layers are refused when they are loaded.

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError, cause
-from ebft.files import exists, json_object
+from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
-from ebft.models.files import check_model_config, key_with
+from ebft.models.files import check_model_config, key_with, read_object
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.transformers_internals import QuantizationMethod
 
@@ -47,12 +47,7 @@ def _check_settings(path: Path, key: str) -> None:
     """Raise ModelError if a file that transformers reads is there but is not a JSON object."""
     if not exists(path):
         return
-    try:
-        values = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again."
-        ) from error
+    values = read_object(path, "Copy or download it again.", key)
     if path.name == "config.json":
         check_model_config(values, path, key)
     if path.name == "tokenizer.json":

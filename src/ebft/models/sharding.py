@@ -258,13 +258,8 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
 
 def _tied(model: nn.Module) -> set[str]:
     """The names of weights that are those of another name, and are not in files."""
-    seen: set[int] = set()
-    tied = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            tied.add(name)
-        seen.add(id(parameter))
-    return tied
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return names - {name for name, _ in model.named_parameters()}
 
 
 class _Files:

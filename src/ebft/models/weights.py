@@ -32,10 +32,10 @@ from transformers import (
 
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, cause
-from ebft.files import exists, json_object
+from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, head_modules
 from ebft.models.files import WEIGHTS as PARTS
-from ebft.models.files import refuse_classifier
+from ebft.models.files import read_object, refuse_classifier
 from ebft.transformers_internals import forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -203,10 +203,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     path, again = folder / INDEX, "Copy or download it again"
-    try:
-        index = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). {again}") from error
+    index = read_object(path, again)
     for key in ("metadata", "weight_map"):
         if not isinstance(index.get(key), dict):
             raise ModelError(f"{path}: {key}: invalid value {index.get(key)!r:.60}; expected an object. {again}")

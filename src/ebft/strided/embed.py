@@ -27,10 +27,8 @@ def embed_blocks(
     `rollouts` is (M, N, G). Runs one forward pass over [documents | rollouts]. The states of a reference block are
     those of the document, which attend to the same prefix as the rollouts.
     """
-    (embedded,) = embed_prefixes(
-        network, documents, layout, rollouts, [rollouts.shape[-1]], tokens_per_pass=tokens_per_pass
-    )
-    return embedded
+    lengths = [rollouts.shape[-1]]
+    return embed_prefixes(network, documents, layout, rollouts, lengths, tokens_per_pass=tokens_per_pass)[0]
 
 
 def embed_prefixes(

@@ -90,16 +90,13 @@ class HeldOutMeasure:
         if self.counts_all_labels:
             labels = inputs["labels"][inputs["attention_mask"].bool()].to(device)
             documents = replace(documents, ce_mask=predicted & labels.ne(IGNORE_INDEX))
-        self._add_cross_entropy(nll_S, predicted, documents, ids)
+        document_S = ids.repeat_interleave(documents.lengths.cpu())
+        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
+            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
         blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
         self._add_features(embedded, lengths, blocks)
         if self.curves:
             self._add_positions(nll_S, documents, layout, rollouts, blocks)
-
-    def _add_cross_entropy(self, nll_S: Tensor, predicted: Tensor, documents: Documents, ids: Tensor) -> None:
-        document_S = ids.repeat_interleave(documents.lengths.cpu())
-        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
-            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
 
     def _add_features(self, embedded: list[tuple[Tensor, Tensor]], lengths: list[int], blocks: list[int]) -> None:
         whole = feature_scores(

@@ -6,7 +6,7 @@ M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -92,8 +92,7 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return the same documents on another device."""
-        fields = (self.tokens, self.lengths, self.prompt_length, self.turns, self.ce_mask)
-        return Documents(*(values.to(device) for values in fields))
+        return Documents(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
         """Return documents [first, stop), with `ce_mask` set to False for the first `scored` tokens."""

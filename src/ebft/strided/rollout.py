@@ -208,13 +208,10 @@ class DocumentNoise:
             self._step, self._seen = step, Counter()
         tokens, noise = documents.tokens.cpu(), []
         for (start, end), anchors in zip(layout.spans, layout.anchors):
+            identity = hashlib.blake2b(tokens[start:end].contiguous().numpy().tobytes(), digest_size=16).digest()
+            key = f"{self.seed}:{step}:{self._seen[identity]}:".encode() + identity
+            self._seen[identity] += 1
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
             shape = (len(anchors), layout.num_samples, layout.generate_max_len)
-            noise.append(torch.rand(shape, generator=self._generator(tokens[start:end], step)))
+            noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
         return torch.cat(noise).to(layout.device)
-
-    def _generator(self, tokens: Tensor, step: int) -> torch.Generator:
-        identity = hashlib.blake2b(tokens.contiguous().numpy().tobytes(), digest_size=16).digest()
-        seen = self._seen[identity]
-        self._seen[identity] += 1
-        key = hashlib.blake2b(f"{self.seed}:{step}:{seen}:".encode() + identity, digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
