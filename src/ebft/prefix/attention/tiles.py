@@ -307,9 +307,9 @@ class BatchedTiles:
             taken.masked_fill_(self.is_padding.unsqueeze(-1), 0)
         return taken.flatten(0, 1)
 
-    def in_order(self, stacked: Tensor) -> Tensor:
-        """Convert stacked rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
-        rows = stacked.unflatten(0, (-1, len(self.row_index)))
+    def in_order(self, batched: Tensor) -> Tensor:
+        """Convert batched rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
+        rows = batched.unflatten(0, (-1, len(self.row_index)))
         return rows.flatten(1, 2) if self.is_padding is None else rows[:, ~self.is_padding]
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
@@ -340,7 +340,7 @@ class BatchedTiles:
 
 
 def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | BatchedTiles]:
-    """Combine adjacent tiles into stacks that are small and contain little padding, keeping the order.
+    """Combine adjacent tiles into batches that are small and contain little padding, keeping the order.
 
     With `key_heads` None, the tiles are returned unchanged.
     """
