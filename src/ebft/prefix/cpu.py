@@ -129,8 +129,9 @@ class ActivationReuse:
         """Keep the products (1, rows, O) of some rows."""
         if id(weight) in self._refused:
             return
-        empty = weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0
-        _, products, count = self._products.get(id(weight)) or empty
+        if id(weight) not in self._products:
+            self._products[id(weight)] = weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0
+        _, products, count = self._products[id(weight)]
         products[:, rows] = values
         self._products[id(weight)] = weight, products, count + values.shape[1]
 
