@@ -30,7 +30,7 @@ from benchmarks.measuring import Clock, machine
 from benchmarks.presets import Preset, document, find_preset
 from benchmarks.sides import ours
 from benchmarks.strided_step import RESULTS, rounded
-from ebft.tools.quickstart.run import keep_freed_memory
+from ebft.prefix.cpu import keep_freed_memory
 
 WAYS = ("default", "kept")
 LENGTHS = (256, 256, 64, 160, 320, 256, 96, 224)

@@ -136,7 +136,7 @@ def measure(name: str) -> Cost:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as during:
         during.enter_context(patch("ebft.run.trainer.ProgressBar", step))
         # The library of matrix products, and with it the peak, would depend on the processor.
-        during.enter_context(patch("ebft.models.cpu._onednn_is_faster", lambda: False))
+        during.enter_context(patch("ebft.prefix.cpu._onednn_is_faster", lambda: False))
         during.enter_context(contextlib.redirect_stdout(silence))
         during.enter_context(contextlib.redirect_stderr(silence))
         during.enter_context(warnings.catch_warnings(action="ignore"))

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from ebft.models.cpu import product
+from ebft.prefix.cpu import cpu_product
 from ebft.tools.doctor.environment import processor
 
 # Dense bfloat16 FLOP/s from the data sheets.
@@ -130,7 +130,7 @@ def _kib(file: str, name: str) -> int:
 class GemmRate:
     """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured.
 
-    By the library that our step takes for it, see `ebft.models.cpu`.
+    By the library that our step takes for it, see `ebft.prefix.cpu`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -153,7 +153,7 @@ class GemmRate:
         return 2 * self.size**3 / min(self._seconds)
 
     def _multiply(self) -> float:
-        return timed(lambda: product(*self._factors), self.device)[1]
+        return timed(lambda: cpu_product(*self._factors), self.device)[1]
 
 
 def peak_flops(device: torch.device) -> tuple[float, str] | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ebft.anchors import BlockOptions
 from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
 from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards, first_equal, whiten
@@ -40,7 +41,7 @@ def main() -> None:
     for samples in (4, 16):
         documents = Documents.from_inputs(inputs)
         blocks = {"stride": 16, "context_length": 16, "generate_max_len": 8, "min_completion_prefix": 0}
-        layout = StridedLayout.place(documents, n_samples_per_prompt=samples, **blocks)
+        layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=samples, **blocks))
         torch.manual_seed(0)
         with torch.no_grad():
             tokens = sample_rollouts(model, documents, layout, temperature=0.6, text_gradient=False).tokens

@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from ebft.over_transformers import causal_mask_function
+from ebft.anchors import BlockOptions
 from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention.tiles import Scores
 from ebft.strided.layout import Documents, StridedLayout
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree, StridedPass
+from ebft.transformers_internals import causal_mask_function
 
 matplotlib.use("Agg")
 
@@ -32,7 +32,9 @@ def place(lengths: list[int], prompts: list[int], samples: int, **options: int) 
     documents = Documents.from_inputs(
         {"input_ids": ids, "position_ids": positions, "prompt_length": torch.tensor(prompts)}
     )
-    return documents, StridedLayout.place(documents, n_samples_per_prompt=samples, **{**BLOCKS, **options})
+    return documents, StridedLayout.place(
+        documents, BlockOptions(n_samples_per_prompt=samples, **{**BLOCKS, **options})
+    )
 
 
 def draw_blocks() -> Figure:

@@ -135,7 +135,7 @@ OF_TRAINERS = {
     },
     ResumesComparisons: {"_metrics", "_total_train_tokens"},
 }
-SEAM = ROOT / "over_transformers.py"
+SEAM = ROOT / "transformers_internals.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {
     "trl.experimental": ("cpo", "orpo"),
@@ -143,7 +143,7 @@ OF_TRL = {
     "trl.trainer.kto_trainer": ("DataCollatorForUnpairedPreference",),
     "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }
-OTHERS = [  # (owner, private name, meaning), used in over_transformers.py
+OTHERS = [  # (owner, private name, meaning), used in transformers_internals.py
     (transformers.PreTrainedModel, "_is_stateful", "whether layers keep a running state"),
     (transformers.PreTrainedModel, "_supports_attention_backend", "whether attention functions are looked up"),
     (revert_weight_conversion, "_weight_conversions", "the conversions that saving reverts"),
@@ -227,7 +227,7 @@ def test_undocumented_names_are_imported_in_one_file_alone():
             if path == SEAM or module in documented:
                 continue
             unlisted = wanted - set(OF_TRL.get(module, ()))
-            assert not unlisted, f"{path}: import {sorted(unlisted)} of {module} in over_transformers.py"
+            assert not unlisted, f"{path}: import {sorted(unlisted)} of {module} in transformers_internals.py"
 
 
 def test_what_is_private_in_other_objects_is_touched_in_one_file_alone():

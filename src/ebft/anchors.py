@@ -1,12 +1,33 @@
-"""Placement of a document's blocks, shared by data loading, layout and token counts."""
+"""Where the blocks of a document are, shared by data loading, layout and token counts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Where the blocks of documents are, what is sampled at each, and how; `ebft.config.options` describes the fields.
+
+    `merge_rollouts` None: on CPU only.
+    """
+
+    stride: int
+    context_length: int
+    generate_max_len: int
+    n_samples_per_prompt: int
+    min_completion_prefix: int = 0
+    merge_rollouts: bool | None = None
+
+    @classmethod
+    def of(cls, options: Any) -> BlockOptions:
+        """Return those of a trainer's arguments or of a config."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
 def first_anchor(prompt_length, context_length: int, min_completion_prefix: int = 0):

@@ -18,8 +18,8 @@ from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
 from ebft.models.load import spare_gpu
-from ebft.over_transformers import override_attn_implementation
 from ebft.printed import say
+from ebft.transformers_internals import override_attn_implementation
 
 EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 

@@ -44,18 +44,26 @@ class RewardModelConfig(RewardConfig):
     disable_dropout: bool = False
 
 
-class RewardModelTrainer(ResumesComparisons):
+class ReportsHeldOutMeans(OverTrainer):
+    """Trainer whose evaluation reports means over the held-out rows, which `prediction_step` adds to `_held_out`."""
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        self._held_out = HeldOutMeans(self.accelerator, len(dataloader.dataset))
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in self._held_out.means().items()})
+        return output
+
+
+class RewardModelTrainer(ReportsHeldOutMeans, ResumesComparisons):
     """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]) // 2)
         return super().training_step(model, inputs, num_items_in_batch)
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._held_out = HeldOutMeans(self.accelerator, len(dataloader.dataset))
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
         self.drop_evaluation_metrics()
-        output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in self._held_out.means().items()})
         return output
 
     def prediction_step(
@@ -75,7 +83,7 @@ def pair_losses(chosen: Tensor, rejected: Tensor, centring: float, margin: Tenso
     return -F.logsigmoid(distance) + centring * (chosen + rejected) ** 2
 
 
-class ProcessRewardTrainer(OverTrainer):
+class ProcessRewardTrainer(ReportsHeldOutMeans):
     """Trainer of a token classifier; loss and accuracy are means over steps, also over accumulated batches."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,12 +92,6 @@ class ProcessRewardTrainer(OverTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]))
         return super().training_step(model, inputs, num_items_in_batch)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._held_out = HeldOutMeans(self.accelerator, len(dataloader.dataset))
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        output.metrics.update({f"{metric_key_prefix}_{name}": mean for name, mean in self._held_out.means().items()})
-        return output
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None

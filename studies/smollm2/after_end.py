@@ -12,6 +12,7 @@ M  documents   N  rollouts of one   G  their tokens   D  feature dimension
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,19 @@ def rolled_out(subject: Any, config: Any, inputs: dict[str, Tensor], noise: Any)
 
     Documents that are too short for one have none.
     """
+    from ebft.anchors import BlockOptions
     from ebft.features import token_features
     from ebft.models.causal_lm import evaluating, unwrap_adapter
     from ebft.prefix.forward import prepare
     from ebft.strided.embed import layout_states
     from ebft.strided.layout import Documents, StridedLayout
     from ebft.strided.rollout import sample_rollouts
-    from ebft.tools.evaluation.measure import BLOCK_OPTIONS
 
     policy, documents = unwrap_adapter(subject.policy), Documents.from_inputs(inputs)
     prepare(policy)
-    options = {name: getattr(config.ebft, name) for name in BLOCK_OPTIONS}
-    layout = StridedLayout.place(documents, **options, n_samples_per_prompt=config.evaluation.samples)
+    options = BlockOptions.of(config.ebft)
+    options = replace(options, n_samples_per_prompt=config.evaluation.samples, merge_rollouts=None)
+    layout = StridedLayout.place(documents, options)
     with evaluating(policy):
         drawn = noise.draw(documents, layout, step=0)
         temperature = config.evaluation.temperature

@@ -90,16 +90,16 @@ def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, T
 
 def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
     """The cross-entropy, and the policy-gradient loss of each of `REWARDS`, on one draw of rollouts."""
+    from ebft.anchors import BlockOptions
     from ebft.features import pool, token_features
     from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards, whiten
-    from ebft.strided.config import BLOCK_OPTIONS
     from ebft.strided.embed import layout_states
     from ebft.strided.layout import Documents, StridedLayout
     from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss
     from ebft.strided.rollout import sample_rollouts
 
     documents = Documents.from_inputs(inputs)
-    layout = StridedLayout.place(documents, **{name: getattr(options, name) for name in BLOCK_OPTIONS})
+    layout = StridedLayout.place(documents, BlockOptions.of(options))
     rollouts = sample_rollouts(model, documents, layout, temperature=options.temperature, text_gradient=True)
     found = {CROSS_ENTROPY: cross_entropy_loss(rollouts.text_logps, documents.ce_mask.sum())}
     with torch.no_grad():

@@ -54,7 +54,7 @@ def test_messages_begin_on_a_separate_line(monkeypatch, capsys):
     assert before.endswith("\r") and before.rstrip("\r").rpartition("\r")[2].isspace()
     assert after.startswith("a warning\n\r") and "0/6" in after
 
-    import ebft.over_transformers  # noqa: F401 (training imports it)
+    import ebft.transformers_internals  # noqa: F401 (training imports it)
 
     def stopped():
         tqdm(total=6, disable=False, ncols=40)

@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 
 from ebft.models.tokenizer import FALLBACK, KEEP, NAMES
-from ebft.prefix.attention.families import FAMILIES as ADAPTED
+from ebft.prefix.attention.attention_adapters import FAMILIES as ADAPTED
 from tests.strided.families import COUNTS_PADDING, FAMILIES, RUNNING_STATE, tiny_model
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.models import cpu
+from ebft.prefix import cpu
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_linear_layers(bias, gradients):
     layer, x = nn.Linear(33, 17, bias=bias), torch.randn(1, 29, 33, requires_grad=True)
 
     def run():
-        with cpu.fast_products(), torch.set_grad_enabled(gradients):
+        with cpu.cpu_matmul(torch.device("cpu")), torch.set_grad_enabled(gradients):
             return layer(x)
 
     found, taken = by_onednn(run)
@@ -47,11 +47,11 @@ def test_linear_layers(bias, gradients):
 
 def test_what_does_not_suit_is_left_to_pytorch(monkeypatch):
     left, right = torch.randn(9, 21), torch.randn(9, 13)
-    found, taken = by_onednn(lambda: cpu.product(left.mT, right))
+    found, taken = by_onednn(lambda: cpu.cpu_product(left.mT, right))
     assert taken
     torch.testing.assert_close(found, left.mT @ right)
     x, weight = torch.randn(5, 8), torch.randn(3, 8)
-    with cpu.fast_products():
+    with cpu.cpu_matmul(torch.device("cpu")):
         for dtype in (torch.bfloat16, torch.float64):
             assert not by_onednn(lambda dtype=dtype: F.linear(x.to(dtype), weight.to(dtype)))[1]
         with torch.autocast("cpu", torch.bfloat16):

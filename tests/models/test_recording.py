@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.models.cpu import Recording
+from ebft.prefix.cpu import ActivationReuse
 
 DOCUMENTS, STEPS, WIDTH = 5, (2, 4), 64  # documents' tokens, those of each step, features
 
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 def record(net, x):
     """Record the rows of x (1, P, WIDTH) as sampling computes them: the documents, then step by step."""
-    recording = Recording(DOCUMENTS, most=9)
+    recording = ActivationReuse(DOCUMENTS, most=9)
     with torch.no_grad():
         documents, *steps = x.split([DOCUMENTS, *STEPS], dim=1)
         with recording.of_documents():
@@ -81,7 +81,7 @@ def test_layers_used_twice_and_incomplete_products_are_computed():
             return super().forward(super().forward(x))
 
     net, x = Net(), tokens()
-    incomplete = Recording(DOCUMENTS, most=9)
+    incomplete = ActivationReuse(DOCUMENTS, most=9)
     with torch.no_grad(), incomplete.of_documents():
         net(x[:, :DOCUMENTS])
     incomplete.of_step(sum(STEPS))

@@ -22,7 +22,7 @@ def faults():
 fill()
 print(min(faults() for _ in range(4)) * resource.getpagesize() / (4 * 2**26))
 """
-KEEP = "from ebft.tools.quickstart.run import keep_freed_memory; keep_freed_memory()"
+KEEP = "from ebft.prefix.cpu import keep_freed_memory; keep_freed_memory()"
 
 
 @pytest.mark.slow  # three processes that import torch

@@ -5,8 +5,7 @@ import copy
 import pytest
 from torch import nn
 
-from ebft.models.causal_lm import decoder_layers
-from ebft.models.cpu import is_replayed
+from ebft.models.causal_lm import decoder_layers, is_reused
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import distinct_beginnings, make_trainer, unequal_batch, with_lora
 
@@ -17,7 +16,7 @@ def count_tokens(layers):
 
     def counter(index):
         def hook(module, args, output):
-            counts[index] += 0 if is_replayed(output) else output.shape[:-1].numel()
+            counts[index] += 0 if is_reused(output) else output.shape[:-1].numel()
 
         return hook
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ebft.anchors import BlockOptions
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
@@ -77,7 +78,7 @@ def strided_mode(model, plain):
     mask = (torch.arange(58) < lengths[:, None]).long()
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
     sizes = {name: getattr(OPTIONS, name) for name in ("stride", "context_length", "generate_max_len")}
-    layout = StridedLayout.place(documents, n_samples_per_prompt=2, **sizes)
+    layout = StridedLayout.place(documents, BlockOptions(n_samples_per_prompt=2, **sizes))
     with evaluating(model):
         sampled = sample_rollouts(model, documents, layout, temperature=TEMPERATURE)
     how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}

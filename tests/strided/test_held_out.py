@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
@@ -30,7 +31,9 @@ CHATS = [
 def metrics_of(model, rows, batch_size, seed=2, tokens_per_pass=None):
     network = FeatureNetwork(model, LAYERS, "last_token")
     batches = [DocumentCollator(0)(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size)]
-    return held_out_metrics(model, network, batches, block_options=OPTIONS, seed=seed, tokens_per_pass=tokens_per_pass)
+    return held_out_metrics(
+        model, network, batches, block_options=BlockOptions(**OPTIONS), seed=seed, tokens_per_pass=tokens_per_pass
+    )
 
 
 @pytest.mark.parametrize("rows", [ROWS, CHATS + ROWS[:1]], ids=["texts", "chats"])
@@ -43,7 +46,7 @@ def test_every_metric_by_the_oracle(rows):
     sums = {"alignment": [], "diversity": [], "cfm_loss": [], "cfm_loss_plugin": [], "ce_loss": []}
     for row in rows:
         single = Documents.from_inputs(DocumentCollator(0)([row]))
-        layout = StridedLayout.place(single, **OPTIONS)
+        layout = StridedLayout.place(single, BlockOptions(**OPTIONS))
         with torch.no_grad():
             drawn = noise.draw(single, layout, 0)
             rollouts = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn).tokens

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.anchors import first_anchor
+from ebft.anchors import BlockOptions, first_anchor
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
 
 OPTIONS = {"stride": 4, "context_length": 3, "generate_max_len": 2, "n_samples_per_prompt": 2,
@@ -15,13 +15,13 @@ def test_anchors_by_hand():
     mask = torch.arange(13) < torch.tensor([13, 9, 4, 13])[:, None]
     inputs = {"input_ids": ids, "attention_mask": mask, "prompt_length": torch.tensor([0, 0, 0, 6])}
     documents = Documents.from_inputs(inputs)
-    layout = StridedLayout.place(documents, **OPTIONS)
+    layout = StridedLayout.place(documents, BlockOptions(**OPTIONS))
     # lengths 13, 9, 4, 13: last anchors at most 11, 7, 2, 11
     assert layout.anchors == [[3, 7, 11], [3, 7], [], [7, 11]]
     assert layout.spans == [(0, 13), (13, 22), (22, 26), (26, 39)]
     assert layout.for_users(layout.block_anchors).tolist() == [[3, 7, 11], [3, 7, 0], [0, 0, 0], [7, 11, 0]]
     assert layout.block_mask().tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
-    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
+    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, BlockOptions(**OPTIONS))
     assert layout.reference_index().tolist() == [[3, 4], [7, 8], [11, 12], [16, 17], [20, 21], [33, 34], [37, 38]]
     assert [int(part.sum()) for part in documents.ce_mask.split([13, 9, 4, 13])] == [12, 8, 3, 13 - 6]
 
@@ -31,18 +31,18 @@ def test_anchors_of_turns_by_hand():
     spans = torch.tensor([[[2, 7], [9, 11], [12, 19]], [[5, 12], [12, 15], [0, 0]], [[0, 0]] * 3])
     inputs = {"input_ids": ids, "turn_spans": spans, "prompt_length": torch.tensor([12, 12, 14])}
     documents = Documents.from_inputs(inputs)
-    layout = StridedLayout.place(documents, **OPTIONS)
+    layout = StridedLayout.place(documents, BlockOptions(**OPTIONS))
     # From 3 to 5 and 13 to 17, but not from 10 to 9; from 6 to 10 and 13 to 13; from 15 to 17.
     assert layout.anchors == [[3, 13, 17], [6, 10, 13], [15]]
     assert layout.block_mask().tolist() == [[True] * 3, [True] * 3, [True, False, False]]
-    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, **OPTIONS)
+    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, BlockOptions(**OPTIONS))
     counted = [sum(own) for own in documents.ce_mask.view(3, 19).int().tolist()]
     assert counted == [5 + 2 + 7, 7 + 3, 5]
     parts = split(documents, layout, 8)
     assert [part.documents.turns.tolist() for part in parts[:2]] == [spans[:1].tolist(), spans[:2].tolist()]
     with pytest.raises(ValueError, match=r"turns \[\[\[17, 18\], \[0, 0\]\]\], first anchors \[18, 3\]"):
         few = {"input_ids": ids[:1], "turn_spans": torch.tensor([[[17, 18], [0, 0]]])}
-        StridedLayout.place(Documents.from_inputs(few), **OPTIONS)
+        StridedLayout.place(Documents.from_inputs(few), BlockOptions(**OPTIONS))
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_first_anchors_and_the_last_that_just_fits():
     assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
-        assert generated_token_count(documents, **OPTIONS) == blocks * 4
+        assert generated_token_count(documents, BlockOptions(**OPTIONS)) == blocks * 4
         if blocks:
-            assert StridedLayout.place(documents, **OPTIONS).num_blocks == blocks
+            assert StridedLayout.place(documents, BlockOptions(**OPTIONS)).num_blocks == blocks
         else:
             with pytest.raises(ValueError, match=r"lengths \[4\], first anchors \[3\], generate_max_len 2"):
-                StridedLayout.place(documents, **OPTIONS)
+                StridedLayout.place(documents, BlockOptions(**OPTIONS))
     ids, mask = torch.ones(3, 9, dtype=torch.long), torch.arange(9) < torch.tensor([4, 0, 6])[:, None]
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
     assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10  # a row of padding has no tokens
-    assert StridedLayout.place(documents, **OPTIONS).anchors == [[], [], [3]]
+    assert StridedLayout.place(documents, BlockOptions(**OPTIONS)).anchors == [[], [], [3]]
 
 
 def test_documents_from_left_padded_rows_with_masked_labels():

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 
+from ebft.anchors import BlockOptions
 from ebft.prefix.forward import prepare
 from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
@@ -48,7 +49,7 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
     mask = torch.arange(11) < torch.tensor([11, 8])[:, None]
     plain = copy.deepcopy(model)
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    layout = StridedLayout.place(documents, stride=4, context_length=3, generate_max_len=2, n_samples_per_prompt=4000)
+    layout = StridedLayout.place(documents, BlockOptions(4, 3, 2, 4000))
     torch.manual_seed(1)
     kept = Truncation.of(None, top_p, None)
     with torch.no_grad():
@@ -97,8 +98,7 @@ def documents_of(*rows):
     ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
-    sizes = {"stride": 2, "context_length": 2, "generate_max_len": 2, "n_samples_per_prompt": 3}
-    return documents, StridedLayout.place(documents, **sizes)
+    return documents, StridedLayout.place(documents, BlockOptions(2, 2, 2, 3))
 
 
 def test_noise_follows_the_document_not_the_batch():

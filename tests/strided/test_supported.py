@@ -5,10 +5,11 @@ import torch
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ebft.anchors import BlockOptions
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
 from ebft.models.pretrained import check_adapter, disable_dropout, load
-from ebft.prefix.attention import families
+from ebft.prefix.attention import attention_adapters
 from ebft.prefix.forward import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import sample_rollouts
@@ -104,7 +105,7 @@ def test_what_depends_on_the_index_in_a_pass_is_noticed(dtype, monkeypatch):
     counts = count_tokens(model.model.layers)
     check(model)
     assert counts[3] > 3000 > counts[4]  # a few layers contain all kinds
-    monkeypatch.delitem(families._FORWARD, "Llama4TextAttention")
+    monkeypatch.delitem(attention_adapters._FORWARD, "Llama4TextAttention")
     model = tiny_model("llama4_text", **changes).to(dtype)
     message = r"states of a sequence after 3\d\d\d tokens of .*floor_scale: 3000.*structured"
     for refuses in (check, check_shared_prompts):
@@ -131,7 +132,7 @@ def test_attention_that_swallows_keyword_arguments_is_named():
         *args, attention_mask=None, **kwargs
     )
     documents = Documents.from_inputs({"input_ids": torch.randint(3, 90, (1, 20))})
-    layout = StridedLayout.place(documents, stride=4, context_length=4, generate_max_len=2, n_samples_per_prompt=2)
+    layout = StridedLayout.place(documents, BlockOptions(4, 4, 2, 2))
     with pytest.raises(ModelError, match="LlamaAttention does not forward keyword arguments"):
         sample_rollouts(model, documents, layout, temperature=1.0)
     assert model.config._attn_implementation == "eager"

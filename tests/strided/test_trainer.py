@@ -43,7 +43,7 @@ def logged(trainer, name="loss"):
 def test_memory_is_pinned_only_for_a_gpu_unless_set(tmp_path, monkeypatch, has_gpu):
     # Only for our class: transformers would set up the device, and turns it off itself with use_cpu.
     cuda = SimpleNamespace(is_available=lambda: has_gpu)
-    monkeypatch.setattr("ebft.strided.config.torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr("ebft.strided.trainer.torch", SimpleNamespace(cuda=cuda))
     given = {"output_dir": str(tmp_path), "report_to": [], "bf16": False}
     assert StridedEBFTConfig(**given).dataloader_pin_memory is has_gpu
     for chosen in (True, False):

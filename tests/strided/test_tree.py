@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree
 
 
 @pytest.mark.parametrize("merge", [True, False])

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
 from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
 from ebft.data.stream_rows import StreamRows
 from ebft.data.transforms.rows import IGNORE
-from ebft.strided.config import BLOCK_OPTIONS
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.structured.trainer import labelled_reference
 
@@ -152,7 +152,7 @@ class StridedView:
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         documents = Documents.from_inputs(self.collator([row]))
-        layout = StridedLayout.place(documents, **{name: getattr(self.options, name) for name in BLOCK_OPTIONS})
+        layout = StridedLayout.place(documents, BlockOptions.of(self.options))
         references = documents.tokens[layout.reference_index()].split([len(anchors) for anchors in layout.anchors])
         parts = []
         for number, (start, stop) in enumerate(layout.spans):

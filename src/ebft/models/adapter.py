@@ -1,26 +1,37 @@
-"""LoRA adapters with PEFT: a new one, or a saved one to continue training."""
+"""LoRA adapters with PEFT: a new one, or a saved one to continue training.
+
+The embeddings may have been resized before training: an adapter has to have all of their rows, or none.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    PeftType,
+    get_peft_model,
+    get_peft_model_state_dict,
+    prepare_model_for_kbit_training,
+)
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, shortened
-from ebft.files import ADAPTER_CONFIG, json_object
+from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
-from ebft.models.files import refuse_classifier
-from ebft.models.heads import head_modules, task_type
-from ebft.models.resized import fit_to_adapter
+from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
+from ebft.models.files import read_object, refuse_classifier
 from ebft.models.weights import read_header, refuse_pickles
 
 if TYPE_CHECKING:
@@ -89,7 +100,7 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
         target_parameters=target_parameters(model, config.lora_target_parameters),
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
-        layers_to_transform=_layers(model, config.peft_layers_to_transform),
+        layers_to_transform=_layers_to_transform(model, config.peft_layers_to_transform),
         layers_pattern=config.peft_layers_pattern,
         init_lora_weights=config.peft_init_lora_weights,
         exclude_modules=excluded or None,
@@ -97,7 +108,7 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     )
 
 
-def _layers(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
+def _layers_to_transform(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
     """The indices of `peft_layers_to_transform`. PEFT silently skips those that the model does not have."""
     depth = model.config.get_text_config().num_hidden_layers
     missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]
@@ -153,10 +164,7 @@ UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any tar
 def read_adapter_config(folder: Path) -> PeftConfig:
     """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
     path = folder / ADAPTER_CONFIG
-    try:
-        values = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). Save the adapter again.") from error
+    values = read_object(path, "Save the adapter again.")
     if "peft_type" not in values:
         raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
     _check_values(values, path)
@@ -226,7 +234,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
         stored = check_tensors(folder / WEIGHTS)
-        fit_to_adapter(model, folder / WEIGHTS, tokens)
+        _fit_to_adapter(model, folder / WEIGHTS, stored, tokens)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
@@ -277,18 +285,19 @@ def freeze_except(
     """
     if patterns is None:
         return model
-    names = dict(model.named_parameters())
+    names = [name for name, _ in model.named_parameters()]
     trained: set[str] = set()
     for pattern in patterns:
-        found = matching(re.match, pattern, list(names), "unfrozen_parameters")
+        found = matching(re.match, pattern, names, "unfrozen_parameters")
         trained.update(found)
         if not found:
             _refuse_tied(model, pattern)
+            examples = " and ".join(dict.fromkeys((names[len(names) // 2], names[-1])))
             raise ModelError(
                 f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-                f"{_example(names)}."
+                f"{examples}."
             )
-    for name, parameter in names.items():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     if gradient_checkpointing and not model.get_input_embeddings().weight.requires_grad:
         # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
@@ -308,6 +317,115 @@ def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:
             )
 
 
-def _example(names: dict) -> str:
-    listed = list(names)
-    return " and ".join(dict.fromkeys((listed[len(listed) // 2], listed[-1])))
+_SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA
+
+
+def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | None:
+    """The rows of the embeddings that the `weights` of an adapter have; None if they have none."""
+    saved = (weights[key] for names in _embedding_layers(model) for key in _keys(names) if key in weights)
+    return next((len(weight) for weight in saved if weight.dim()), None)
+
+
+def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list[str], list[str]]:
+    """The embedding and output layer that the `weights` of an adapter have, and those that they lack, by last parts.
+
+    Of layers that share their weight, one is enough.
+    """
+    found: tuple[list[str], list[str]] = [], []
+    for names in _embedding_layers(model):
+        is_saved = any(key in weights for key in _keys(names))
+        found[not is_saved].extend(name.rpartition(".")[2] for name in names)
+    return found
+
+
+def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
+    """Raise ModelError if PEFT would save some of the embeddings with the adapter, but not all.
+
+    `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
+    this one only, and the new rows of the other one, which are random, would be lost.
+    """
+    rows = _rows(unwrap_adapter(model))
+    if rows == size:
+        return
+    with warnings.catch_warnings():  # which are repeated when the adapter is saved
+        warnings.simplefilter("ignore")
+        present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
+    if not missing or (rows < size and not present):  # the first rows of the base model
+        return
+    only = f"{' and '.join(present)} only" if present else "neither of them"
+    remedy = (
+        "the saved adapter cannot be changed. Train a new one, without lora_model_dir"
+        if key == "lora_model_dir"
+        else f"new rows of {' and '.join(missing)} would be lost. Add {' and '.join(missing)} to "
+        f"{'lora_target_modules or ' if present else ''}lora_modules_to_save"
+    )
+    raise ModelError(
+        f"{key}: the embeddings were resized from {size} to {rows} rows for the tokenizer, but PEFT saves "
+        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary (tokens, "
+        "special_tokens, resize_token_embeddings_to_32x, shrink_embeddings)."
+    )
+
+
+def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Tensor], tokens: int | None) -> None:
+    """Resize the embeddings to those `stored` with an adapter, but to at least `tokens` rows, or those of the model.
+
+    Raises ModelError if the file has too few rows, or only one of two layers that were resized.
+    """
+    rows = saved_rows(model, stored)
+    if rows is None:
+        return
+    own = _rows(model)
+    least = own if tokens is None else tokens
+    if rows < least:
+        raise ModelError(
+            f"{path} has embeddings of {rows} rows, but the tokenizer and the keys of the vocabulary need {least}. Use "
+            "those that the adapter was trained with (tokens, special_tokens, resize_token_embeddings_to_32x, "
+            "shrink_embeddings)"
+        )
+    present, missing = saved_layers(model, stored)
+    if missing and rows != _original_rows(model):
+        raise ModelError(not_whole(path, rows, present, missing))
+    if rows != own:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def not_whole(adapter: Path | str, rows: int, present: list[str], missing: list[str]) -> str:
+    """The message for an adapter that was saved without one of the layers that were resized."""
+    return (
+        f"{adapter} was trained with embeddings that were resized to {rows} rows, but has only those of "
+        f"{' and '.join(present)}: the new rows of {' and '.join(missing)} were not saved. Train again with "
+        f"{' and '.join(missing)} in lora_target_modules or lora_modules_to_save"
+    )
+
+
+def _embedding_layers(model: PreTrainedModel) -> list[list[str]]:
+    """The names of the input embedding and the output layer, if there is one; tied ones together."""
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = [layer for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer is not None]
+    found: dict[int, list[str]] = {}
+    for layer in layers:
+        found.setdefault(id(_inner(layer).weight), []).append(names[id(layer)])
+    return list(found.values())
+
+
+def _rows(model: PreTrainedModel) -> int:
+    return _inner(model.get_input_embeddings()).num_embeddings  # the weight itself may be partitioned
+
+
+def _inner(layer: nn.Module) -> nn.Module:
+    """The layer without what PEFT puts around it."""
+    while inner := layer._modules.get("base_layer") or layer._modules.get("original_module"):
+        layer = inner
+    return layer
+
+
+def _keys(names: list[str]) -> list[str]:
+    return [f"base_model.model.{name}{ending}" for name in names for ending in _SAVED_AS]
+
+
+def _original_rows(model: PreTrainedModel) -> int | None:
+    """The size of the vocabulary in config.json of the model; None for GGUF files, whose vocabulary is not resized."""
+    name = model.config.name_or_path
+    if is_gguf(name):
+        return _rows(model)
+    return type(model.config).from_pretrained(name).get_text_config().vocab_size

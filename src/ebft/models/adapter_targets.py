@@ -20,7 +20,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError, shortened
-from ebft.over_transformers import Conv1D
+from ebft.transformers_internals import Conv1D
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from torch import distributed, nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 from ebft.errors import ModelError
+from ebft.models import files
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
@@ -136,3 +143,68 @@ def _take_weights_of_rank_0(model: nn.Module) -> None:
         shared = tensor.detach().to(device)
         distributed.broadcast(shared, 0)
         tensor.copy_(shared)
+
+
+# What counts products hooks into modules. These functions tell it of products that no module computes.
+observers: list[Callable[[torch.Tensor, int], None]] = []  # functions of a weight (O, I) and a number of rows
+
+
+def report_product(weight: torch.Tensor, rows: int) -> None:
+    """Call the observers for `rows` rows that were multiplied with a weight outside of its module."""
+    for observe in observers:
+        observe(weight, rows)
+
+
+def mark_reused(output: torch.Tensor) -> torch.Tensor:
+    """Mark the output of a linear layer as one that was computed before."""
+    output.__dict__["is_reused"] = True
+    return output
+
+
+def is_reused(output: torch.Tensor) -> bool:
+    """Whether a linear layer returned `output` without multiplying."""
+    return "is_reused" in output.__dict__
+
+
+@dataclass(frozen=True)
+class Head:
+    """A kind of output layer: the ending of class names, the class that loads it, and PEFT's name of the task.
+
+    `num_labels` is the number of outputs; None for the vocabulary.
+    """
+
+    ending: str
+    auto_class: type
+    task_type: str
+    num_labels: int | None = None
+
+
+LANGUAGE = Head("ForCausalLM", AutoModelForCausalLM, "CAUSAL_LM")
+SCORE = Head(files.SCORE, AutoModelForSequenceClassification, "SEQ_CLS", 1)
+
+
+def step_head(num_labels: int) -> Head:
+    """The head that classifies tokens; those that end a step are trained on."""
+    return Head(files.STEPS, AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
+
+
+_CLASSIFIERS = (SCORE, step_head(2))
+
+
+def task_type(model: nn.Module) -> str:
+    """PEFT's name of the task of a model, by its class."""
+    name = type(model).__name__
+    return next((head.task_type for head in _CLASSIFIERS if name.endswith(head.ending)), LANGUAGE.task_type)
+
+
+def head_modules(model: PreTrainedModel) -> list[str]:
+    """The names of the linear layers that a classifier has in addition to its backbone; none for a language model."""
+    if task_type(model) == LANGUAGE.task_type:
+        return []
+    found = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
+    if len(found) != 1:
+        raise ModelError(
+            f"{type(model).__name__} does not have the layout of a decoder with one linear layer: its linear layers "
+            f"are {', '.join(found) or 'none'}. Use a decoder-only model"
+        )
+    return found

@@ -1,4 +1,9 @@
-"""Checks of the values in a model's config.json, which transformers reports without the file or the key."""
+"""The files of models and adapters: checks of their values, and hashes by which a resumed run notices changes.
+
+transformers reports wrong values in config.json without the file or the key. The index of weights that FSDP2 saved in
+parts is read without running code. Hashes of weights do not depend on the folder or on how weights are divided into
+files; of large weights, a sample is read.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from ebft.data.locate import lasting_name
-from ebft.errors import ModelError
+from ebft.errors import ModelError, cause
 from ebft.files import ADAPTER_CONFIG, exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
-_CLASSIFIER_TASKS = {SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters
+_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters, by class names
 _HINT = "Give the folder or Hub id of a reward model with one score per text, such as one of reward_model: true."
 
 
 def classifier_kind(folder: Path) -> str | None:
     """SCORE or STEPS for a folder with such a model or an adapter of one; None for other folders."""
-    names = _values(folder / "config.json").get("architectures") or []
-    task = _values(folder / ADAPTER_CONFIG).get("task_type")
-    return next(
-        (
-            end
-            for end in _CLASSIFIER_TASKS
-            if task == _CLASSIFIER_TASKS[end] or any(str(name).endswith(end) for name in names)
-        ),
-        None,
-    )
+    task, kind = _values(folder / "adapter_config.json").get("task_type"), _kind_of(_values(folder / "config.json"))
+    return next((end for end in (SCORE, STEPS) if end == kind or task == _TASKS[end]), None)
+
+
+def _kind_of(config: dict[str, Any]) -> str | None:
+    names = [str(name) for name in config.get("architectures") or []]
+    return next((end for end in (SCORE, STEPS) if any(name.endswith(end) for name in names)), None)
 
 
 def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> None:
@@ -51,8 +53,7 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
         kind, labels = classifier_kind(folder), 1
     else:
         values = _values(folder / "config.json") if values is None else values
-        names = values.get("architectures") or []
-        kind = next((end for end in _CLASSIFIER_TASKS if any(str(found).endswith(end) for found in names)), None)
+        kind = _kind_of(values)
         labels = len(values.get("id2label") or (0, 1))  # transformers leaves out its default of two
     if kind != SCORE:
         found = "classifies the tokens of steps" if kind == STEPS else "is not a sequence classifier"
@@ -68,6 +69,15 @@ def _values(path: Path) -> dict[str, Any]:
         return json_object(path)
     except (OSError, ValueError):
         return {}
+
+
+def read_object(path: Path, hint: str, key: str = "") -> dict[str, Any]:
+    """The object in a JSON file. Raises ModelError with a `hint` if it cannot be read; `key` is the config key."""
+    try:
+        return json_object(path)
+    except (OSError, ValueError) as error:
+        name = f"{key}: {path}" if key else path
+        raise ModelError(f"{name} cannot be read as JSON ({cause(error)}). {hint}") from error
 
 
 # Sizes with their least values. Models without layers are refused when they are loaded.
@@ -124,15 +134,14 @@ def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
 
 def key_with(value: Any, values: Mapping[str, Any]) -> str | None:
     """The key, with those of its sections, that has a value in the content of a config.json; None if none has."""
-    return next(_keys_with(value, values, ""), None)
-
-
-def _keys_with(value: Any, values: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for name, found in values.items():
         if isinstance(found, Mapping):
-            yield from _keys_with(value, found, f"{prefix}{name}.")
+            inner = key_with(value, found)
+            if inner is not None:
+                return f"{name}.{inner}"
         elif found == value:
-            yield f"{prefix}{name}"
+            return name
+    return None
 
 
 def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
@@ -165,7 +174,6 @@ def _is_dtype(name: str, values: Mapping[str, Any]) -> bool:
 
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers
-_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # by the ending of class names
 _KINDS = {
     "CAUSAL_LM": "a language model",
     "SEQ_CLS": "a reward model (reward_model: true)",

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import warnings
-from importlib.util import find_spec
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,22 +17,26 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel, 
 from ebft.catalog import as_folder, is_gguf
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError, cause, shortened
-from ebft.models.adapter import attach_adapter
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.heads import LANGUAGE, Head
+from ebft.models.adapter import attach_adapter, check_saves_resized
+from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
-from ebft.models.resized import check_saves_resized
 from ebft.models.weights import check_gguf_file
-from ebft.over_transformers import is_flash_attn_2_available, is_flash_attn_3_available
+from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
 # Settings of generation that have no effect without sampling, beams, a dict of outputs, and a cache.
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
-_OF_BEAMS = ("early_stopping", "length_penalty")
-_OF_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
-_OF_CACHES = ("cache_implementation", "cache_config")
+_GENERATION_SETTINGS: list[tuple[tuple[str, ...], Callable[[GenerationConfig], Any]]] = [
+    (_OF_SAMPLING, lambda found: found.do_sample),
+    (("early_stopping", "length_penalty"), lambda found: (found.num_beams or 1) > 1),
+    (
+        ("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+        lambda found: found.return_dict_in_generate,
+    ),
+    (("cache_implementation", "cache_config"), lambda found: found.use_cache is not False),
+]
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -107,15 +111,10 @@ def _make_saveable(found: GenerationConfig, name: str) -> None:
     samples = any(before.get(key) is not None for key in _OF_SAMPLING) and found.temperature != 0
     if found.do_sample is None and samples:
         found.do_sample = True
-    has_effect = {
-        _OF_SAMPLING: found.do_sample,
-        _OF_BEAMS: (found.num_beams or 1) > 1,
-        _OF_OUTPUTS: found.return_dict_in_generate,
-        _OF_CACHES: found.use_cache is not False,
-    }
-    for key in (key for keys, is_used in has_effect.items() if not is_used for key in keys):
-        if before.get(key) is not None:
-            setattr(found, key, None)
+    for keys, is_used in _GENERATION_SETTINGS:
+        for key in keys if not is_used(found) else ():
+            if before.get(key) is not None:
+                setattr(found, key, None)
     problem = _problem_of(found)
     if problem is not None:
         raise ModelError(
@@ -292,14 +291,12 @@ def usable_attention(wanted: str | None) -> str | None:
             "flex_attention supports training on CUDA only: sdpa is used, with the same results.", stacklevel=2
         )
         return "sdpa"
-    if wanted is not None and "/" in wanted:
-        available = lambda: find_spec("kernels") is not None
-    else:
-        available = _FLASH.get(wanted)
-    if available is None or (torch.cuda.is_available() and available()):
+    is_on_hub, has_cuda = wanted is not None and "/" in wanted, torch.cuda.is_available()
+    available = (lambda: importlib.util.find_spec("kernels") is not None) if is_on_hub else _FLASH.get(wanted)
+    if available is None or (has_cuda and available()):
         return wanted
-    package = "the package kernels" if "/" in wanted else "its package"
-    lacking = f"{package} is not installed" if torch.cuda.is_available() else "no CUDA device is available"
+    package = "the package kernels" if is_on_hub else "its package"
+    lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
     warnings.warn(f"attn_implementation: {wanted} cannot be used ({lacking}): sdpa is used instead.", stacklevel=2)
     return "sdpa"
 
@@ -354,13 +351,8 @@ def weights_dtype(config: ModelSettings) -> torch.dtype:
     """
     if config.torch_dtype is not None:
         return getattr(torch, config.torch_dtype)
-    if config.bf16 is True or (config.bf16 == "auto" and _gpu_has_bf16()):
-        return torch.bfloat16
-    return torch.float32
-
-
-def _gpu_has_bf16() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    has_bf16 = config.bf16 == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return torch.bfloat16 if config.bf16 is True or has_bf16 else torch.float32
 
 
 def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:

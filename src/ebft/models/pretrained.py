@@ -20,12 +20,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError, cause
-from ebft.files import exists, json_object
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.files import check_model_config, key_with
-from ebft.models.heads import LANGUAGE, Head
+from ebft.files import exists
+from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
+from ebft.models.files import check_model_config, key_with, read_object
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
-from ebft.over_transformers import QuantizationMethod
+from ebft.transformers_internals import QuantizationMethod
 
 GENERATION_CONFIG = "generation_config.json"
 # Files that transformers reads without checking that they contain an object.
@@ -48,12 +47,7 @@ def _check_settings(path: Path, key: str) -> None:
     """Raise ModelError if a file that transformers reads is there but is not a JSON object."""
     if not exists(path):
         return
-    try:
-        values = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{key}: {path} cannot be read as JSON ({cause(error)}). Copy or download it again."
-        ) from error
+    values = read_object(path, "Copy or download it again.", key)
     if path.name == "config.json":
         check_model_config(values, path, key)
     if path.name == "tokenizer.json":
@@ -144,8 +138,7 @@ def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
         model = pretrained_model(find_model(model, "model"))
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
-    _check_dense(model)
-    _check_experts(model)
+    _check_weights(unwrap_adapter(model))
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
@@ -156,27 +149,21 @@ def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
     return get_peft_model(model, peft_config)
 
 
-def _check_dense(model: nn.Module) -> None:
-    """Raise ModelError for a GGUF model as loaded by default: quantised, it can be neither trained nor saved."""
-    causal_lm = unwrap_adapter(model)
-    method = getattr(causal_lm, "quantization_method", None)  # set by transformers alone
-    if method == QuantizationMethod.GGUF:
+def _check_weights(causal_lm: nn.Module) -> None:
+    """Raise ModelError for a GGUF model as loaded by default, which can be neither trained nor saved.
+
+    And for experts in float64, whose grouped products PyTorch does not compute.
+    """
+    if getattr(causal_lm, "quantization_method", None) == QuantizationMethod.GGUF:  # set by transformers alone
         raise ModelError(
             "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
             "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or pass the path "
             "of the file as model"
         )
-
-
-def _check_experts(model: nn.Module) -> None:
-    """Raise ModelError for experts in float64, whose grouped products PyTorch does not compute."""
-    causal_lm = unwrap_adapter(model)
-    if (
-        not isinstance(causal_lm, PreTrainedModel)
-        or "grouped_mm" not in causal_lm.get_experts_implementation().values()
-    ):
-        return
-    if any(weight.dim() == 3 and weight.dtype == torch.float64 for weight in causal_lm.parameters()):
+    is_grouped = isinstance(causal_lm, PreTrainedModel) and (
+        "grouped_mm" in causal_lm.get_experts_implementation().values()
+    )
+    if is_grouped and any(each.dim() == 3 and each.dtype == torch.float64 for each in causal_lm.parameters()):
         raise ModelError(
             "the experts of the model are float64, but PyTorch computes grouped products of experts in float32, "
             "bfloat16 and float16 only. Call model.set_experts_implementation('eager'), or model.to(torch.float32)"

@@ -37,7 +37,7 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
-from ebft.over_transformers import convert_weights, weight_groups
+from ebft.transformers_internals import convert_weights, weight_groups
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -258,13 +258,8 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
 
 def _tied(model: nn.Module) -> set[str]:
     """The names of weights that are those of another name, and are not in files."""
-    seen: set[int] = set()
-    tied = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
-            tied.add(name)
-        seen.add(id(parameter))
-    return tied
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return names - {name for name, _ in model.named_parameters()}
 
 
 class _Files:

@@ -182,27 +182,28 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
     """
     if choice is None:
         return
+    own = tokenizer.chat_template
     if choice.startswith(FALLBACK):
-        choice = _fallback(tokenizer, choice)
+        name = choice.removeprefix(FALLBACK)
+        if name not in NAMES:
+            raise ModelError(f"chat_template: {FALLBACK}NAME needs one of the names {', '.join(NAMES)}, got {name!r}.")
+        choice = name if own is None else KEEP
     if choice in NAMES:
         _use_named(tokenizer, choice)
-    elif choice == KEEP:
-        if tokenizer.chat_template is None:
-            raise ModelError(
-                f"chat_template: {KEEP} is set, but the tokenizer has no chat template. Use one of "
-                f"{', '.join(NAMES)}, {FALLBACK}NAME, or a file."
-            )
+    elif choice == KEEP and own is None:
+        raise ModelError(
+            f"chat_template: {KEEP} is set, but the tokenizer has no chat template. Use one of {', '.join(NAMES)}, "
+            f"{FALLBACK}NAME, or a file."
+        )
     elif _OF_MODELS.fullmatch(choice):
-        _use_own_template(tokenizer, choice)
-    else:
+        if own is None:
+            raise ModelError(
+                f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. "
+                f"Use the tokenizer of such a model (tokenizer_config), one of {', '.join(NAMES)}, or a file."
+            )
+        warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=2)
+    elif choice != KEEP:
         _use_custom(tokenizer, choice)
-
-
-def _fallback(tokenizer: PreTrainedTokenizerBase, choice: str) -> str:
-    name = choice.removeprefix(FALLBACK)
-    if name not in NAMES:
-        raise ModelError(f"chat_template: {FALLBACK}NAME needs one of the names {', '.join(NAMES)}, got {name!r}.")
-    return name if tokenizer.chat_template is None else KEEP
 
 
 def _use_named(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -226,15 +227,6 @@ def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> 
     tokenizer.chat_template = template
     what = choice if choice in NAMES else f"{choice!r:.60}"
     warn_of_split_markers(f"chat_template: {what}", split_by_template(tokenizer))
-
-
-def _use_own_template(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:
-    if tokenizer.chat_template is None:
-        raise ModelError(
-            f"chat_template: {choice} is the template of a chat model's tokenizer, but this tokenizer has none. Use "
-            f"the tokenizer of such a model (tokenizer_config), one of {', '.join(NAMES)}, or a file."
-        )
-    warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=3)
 
 
 def _use_custom(tokenizer: PreTrainedTokenizerBase, choice: str) -> None:

@@ -32,11 +32,11 @@ from transformers import (
 
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, cause
-from ebft.files import exists, json_object
-from ebft.models.files import refuse_classifier
-from ebft.models.heads import LANGUAGE, Head, head_modules
+from ebft.files import exists
+from ebft.models.causal_lm import LANGUAGE, Head, head_modules
+from ebft.models.files import read_object, refuse_classifier
 from ebft.models.sharded_index import WEIGHTS as PARTS
-from ebft.over_transformers import forget_title, read_gguf_metadata
+from ebft.transformers_internals import forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
@@ -68,15 +68,19 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
             name, output_loading_info=True, ignore_mismatched_sizes=reports, **options
         )
     own = tuple(f"{module}." for module in head_modules(model))
-    _check_head_size(name, head, [given for key, given, _ in found["mismatched_keys"] if key.startswith(own)])
+    sizes = [given for key, given, _ in found["mismatched_keys"] if key.startswith(own)]
+    if sizes:
+        raise ModelError(
+            f"{name} has a head with {sizes[0][0]} labels, but {head.num_labels} are needed. Use a model with "
+            f"num_labels: {head.num_labels}, or one without a head"
+        )
     starts_head = may_lack_head and any(key.startswith(own) for key in found["missing_keys"])
     if starts_head:
         inside = model.base_model_prefix + "."
         found["missing_keys"] = {key for key in found["missing_keys"] if not key.startswith(own)}
         found["unexpected_keys"] = {key for key in found["unexpected_keys"] if key.startswith(inside)}
-    sizes = [
-        f"{key} ({_shape(given)}, but the model has {_shape(own)})" for key, given, own in found["mismatched_keys"]
-    ]
+    shape = lambda size: " x ".join(map(str, size)) or "scalar"
+    sizes = [f"{key} ({shape(given)}, but the model has {shape(own)})" for key, given, own in found["mismatched_keys"]]
     if sizes:
         raise ModelError(
             f"the weights do not fit the configuration in config.json: {_some(sizes)}. Correct config.json, or use the "
@@ -159,7 +163,8 @@ def _check_values(name: str, model: PreTrainedModel) -> None:
     for key, own in model.named_parameters():
         if not _is_plain(own):
             continue
-        if not (_rows(own).abs() < _LARGEST).all() or not _is_finite(own):  # false for NaN
+        bounds = own.aminmax()  # without a copy; both are NaN if a value is
+        if not (_rows(own).abs() < _LARGEST).all() or not all(bound.isfinite() for bound in bounds):  # false for NaN
             raise ModelError(
                 f"the weights contain NaN, infinite values or ones above {_LARGEST:.0e} ({key}), so the model would "
                 "compute NaN or zeros. Use other weights, such as those of an earlier checkpoint"
@@ -180,10 +185,6 @@ def _is_plain(own: Tensor) -> bool:
     return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return all(bool(bound.isfinite()) for bound in tensor.aminmax())  # without a copy; both are NaN if a value is
-
-
 def _rows(tensor: Tensor) -> Tensor:
     return tensor[:: max(1, len(tensor) // _SAMPLED)]
 
@@ -202,10 +203,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not (folder / INDEX).is_file():
         return []
     path, again = folder / INDEX, "Copy or download it again"
-    try:
-        index = json_object(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON ({cause(error)}). {again}") from error
+    index = read_object(path, again)
     for key in ("metadata", "weight_map"):
         if not isinstance(index.get(key), dict):
             raise ModelError(f"{path}: {key}: invalid value {index.get(key)!r:.60}; expected an object. {again}")
@@ -246,15 +244,6 @@ def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
     return torch.empty(shape, dtype=dtypes[name], device="meta")
 
 
-def _check_head_size(name: str, head: Head, sizes: list[Any]) -> None:
-    """Raise ModelError if the weights have a head of the right kind with another number of outputs."""
-    if sizes:
-        raise ModelError(
-            f"{name} has a head with {sizes[0][0]} labels, but {head.num_labels} are needed. Use a model with "
-            f"num_labels: {head.num_labels}, or one without a head"
-        )
-
-
 def refuse_pickles(folder: Path) -> None:
     """Raise ModelError for a folder without safetensors whose weights are pickles, which can run code when loaded."""
     if (folder / PARTS).is_dir() and not any(folder.glob("*.safetensors")):
@@ -284,10 +273,6 @@ def _some(names: Iterable[str]) -> str:
     found = sorted(names)
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return f"{', '.join(found[:_SHOWN])}{more}"
-
-
-def _shape(size: Iterable[int]) -> str:
-    return " x ".join(map(str, size)) or "scalar"
 
 
 @contextmanager
@@ -324,7 +309,7 @@ def check_gguf_file(folder: str, file: str) -> None:
             f"Set base_model to the folder that contains {file}."
         )
     if not (path / file).is_file() or not is_gguf(file):
-        found = ", ".join(_files_in(path)) or "no GGUF file"
+        found = ", ".join(sorted(entry.name for entry in path.glob("*.gguf"))) or "no GGUF file"
         raise ModelError(
             f"gguf_file: {file} is not a GGUF file in {path}, which contains {found}. Correct gguf_file or base_model."
         )
@@ -337,7 +322,7 @@ def check_readable(name: str) -> None:
         return
     if not exists(Path(name)):
         return
-    files = _files_in(Path(name))
+    files = sorted(entry.name for entry in Path(name).glob("*.gguf"))
     if files and not any((Path(name) / other).is_file() for other in ("config.json", "tokenizer.json")):
         raise ModelError(
             f"{name} contains {', '.join(files)} but no config.json, so it is a GGUF model. In a config, add "
@@ -421,10 +406,6 @@ def _undamaged(name: str) -> Iterator[None]:
         if isinstance(error, ValueError) and not str(error).startswith(("cannot reshape", "cannot mmap")):
             raise
         raise ModelError(f"{name} is truncated or corrupted ({error}). Download or convert it again.") from error
-
-
-def _files_in(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.glob("*.gguf"))
 
 
 def _file(name: str) -> dict[str, str]:

@@ -20,10 +20,9 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from ebft.files import STATE, json_object
-from ebft.models.causal_lm import unwrap_adapter, without_hooks
-from ebft.models.cpu import is_replayed, observers
-from ebft.over_transformers import Conv1D
+from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
 from ebft.run.keys import BudgetSection
+from ebft.transformers_internals import Conv1D
 
 COUNTED = ("documents", "generated_tokens", "flops")
 _SAVED_AS = "Budget"  # among the `stateful_callbacks` of trainer_state.json
@@ -158,7 +157,7 @@ class FlopMeter:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         flops = 2 * weight_size(module) * _rows(module, inputs)
-        self.flops += 0 if isinstance(output, Tensor) and is_replayed(output) else flops
+        self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
         outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
         if outputs:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)

@@ -1,4 +1,4 @@
-"""Running a causal LM over a strided layout: attention implementation and hidden states.
+"""Running a causal LM over passes with shared prefixes: attention implementation, hidden states and head.
 
 `take_programs(model)` adds the keyword argument `function` to the forward of a transformers model; all other calls are
 unchanged. `run_wrapped(model, function)` calls `function(causal_lm)` inside the module's forward, so that wrappers
@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
-from ebft.models.cpu import fast_products
 from ebft.models.sharding import is_sharded
-from ebft.over_transformers import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
-from ebft.prefix.attention.families import adapt, check_adapted
+from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
+from ebft.prefix.cpu import cpu_matmul
 from ebft.prefix.logps import Head, Linear
+from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 
 Result = TypeVar("Result")
 
@@ -118,24 +118,19 @@ def take_programs(model: nn.Module) -> None:
     """Prepare the causal LM inside `model` for `run_wrapped`. Any architecture; can be called repeatedly."""
     causal_lm = unwrap_adapter(model)
     if "forward_of_model" not in causal_lm.__dict__:
+
+        @wraps(type(causal_lm).forward)  # generate() inspects the signature
+        def forward(self, *args, function=None, **kwargs):
+            return self.forward_of_model(*args, **kwargs) if function is None else function(self)
+
         causal_lm.forward_of_model = causal_lm.forward
-        causal_lm.forward = MethodType(_taking_programs(causal_lm), causal_lm)
+        causal_lm.forward = MethodType(forward, causal_lm)
         causal_lm.has_linear_head = has_linear_head(causal_lm)
 
 
 def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
     """Return `function(causal_lm)`, run inside the forward of `model`, which may wrap the prepared causal LM."""
     return model(function=function)
-
-
-def _taking_programs(causal_lm: PreTrainedModel) -> Callable:
-    """Return the `forward` of a prepared model. It keeps the original signature, which generate() inspects."""
-
-    @wraps(type(causal_lm).forward)
-    def forward(self, *args, function=None, **kwargs):
-        return self.forward_of_model(*args, **kwargs) if function is None else function(self)
-
-    return forward
 
 
 def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass) -> Tensor:
@@ -164,25 +159,22 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
 
 @contextmanager
 def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
-    """Enable cheaper computation of the layers, with equal results: see `ebft.models.cpu` and `recording`.
+    """Enable cheaper computation of the layers, with equal results: see `ebft.prefix.cpu` (CPU only).
 
     This excludes forward passes that gradient checkpointing may recompute, since the recomputed graph would differ.
     """
     with ExitStack() as stack:
         if not torch.is_grad_enabled():
-            stack.enter_context(fast_products())
-        if not torch.is_grad_enabled() or run.recording is not None:
+            stack.enter_context(cpu_matmul(causal_lm.device))
+        if not torch.is_grad_enabled() or run.reuse is not None:
             # PEFT casts inputs to the adapter's float32, and autocast casts them back. DoRA, however, computes norms of
             # the weights in the type of the input.
-            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not _has_dora(causal_lm)
+            has_dora = any(isinstance(each, LoraLayer) and any(each.use_dora.values()) for each in causal_lm.modules())
+            casts_anyway = torch.is_autocast_enabled(causal_lm.device.type) and not has_dora
             stack.enter_context(disable_input_dtype_casting(causal_lm, active=casts_anyway))
-        if run.recording is not None:
-            stack.enter_context(run.recording)
+        if run.reuse is not None:
+            stack.enter_context(run.reuse)
         yield
-
-
-def _has_dora(causal_lm: PreTrainedModel) -> bool:
-    return any(isinstance(module, LoraLayer) and any(module.use_dora.values()) for module in causal_lm.modules())
 
 
 def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
@@ -222,11 +214,14 @@ def head_of(causal_lm: PreTrainedModel) -> Head:
     own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
     tied = causal_lm.get_output_embeddings().parameters()  # may be shared with the backbone's token embeddings
     trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
+    output, linear = causal_lm.get_output_embeddings(), None
+    if causal_lm.has_linear_head and _is_plain(causal_lm) and trained.keys() <= {id(output.weight), id(output.bias)}:
+        linear = Linear(output.weight, output.bias)
     return Head(
         logits=lambda states: apply_head(causal_lm, states),
         vocab_size=causal_lm.config.get_text_config().vocab_size,
         trained=tuple(trained.values()),
-        linear=_linear(causal_lm, set(trained)),
+        linear=linear,
     )
 
 
@@ -244,19 +239,10 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     before = {name: causal_lm._modules[name] for name in replaced}
     causal_lm._modules.update(replaced)
     try:
-        with fast_products():
+        with cpu_matmul(states.device):
             return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules.update(before)
-
-
-def _linear(causal_lm: PreTrainedModel, trained: set[int]) -> Linear | None:
-    """Return the weights of a head that is a linear layer, with no other trained weights; None for other heads."""
-    if not causal_lm.has_linear_head or not _is_plain(causal_lm):
-        return None
-    output = causal_lm.get_output_embeddings()
-    is_all = trained <= {id(output.weight), id(output.bias)}
-    return Linear(output.weight, output.bias) if is_all else None
 
 
 def _is_plain(causal_lm: PreTrainedModel) -> bool:
@@ -283,7 +269,7 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
     if not _is_plain(causal_lm) or output.weight.is_meta:
         return False
     states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
-    with torch.autocast(states.device.type, enabled=False), fast_products():
+    with torch.autocast(states.device.type, enabled=False), cpu_matmul(states.device):
         largest = F.linear(states, output.weight).abs().max()
         if not 0 < largest < torch.inf:
             return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ebft.models.cpu import fast_products, product, report
+from ebft.models.causal_lm import report_product
+from ebft.prefix.cpu import cpu_matmul, cpu_product
 from ebft.prefix.sampling import Softmax, Truncation, of_device, slices, tiles
+
+Result = TypeVar("Result")
 
 # Tokens of the vocabulary, and rows, whose logits are computed at once in backward of a linear head.
 _TOKENS_PER_BLOCK = {"cpu": 2048, "other": 8192}
@@ -24,13 +27,21 @@ _ROWS_PER_BLOCK = {"cpu": 1024, "other": 4096}
 
 
 def all_grad_logits(
-    logits: Tensor, tokens: Tensor, grad: Tensor, temperature: float, truncation: Truncation | None = None
+    logits: Tensor,
+    tokens: Tensor,
+    grad: Tensor,
+    temperature: float,
+    truncation: Truncation | None = None,
+    is_entropy: bool = False,
 ) -> Tensor:
-    """Return the gradients (R, V) of the logits, given the gradients `grad` (R, K) of the log-probabilities."""
+    """Return the gradients (R, V) of the logits, given those of the log-probabilities (R, K), or entropies (R, 1)."""
     result = torch.empty_like(logits)
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
-        result[rows] = grad_of_logits(softmax.probabilities, tokens[rows], grad[rows], temperature)
+        if is_entropy:
+            result[rows] = softmax.grad_of_entropy() * grad[rows] / temperature
+        else:
+            result[rows] = grad_of_logits(softmax.probabilities, tokens[rows], grad[rows], temperature)
     return result
 
 
@@ -152,7 +163,7 @@ class OfLinearHead(torch.autograd.Function):
     def backward(ctx, grad):
         states, tokens, log_sums, weight, bias = ctx.saved_tensors
         needs_weight, needs_bias = ctx.needs_input_grad[5:]
-        report(ctx.parameter, (2 + needs_weight) * len(states))
+        report_product(ctx.parameter, (2 + needs_weight) * len(states))
         x, grad, exact = states.to(ctx.dtype), grad / ctx.temperature, torch.promote_types(ctx.dtype, torch.float32)
         grad_states = torch.zeros_like(states, dtype=exact)
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -161,7 +172,7 @@ class OfLinearHead(torch.autograd.Function):
             w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block].to(ctx.dtype)
             of_weight, of_bias = torch.zeros_like(w, dtype=exact), x.new_zeros(len(w), dtype=exact)
             for rows in slices(len(x), of_device(_ROWS_PER_BLOCK, x.device)):
-                with fast_products():
+                with cpu_matmul(x.device):
                     logits = F.linear(x[rows], w, b)
                 probabilities = (logits.to(exact) / ctx.temperature).sub_(log_sums[rows]).exp_()
                 grad_logits = probabilities.mul_(-grad[rows].sum(-1, keepdim=True))
@@ -171,9 +182,9 @@ class OfLinearHead(torch.autograd.Function):
                 if needs_bias:
                     of_bias += grad_logits.sum(0)
                 grad_logits = grad_logits.to(ctx.dtype)
-                grad_states[rows] += product(grad_logits, w)
+                grad_states[rows] += cpu_product(grad_logits, w)
                 if needs_weight:
-                    of_weight += product(grad_logits.mT, x[rows])
+                    of_weight += cpu_product(grad_logits.mT, x[rows])
             if needs_weight:
                 grad_weight[block] = of_weight
             if needs_bias:
@@ -181,42 +192,26 @@ class OfLinearHead(torch.autograd.Function):
         return grad_states.to(states.dtype), None, None, None, None, grad_weight, grad_bias
 
 
-class Logps(torch.autograd.Function):
-    """Log-probabilities (R, K) of tokens (R, K) from logits (R, V); the softmax is recomputed in backward."""
+class FromLogits(torch.autograd.Function):
+    """Log-probabilities (R, K) of tokens (R, K) from logits (R, V), or entropies (R, 1).
+
+    The softmax is recomputed in backward.
+    """
 
     @staticmethod
-    def forward(ctx, logits, tokens, *distribution):
+    def forward(ctx, logits, tokens, temperature, truncation, is_entropy=False):
         ctx.save_for_backward(logits, tokens)
-        ctx.distribution = distribution  # temperature, truncation
-        found = (Softmax(logits[rows], *distribution, tokens[rows]).logps(tokens[rows]) for rows in tiles(logits))
-        return torch.cat(list(found))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        logits, tokens = ctx.saved_tensors
-        return all_grad_logits(logits, tokens, grad, *ctx.distribution), None, None, None
-
-
-class Entropy(torch.autograd.Function):
-    """Entropies (R, 1) of the distributions given by logits (R, V); the softmax is recomputed in backward."""
-
-    @staticmethod
-    def forward(ctx, logits, tokens, *distribution):
-        ctx.save_for_backward(logits, tokens)
-        ctx.distribution = distribution  # temperature, truncation
-        found = (Softmax(logits[rows], *distribution, tokens[rows]).entropy() for rows in tiles(logits))
-        return torch.cat(list(found))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        logits, tokens = ctx.saved_tensors
-        result = torch.empty_like(logits)
+        ctx.rest = temperature, truncation, is_entropy
+        found = []
         for rows in tiles(logits):
-            softmax = Softmax(logits[rows], *ctx.distribution, tokens[rows])
-            result[rows] = softmax.grad_of_entropy() * grad[rows] / ctx.distribution[0]
-        return result, None, None, None
+            softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
+            found.append(softmax.entropy() if is_entropy else softmax.logps(tokens[rows]))
+        return torch.cat(found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return all_grad_logits(*ctx.saved_tensors, grad, *ctx.rest), None, None, None, None
 
 
 # Logits held in memory at once. On CPU, small enough (32 MiB in float32) for the allocator to reuse the same memory;
@@ -266,17 +261,13 @@ class Scored(NamedTuple):
         Its log-probabilities there are 0. Another token would be among those that a truncation keeps, see `Softmax`.
         """
         columns = max(part.tokens.shape[1] for part in parts)
-
-        def wide(values: Tensor) -> Tensor:
-            return F.pad(values, (0, columns - values.shape[1]))
-
-        def repeated(tokens: Tensor) -> Tensor:
-            return tokens[:, :1].expand(-1, columns - tokens.shape[1])
-
+        missing = [columns - part.tokens.shape[1] for part in parts]
         slopes = [part.slopes for part in parts if part.slopes is not None]
         return cls(
-            torch.cat([torch.cat([part.tokens, repeated(part.tokens)], 1) for part in parts]),
-            torch.cat([wide(part.logps) for part in parts]),
+            torch.cat(
+                [torch.cat([x.tokens, x.tokens[:, :1].expand(-1, count)], 1) for x, count in zip(parts, missing)]
+            ),
+            torch.cat([F.pad(part.logps, (0, count)) for part, count in zip(parts, missing)]),
             torch.cat([part.log_sums for part in parts]),
             Slopes.joined(slopes, columns) if len(slopes) == len(parts) else None,
         )
@@ -286,28 +277,21 @@ def token_logps(
     states: Tensor, targets: Tensor, head: Head, temperature: float, truncation: Truncation | None = None
 ) -> Tensor:
     """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
-    columns, needs_states = targets.shape[-1], torch.is_grad_enabled() and states.requires_grad
-    if needs_states and head.gives_slopes(columns):
-        scored = choose_tokens(states.detach(), _those(targets), head, temperature, True, truncation, targets)
+    has_gradient = torch.is_grad_enabled()
+    needs_states = has_gradient and states.requires_grad
+    slopes = needs_states and head.gives_slopes(targets.shape[-1])
+    if slopes or (has_gradient and head.linear is not None and head.trained and truncation is None):
+        choose = lambda softmax, rows: targets[rows]
+        scored = choose_tokens(states.detach(), choose, head, temperature, slopes, truncation, targets)
         return with_gradient(states, scored, head, temperature, truncation)
     if needs_states and head.gives_slopes(1) and truncation is None:  # rows with several tokens are repeated
         row, column, index = distinct_tokens(targets)
         return token_logps(states[row], targets[row, column, None], head, temperature).squeeze(-1)[index]
-    if torch.is_grad_enabled() and head.linear is not None and head.trained and truncation is None:
-        scored = choose_tokens(states.detach(), _those(targets), head, temperature)
-        return with_gradient(states, scored, head, temperature)
-    logps = []
-    for rows in slices(len(states), head.rows_per_chunk(states.device)):
 
-        def chunk_logps(chunk: Tensor, rows=rows) -> Tensor:
-            return Logps.apply(head.logits(chunk), targets[rows], temperature, truncation)
+    def of_chunk(chunk: Tensor, rows: slice) -> Tensor:
+        return FromLogits.apply(head.logits(chunk), targets[rows], temperature, truncation)
 
-        if torch.is_grad_enabled():
-            # The head is recomputed in backward with the same random state, since an adapted head may use dropout.
-            logps.append(checkpoint(chunk_logps, states[rows], use_reentrant=False))
-        else:
-            logps.append(chunk_logps(states[rows]))
-    return torch.cat(logps)
+    return torch.cat(_in_chunks(of_chunk, states, head))
 
 
 def token_logps_and_entropy(
@@ -322,33 +306,37 @@ def token_logps_and_entropy(
 
     The entropies are without gradient unless `entropy_gradient` is set.
     """
-    logps, entropies = [], []
+    targets = targets[:, None]
     if torch.is_grad_enabled() and states.requires_grad and not head.trained and not entropy_gradient:
+        entropies = []
 
         def choose(softmax: Softmax, rows: slice) -> Tensor:
             entropies.append(softmax.entropy())
-            return targets[rows, None]
+            return targets[rows]
 
-        scored = choose_tokens(states.detach(), choose, head, temperature, True, truncation, targets[:, None])
-        return with_gradient(states, scored, head, temperature, truncation).squeeze(-1), torch.cat(entropies).squeeze(
-            -1
-        )
-    for rows in slices(len(states), head.rows_per_chunk(states.device)):
+        scored = choose_tokens(states.detach(), choose, head, temperature, True, truncation, targets)
+        logps = with_gradient(states, scored, head, temperature, truncation)
+        return logps.squeeze(-1), torch.cat(entropies).squeeze(-1)
 
-        def of_chunk(chunk: Tensor, rows=rows) -> tuple[Tensor, Tensor]:
-            logits = head.logits(chunk)
-            with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-                entropy = Entropy.apply(logits, targets[rows, None], temperature, truncation)
-            return Logps.apply(logits, targets[rows, None], temperature, truncation), entropy
+    def of_chunk(chunk: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        logits = head.logits(chunk)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = FromLogits.apply(logits, targets[rows], temperature, truncation, True)
+        return FromLogits.apply(logits, targets[rows], temperature, truncation), entropy
 
-        both = (
-            checkpoint(of_chunk, states[rows], use_reentrant=False)
-            if torch.is_grad_enabled()
-            else of_chunk(states[rows])
-        )
-        logps.append(both[0])
-        entropies.append(both[1])
-    return torch.cat(logps).squeeze(-1), torch.cat(entropies).squeeze(-1)
+    logps, entropy = (torch.cat(each).squeeze(-1) for each in zip(*_in_chunks(of_chunk, states, head)))
+    return logps, entropy
+
+
+def _in_chunks(function: Callable[[Tensor, slice], Result], states: Tensor, head: Head) -> list[Result]:
+    """Return what the function returns for the states of each chunk, and the chunk's rows.
+
+    Backward runs it again, with the same random state, since an adapted head may use dropout.
+    """
+    chunks = slices(len(states), head.rows_per_chunk(states.device))
+    if torch.is_grad_enabled():
+        return [checkpoint(function, states[rows], rows, use_reentrant=False) for rows in chunks]
+    return [function(states[rows], rows) for rows in chunks]
 
 
 def choose_tokens(
@@ -381,8 +369,8 @@ def choose_tokens(
             if differentiates:
                 values = torch.autograd.grad(logits, x, grad_logits)[0]
             else:
-                report(head.linear.weight, len(grad_logits))
-                values = product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
+                report_product(head.linear.weight, len(grad_logits))
+                values = cpu_product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
             of_slopes = Slopes(values, index, row)
         found.append(Scored(*chosen, of_slopes))
     return Scored.joined(found)
@@ -433,7 +421,3 @@ def with_gradient(
     if head.linear is not None and head.trained and truncation is None:  # else all logits of a row are compared
         return OfLinearHead.apply(states, *scored[:3], temperature, *head.linear)
     return RunInBackward.apply(states, scored.tokens, scored.logps, head, temperature, truncation, *head.trained)
-
-
-def _those(targets: Tensor) -> Choose:
-    return lambda softmax, rows: targets[rows]

@@ -35,7 +35,6 @@ from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
-from ebft.over_transformers import load_weights
 from ebft.printed import say
 from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
@@ -63,6 +62,7 @@ from ebft.run.trainer import build_trainer, planned_steps, this_machine, trainin
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer
 from ebft.trainer.finite import check_weights
+from ebft.transformers_internals import load_weights
 
 
 @dataclass

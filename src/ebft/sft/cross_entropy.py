@@ -57,7 +57,8 @@ def summed_cross_entropy(model: nn.Module, inputs: dict[str, Tensor], targets: T
 
     def forward(causal_lm: PreTrainedModel) -> Tensor:
         states, head = _states(causal_lm, inputs)[:, : scored.shape[1]][scored], head_of(causal_lm)
-        with saved_tensors_hooks(_unchanged, _unchanged):  # those of offloading are for what backward needs
+        unchanged = lambda tensor: tensor
+        with saved_tensors_hooks(unchanged, unchanged):  # those of offloading are for what backward needs
             if not (torch.is_grad_enabled() and head.trained) or is_sharded(causal_lm):
                 return -token_logps(states, targets[scored][:, None], head, 1.0).sum()
             return SumInForward.apply(states, targets[scored][:, None], head, *head.trained)
@@ -89,10 +90,6 @@ def check_chunks(model: nn.Module, causal_lm: PreTrainedModel) -> None:
         expected = model(**inputs, use_cache=False).logits[:, :-1].float().log_softmax(-1).gather(-1, targets)
         ours = -token_cross_entropies(model, inputs, targets, torch.ones_like(ids[:, 1:], dtype=torch.bool))
     compare(causal_lm, "log-probabilities in chunks", (ours - expected).abs(), "Set chunked_cross_entropy: false.")
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _states(causal_lm: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:

@@ -19,9 +19,9 @@ from ebft.data.batches import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ModelError
 from ebft.models.causal_lm import evaluating, unwrap_adapter
-from ebft.over_transformers import attention_of, has_flash_attention, takes_attention_functions
 from ebft.prefix.forward import recurrent_layers
 from ebft.prefix.parity import difference_and_tolerance
+from ebft.transformers_internals import attention_of, has_flash_attention, takes_attention_functions
 
 _REMEDY = (
     "Remove sample_packing, eval_sample_packing and batch_flattening, or with streaming set pretrain_multipack_attn: "

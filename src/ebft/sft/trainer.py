@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from ebft.data.batches import PackedRows
 from ebft.data.transforms.rows import IGNORE
@@ -19,7 +19,6 @@ from ebft.errors import ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
 from ebft.monitor.metrics import HeldOutMeans
-from ebft.over_transformers import has_flash_attention
 from ebft.prefix.forward import take_programs
 from ebft.scores import perplexities
 from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
@@ -33,40 +32,9 @@ from ebft.sft.packed import (
     needs_one_row,
 )
 from ebft.trainer import OverTrainer
+from ebft.transformers_internals import has_flash_attention
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-
-
-class WeighsRouterLoss(Trainer):
-    """Trainer that weights the load-balancing loss of a micro-batch with its share of the step's labelled tokens."""
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        added = self.router_loss(outputs)
-        if added is not None and num_items_in_batch is not None:  # otherwise, Trainer divides by the micro-batches
-            share = labels.ne(IGNORE).sum() / num_items_in_batch
-            loss = loss - self._scale() * added * (1 - share)
-        return (loss, outputs) if return_outputs else loss
-
-    def router_loss(self, outputs: Any) -> Tensor | None:
-        """The term that the model has added to its loss, with its coefficient. None if it has added none."""
-        found = outputs.get("aux_loss")
-        if found is None or self.label_smoother is not None or self.compute_loss_func is not None:
-            return None
-        return coefficient(unwrap_adapter(self.model)) * found.to(outputs["loss"].device)
-
-    def _scale(self) -> int:
-        """The factor by which Trainer has multiplied the loss, which is averaged over processes afterwards."""
-        if not self.args.average_tokens_across_devices:
-            return 1
-        return self.accelerator.num_processes // self.get_tp_size()
 
 
 def coefficient(causal_lm: PreTrainedModel) -> float:
@@ -85,7 +53,7 @@ def coefficient(causal_lm: PreTrainedModel) -> float:
 _HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")
 
 
-class SFTTrainer(WeighsRouterLoss, OverTrainer):
+class SFTTrainer(OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss.
 
     Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
@@ -96,6 +64,8 @@ class SFTTrainer(WeighsRouterLoss, OverTrainer):
     all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
     and the model's loss has.
     activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
+
+    The load-balancing loss of a mixture of experts is weighted with a micro-batch's share of the step's labels.
     """
 
     def __init__(
@@ -114,7 +84,11 @@ class SFTTrainer(WeighsRouterLoss, OverTrainer):
         packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
         if packs or self._flattens:
             check_layers(self.model)
-        self.offloading = _offloading(self.model) if activation_offloading else nullcontext()
+        self.offloading: AbstractContextManager[Any] = nullcontext()
+        if activation_offloading:
+            from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
+
+            self.offloading = get_act_offloading_ctx_manager(self.model)
         why_not = why_not_in_chunks(unwrap_adapter(self.model))
         if self.args.torch_compile:
             why_not = "torch_compile would compile it again in every step"
@@ -146,7 +120,7 @@ class SFTTrainer(WeighsRouterLoss, OverTrainer):
         """
         inputs = model_inputs(inputs, self.is_padding_free(inputs))
         if not self.is_in_chunks:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return self._own_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"][:, 1:]
         inputs, learned = {name: value for name, value in inputs.items() if name != "labels"}, labels.ne(IGNORE)
         counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
@@ -163,6 +137,24 @@ class SFTTrainer(WeighsRouterLoss, OverTrainer):
         if counts and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss, "token_losses": outputs}) if return_outputs else loss
+
+    def _own_loss(self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool, num_items: Any) -> Any:
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items)
+        added = self.router_loss(outputs)
+        if added is not None and num_items is not None:  # otherwise, Trainer divides by the micro-batches
+            share, scale = labels.ne(IGNORE).sum() / num_items, 1
+            if self.args.average_tokens_across_devices:  # then Trainer has multiplied the loss
+                scale = self.accelerator.num_processes // self.get_tp_size()
+            loss = loss - scale * added * (1 - share)
+        return (loss, outputs) if return_outputs else loss
+
+    def router_loss(self, outputs: Any) -> Tensor | None:
+        """The term that the model has added to its loss, with its coefficient. None if it has added none."""
+        found = outputs.get("aux_loss")
+        if found is None or self.label_smoother is not None or self.compute_loss_func is not None:
+            return None
+        return coefficient(unwrap_adapter(self.model)) * found.to(outputs["loss"].device)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         rows = len(dataloader.dataset) if hasattr(dataloader.dataset, "__len__") else None
@@ -216,12 +208,6 @@ class SFTTrainer(WeighsRouterLoss, OverTrainer):
         with self.accelerator.autocast():
             check_separation(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
         self._is_unchecked = False
-
-
-def _offloading(model: nn.Module) -> AbstractContextManager[Any]:
-    from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
-
-    return get_act_offloading_ctx_manager(model)
 
 
 def token_losses(logits: Tensor, input_ids: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.prefix.forward import backbone_states, prepare, run_wrapped
 from ebft.strided.layout import Documents, StridedLayout, split
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree, StridedPass
 
 
 def embed_blocks(
@@ -28,10 +27,8 @@ def embed_blocks(
     `rollouts` is (M, N, G). Runs one forward pass over [documents | rollouts]. The states of a reference block are
     those of the document, which attend to the same prefix as the rollouts.
     """
-    (embedded,) = embed_prefixes(
-        network, documents, layout, rollouts, [rollouts.shape[-1]], tokens_per_pass=tokens_per_pass
-    )
-    return embedded
+    lengths = [rollouts.shape[-1]]
+    return embed_prefixes(network, documents, layout, rollouts, lengths, tokens_per_pass=tokens_per_pass)[0]
 
 
 def embed_prefixes(

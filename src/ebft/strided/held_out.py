@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft.anchors import BlockOptions
 from ebft.features import FeatureNetwork, check_sampled_ids
 from ebft.models.causal_lm import evaluating
 from ebft.prefix.forward import prepare
@@ -42,7 +43,7 @@ class HeldOutMeasure:
 
     causal_lm: PreTrainedModel
     network: FeatureNetwork
-    block_options: dict[str, int]
+    block_options: BlockOptions
     temperature: float = 1.0
     seed: int = 0
     tokens_per_pass: int | None = None
@@ -55,8 +56,8 @@ class HeldOutMeasure:
     scores: Scores = field(default_factory=Scores)
 
     def __post_init__(self) -> None:
-        samples = max(2, self.block_options["n_samples_per_prompt"])
-        self.block_options = {**self.block_options, "n_samples_per_prompt": samples}
+        samples = max(2, self.block_options.n_samples_per_prompt)
+        self.block_options = replace(self.block_options, n_samples_per_prompt=samples)
         self.pass_at = self.pass_at or [1, samples]
         self._noise = DocumentNoise(self.seed)
         prepare(self.causal_lm)
@@ -67,7 +68,7 @@ class HeldOutMeasure:
         """Score a batch whose documents have the identifiers `ids`; at least one must be long enough for a block."""
         device = next(self.causal_lm.parameters()).device
         documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
-        layout = StridedLayout.place(documents, **self.block_options)
+        layout = StridedLayout.place(documents, self.block_options)
         predicted = documents.positions > 0
         with evaluating(self.causal_lm), self.autocast():
             rollouts = sample_rollouts(
@@ -89,16 +90,13 @@ class HeldOutMeasure:
         if self.counts_all_labels:
             labels = inputs["labels"][inputs["attention_mask"].bool()].to(device)
             documents = replace(documents, ce_mask=predicted & labels.ne(IGNORE_INDEX))
-        self._add_cross_entropy(nll_S, predicted, documents, ids)
+        document_S = ids.repeat_interleave(documents.lengths.cpu())
+        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
+            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
         blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
         self._add_features(embedded, lengths, blocks)
         if self.curves:
             self._add_positions(nll_S, documents, layout, rollouts, blocks)
-
-    def _add_cross_entropy(self, nll_S: Tensor, predicted: Tensor, documents: Documents, ids: Tensor) -> None:
-        document_S = ids.repeat_interleave(documents.lengths.cpu())
-        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
-            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
 
     def _add_features(self, embedded: list[tuple[Tensor, Tensor]], lengths: list[int], blocks: list[int]) -> None:
         whole = feature_scores(

@@ -26,7 +26,12 @@ def build_strided_position_ids(
     `prompt_length` is the document's length. Token t of block b has position `context_length + b * stride + t`.
     Entries after the generated tokens are 0. Raises ValueError if `full_sequence_length` is too short.
     """
-    _check(full_sequence_length, prompt_length, generation_step, num_blocks)
+    needed = prompt_length + generation_step * num_blocks
+    if num_blocks < 1 or full_sequence_length < needed:
+        raise ValueError(
+            f"full_sequence_length ({full_sequence_length}) is too short: a document of {prompt_length} tokens with "
+            f"{generation_step} generation steps of {num_blocks} blocks requires at least {needed}"
+        )
     step, block = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
     generated = context_length + block * stride + step
     index = torch.arange(full_sequence_length, device=device)
@@ -52,14 +57,7 @@ def build_strided_dense_mask_and_positions(
     attend to nothing.
     """
     position_ids = build_strided_position_ids(
-        full_sequence_length,
-        prompt_length,
-        context_length,
-        generation_step,
-        stride,
-        num_blocks,
-        device,
-        batch_size,
+        full_sequence_length, prompt_length, context_length, generation_step, stride, num_blocks, device, batch_size
     )
     step, _ = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
     visible = _visible(
@@ -93,16 +91,14 @@ def create_strided_block_mask(
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    parameters = {
-        name: torch.tensor(value, device=device)
-        for name, value in {
-            "prompt_length": prompt_length,
-            "context_length": context_length,
-            "max_generation_length": max_generation_length,
-            "stride": stride,
-            "num_blocks": num_blocks,
-        }.items()
+    given = {
+        "prompt_length": prompt_length,
+        "context_length": context_length,
+        "stride": stride,
+        "max_generation_length": max_generation_length,
+        "num_blocks": num_blocks,
     }
+    parameters = {name: torch.tensor(value, device=device) for name, value in given.items()}
 
     def mask_mod(b, h, q_idx, kv_idx):
         return _visible(q_idx, kv_idx, **parameters)
@@ -129,12 +125,3 @@ def _step_and_block(length: int, prompt_length: int, num_blocks: int, device) ->
     """Return the generation step and the block of every index; the step of a document token is -1."""
     generated = torch.arange(length, device=device) - prompt_length
     return torch.where(generated >= 0, generated // num_blocks, -1), generated % num_blocks
-
-
-def _check(full_sequence_length: int, prompt_length: int, generation_step: int, num_blocks: int) -> None:
-    needed = prompt_length + generation_step * num_blocks
-    if num_blocks < 1 or full_sequence_length < needed:
-        raise ValueError(
-            f"full_sequence_length ({full_sequence_length}) is too short: a document of {prompt_length} tokens with "
-            f"{generation_step} generation steps of {num_blocks} blocks requires at least {needed}"
-        )

@@ -6,13 +6,13 @@ M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ebft.anchors import count_blocks, first_anchor
+from ebft.anchors import BlockOptions, count_blocks, first_anchor
 
 IGNORE_INDEX = -100
 
@@ -92,8 +92,7 @@ class Documents:
 
     def to(self, device: torch.device | str) -> Documents:
         """Return the same documents on another device."""
-        fields = (self.tokens, self.lengths, self.prompt_length, self.turns, self.ce_mask)
-        return Documents(*(values.to(device) for values in fields))
+        return Documents(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
         """Return documents [first, stop), with `ce_mask` set to False for the first `scored` tokens."""
@@ -179,44 +178,34 @@ class StridedLayout:
     device: torch.device
 
     @classmethod
-    def place(
-        cls,
-        documents: Documents,
-        *,
-        stride: int,
-        context_length: int,
-        generate_max_len: int,
-        n_samples_per_prompt: int,
-        min_completion_prefix: int = 0,
-        merge_rollouts: bool | None = None,
-    ) -> StridedLayout:
+    def place(cls, documents: Documents, options: BlockOptions) -> StridedLayout:
         """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= end`, per turn.
 
         `a_0` follows the start of the turn, and `end` is its end: no reference reaches into the text after the turn.
-        `merge_rollouts` None: on CPU only. Raises ValueError if every turn is too short for a block.
+        Raises ValueError if every turn is too short for a block.
         """
         lengths, turns = documents.lengths.tolist(), documents.turns.tolist()
-        first = [[first_anchor(start, context_length, min_completion_prefix) for start, _ in row] for row in turns]
+        stride, length = options.stride, options.generate_max_len
+        first = [
+            [first_anchor(start, options.context_length, options.min_completion_prefix) for start, _ in row]
+            for row in turns
+        ]
         anchors = [
-            [
-                a + b * stride
-                for a, (_, end) in zip(of_turns, row)
-                for b in range(count_blocks(end, a, stride, generate_max_len))
-            ]
+            [a + b * stride for a, (_, end) in zip(of_turns, row) for b in range(count_blocks(end, a, stride, length))]
             for of_turns, row in zip(first, turns)
         ]
         if not any(anchors):
             several = f", turns {turns}" if documents.turns.shape[1] > 1 else ""
             raise ValueError(
                 f"every document of the batch is too short for a block: lengths {lengths}{several}, first anchors "
-                f"{[a for of_turns in first for a in of_turns]}, generate_max_len {generate_max_len}. Remove rows this "
+                f"{[a for of_turns in first for a in of_turns]}, generate_max_len {length}. Remove rows this "
                 "short, or reduce context_length, min_completion_prefix or generate_max_len"
             )
         ends = torch.tensor(lengths).cumsum(0).tolist()
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
         device = documents.tokens.device
-        merge = device.type == "cpu" if merge_rollouts is None else merge_rollouts
-        return cls(spans, anchors, n_samples_per_prompt, generate_max_len, merge, device)
+        merge = device.type == "cpu" if options.merge_rollouts is None else options.merge_rollouts
+        return cls(spans, anchors, options.n_samples_per_prompt, length, merge, device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""
@@ -293,9 +282,9 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
     return parts
 
 
-def generated_token_count(documents: Documents, **block_options) -> int:
+def generated_token_count(documents: Documents, options: BlockOptions) -> int:
     """Return the number of tokens a batch will generate; 0 if every document is too short for a block."""
-    n, g = block_options["n_samples_per_prompt"], block_options["generate_max_len"]
     starts, ends = documents.turns.unbind(-1)
-    first = first_anchor(starts, block_options["context_length"], block_options["min_completion_prefix"])
-    return int(count_blocks(ends, first, block_options["stride"], g).sum()) * n * g
+    first = first_anchor(starts, options.context_length, options.min_completion_prefix)
+    blocks = int(count_blocks(ends, first, options.stride, options.generate_max_len).sum())
+    return blocks * options.n_samples_per_prompt * options.generate_max_len

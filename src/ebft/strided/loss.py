@@ -17,8 +17,7 @@ from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.sampling import Truncation
 from ebft.strided.layout import Documents, Part, StridedLayout, split
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import RolloutTree
+from ebft.strided.passes import RolloutTree, StridedPass
 
 
 def score(

@@ -130,12 +130,7 @@ class StepMetrics(MeanMetrics):
     """Sums of the terms of steps, which are logged as means."""
 
     def record(
-        self,
-        output: StridedOutput,
-        entropy: Tensor,
-        text_logps: Tensor,
-        documents: Documents,
-        layout: StridedLayout,
+        self, output: StridedOutput, entropy: Tensor, text_logps: Tensor, documents: Documents, layout: StridedLayout
     ) -> None:
         """Accumulate the sums of the logged means, over samples, blocks and tokens (masked-out blocks are zero)."""
         blocks = layout.num_blocks

@@ -1,8 +1,11 @@
-"""Passes over [documents | nodes]: every rollout token attends to its document prefix and to its own beginning.
+"""Passes over [documents | nodes]: every rollout token attends to its document prefix and to the tokens before it.
 
-Nodes are the tokens of rollouts; those that rollouts of a block have in common are one node, see tree.py.
+Rollouts of a block are a tree (a trie): a prefix that several of them share is one path, whose nodes, the tokens, are
+computed once. A token's states, logits and features depend on the tokens before it alone, and the gradient of a shared
+token is the sum of those of its rollouts. At a temperature below 1, many rollouts share a prefix.
 
-S  document tokens of the batch     M  blocks     C  nodes of the pass (queries)     U  own keys of a node
+S  document tokens of the batch   M  blocks   N  rollouts per block   R = M * N   T  tokens of a rollout in a pass
+C  nodes of the pass (queries): distinct prefixes, ordered by length, then by block    U  own keys of a node
 H  query heads    K  key/value heads     Q = H / K        D  head dimension
 """
 
@@ -10,16 +13,166 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
-from ebft.prefix.attention.passes import rows_per_tile, sink_rows, stacked
-from ebft.prefix.attention.tiles import Own, Tile, attend, stack_up
+from ebft.prefix.attention.passes import rows_per_tile, sink_rows
+from ebft.prefix.attention.tiles import Own, Tile, attend, batch_tiles
 from ebft.strided.layout import StridedLayout
-from ebft.strided.tree import Level, Nodes
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes (C,) of one length: last token, block, and step, which is the position of the token in its rollout.
+
+    parent (C,): the node of the level before that each continues, None if all continue the node of the same number.
+    node (R,): the node of each rollout.
+    """
+
+    tokens: Tensor
+    block: Tensor
+    step: Tensor
+    parent: Tensor | None
+    node: Tensor
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where each rollout (R,) draws its next token: from a `row` of logits, as its draw number `column`.
+
+    Rollouts of the same node draw from one row. shape: the numbers of rows and of columns.
+    """
+
+    row: Tensor
+    column: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, row: Tensor, num_rows: int, num_columns: int | None = None) -> Draws:
+        """Number the rollouts of each row, given the row of each rollout (R,), and the most of a row if it is known."""
+        order = row.argsort(stable=True)
+        first = torch.searchsorted(row[order], torch.arange(num_rows, device=row.device))
+        column = torch.empty_like(row)
+        column[order] = torch.arange(len(row), device=row.device) - first[row[order]]
+        return cls(row, column, (num_rows, int(column.max()) + 1 if num_columns is None else num_columns))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Arrange values (R,) of the rollouts by row and column; columns without a rollout repeat the first one."""
+        first = values.new_empty(self.shape[0])
+        is_first = self.column == 0
+        first[self.row[is_first]] = values[is_first]
+        return first.unsqueeze(1).repeat(1, self.shape[1]).index_put_((self.row, self.column), values)
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Return the values of the rollouts (R,), from values arranged by row and column."""
+        return values.flatten().index_select(0, self.row * values.shape[1] + self.column)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """All nodes (C,) of the first T levels, with the fields of `Level`.
+
+    path (C, T): the node of each token up to it; the node itself after its last. of_rollouts (M, N, T): the
+    node of each rollout token. With `is_merged` False, each rollout has nodes of its own.
+    """
+
+    tokens: Tensor
+    block: Tensor
+    step: Tensor
+    path: Tensor
+    of_rollouts: Tensor
+    is_merged: bool
+
+    @cached_property
+    def by_block(self) -> Tensor:
+        """The nodes ordered by block: (C,)."""
+        return self.block.argsort(stable=True)
+
+    @cached_property
+    def rank(self) -> Tensor:
+        """The place of each node in this order: (C,)."""
+        rank = torch.empty_like(self.by_block)
+        rank[self.by_block] = torch.arange(len(rank), device=rank.device)
+        return rank
+
+
+class RolloutTree:
+    """The rollouts of M blocks, token by token. Without `merge`, equal prefixes are separate nodes."""
+
+    def __init__(self, num_blocks: int, num_samples: int, merge: bool, device: torch.device):
+        self.num_blocks, self.num_samples, self.merge = num_blocks, num_samples, merge
+        self.levels: list[Level] = []
+        self._block = torch.arange(num_blocks, device=device).repeat_interleave(num_samples)  # (R,)
+
+    @classmethod
+    def of(cls, tokens: Tensor, merge: bool) -> RolloutTree:
+        """Return the tree of rollouts (M, N, T)."""
+        tree = cls(*tokens.shape[:2], merge, tokens.device)
+        for of_step in tokens.unbind(-1):
+            tree.grow(of_step.flatten())
+        return tree
+
+    def draws(self) -> Draws:
+        """Return the draws of the next tokens: from the blocks, or else from the nodes of the last level."""
+        return self._draws(len(self.levels))
+
+    def all_draws(self) -> Draws:
+        """Return the draws of all levels, (G * R,), from rows [blocks | nodes of all levels but the last]."""
+        draws = [self._draws(length) for length in range(len(self.levels))]
+        rows = [each.shape[0] for each in draws]
+        offsets = [sum(rows[:number]) for number in range(len(rows))]
+        return Draws(
+            torch.cat([each.row + offset for each, offset in zip(draws, offsets)]),
+            torch.cat([each.column for each in draws]),
+            (sum(rows), max(each.shape[1] for each in draws)),
+        )
+
+    def _draws(self, length: int) -> Draws:
+        """Return the draws of the tokens that follow the first `length`."""
+        if length == 0:
+            return Draws.of(self._block, self.num_blocks, self.num_samples)
+        level = self.levels[length - 1]
+        return Draws.of(level.node, len(level.tokens), None if self.merge else 1)
+
+    def grow(self, tokens: Tensor) -> Level:
+        """Append a token to each rollout, (R,), and return the level of the new nodes."""
+        last = self.levels[-1] if self.levels else None
+        if self.merge:
+            # Sorted by what they continue, and thus by block.
+            before = self._block if last is None else last.node
+            found, node = torch.unique(before << 32 | tokens, return_inverse=True)
+            tokens, parent = found & 0xFFFFFFFF, found >> 32
+            block = parent if last is None else last.block[parent]
+        else:
+            node, parent, block = torch.arange(len(tokens), device=tokens.device), None, self._block
+        step = torch.full_like(tokens, len(self.levels))
+        self.levels.append(Level(tokens, block, step, None if last is None else parent, node))
+        return self.levels[-1]
+
+    def nodes(self, steps: int) -> Nodes:
+        """Return the nodes of the first `steps` levels."""
+        levels, paths, of_rollouts, offset = self.levels[:steps], [], [], 0
+        for step, level in enumerate(levels):
+            own = offset + torch.arange(len(level.tokens), device=level.tokens.device)
+            path = own.unsqueeze(1).repeat(1, steps)
+            if step:
+                path[:, :step] = (paths[-1] if level.parent is None else paths[-1][level.parent])[:, :step]
+            paths.append(path)
+            of_rollouts.append(offset + level.node)
+            offset += len(own)
+        none = self._block[:0]
+        return Nodes(
+            torch.cat([none, *(level.tokens for level in levels)]),
+            torch.cat([none, *(level.block for level in levels)]),
+            torch.cat([none, *(level.step for level in levels)]),
+            torch.cat([none.new_empty(0, steps), *paths]),
+            torch.stack(of_rollouts, -1).view(-1, self.num_samples, steps) if steps else none.view(0, 0, 0),
+            self.merge,
+        )
 
 
 @dataclass(kw_only=True)
@@ -101,7 +254,9 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
     if path is not None:  # the nodes of a level are ordered by block
         rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), path[nodes.by_block]
     hidden = pattern.keep(("own", u), lambda: _own_hidden(run, pattern, u))[:, None].expand(-1, q, -1)
-    tiles = pattern.keep(("nodes", q, k), lambda: stack_up(list(_tiles(run, pattern, q)), stacked(k, sinks)))
+    tiles = pattern.keep(
+        ("nodes", q, k), lambda: batch_tiles(list(_tiles(run, pattern, q)), k if sinks is None else None)
+    )
     own = Own(*own, hidden, path)
     output = attend(rows.reshape(k, -1, d), *document, own, tiles, scores, sink_rows(sinks, k, q, 1))
     output = output.unflatten(1, (-1, q)).transpose(0, 1)  # (C, K, Q, D)

@@ -9,20 +9,20 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.models.cpu import Recording
+from ebft.prefix.cpu import ActivationReuse
 from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
-from ebft.prefix.logps import Head, Scored, choose_tokens, with_gradient
+from ebft.prefix.logps import Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
-from ebft.strided.passes import StridedPass
-from ebft.strided.tree import Draws, RolloutTree
+from ebft.strided.passes import Draws, Level, Nodes, RolloutTree, StridedPass
 
 
 @dataclass
@@ -83,110 +83,111 @@ def _sample_part(
     text_gradient: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Run `sample_rollouts` for the blocks of a part, inside the model's forward; returns the fields of `Rollouts`."""
-    documents, layout, head = part.documents, part.layout, head_of(causal_lm)
-    by_step = noise.movedim(-1, 0)  # (G, M, N)
-    if not torch.is_grad_enabled():
-        drawn = _draw(causal_lm, head, part, temperature, truncation, by_step, None)
-        logps = torch.cat([draws.collect(scored.logps) for draws, scored in drawn.steps])
-        text = None if text_gradient is None else text_logps(drawn.text, documents, head)
-        return drawn.tokens, drawn.entropy, logps.view(by_step.shape).movedim(0, -1), text
-    recording = Recording(len(documents.tokens), by_step[1:].numel())
+    documents, by_step = part.documents, noise.movedim(-1, 0)  # (G, M, N)
+    differentiates = torch.is_grad_enabled()
+    reuse = ActivationReuse(len(documents.tokens), by_step[1:].numel()) if differentiates else None
+    sampler = Sampler(causal_lm, part, temperature, truncation, reuse)
     with torch.no_grad():
-        drawn = _draw(causal_lm, head, part, temperature, truncation, by_step, recording)
-    torch.clear_autocast_cache()  # it contains weights that were cast without a graph
-    nodes = drawn.tree.nodes(len(by_step) - 1)
-    positions = documents.positions
-    run = StridedPass(layout=layout, document_positions=positions, nodes=nodes, recording=recording.replayed())
-    states = backbone_states(causal_lm, torch.cat([documents.tokens, nodes.tokens]), run)
-    text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
-    predicting = torch.cat([text[layout.block_index - 1], of_nodes])
-    found = _with_gradient(predicting, [scored for _, scored in drawn.steps], head, temperature or 1.0, truncation)
-    logps = drawn.tree.all_draws().collect(found).view(by_step.shape).movedim(0, -1)
+        text = sampler.run(by_step)
+    if reuse is None:
+        logps = torch.cat([draws.collect(scored.logps) for draws, scored in sampler.steps])
+    else:
+        torch.clear_autocast_cache()  # it contains weights that were cast without a graph
+        nodes = sampler.tree.nodes(len(by_step) - 1)
+        states = backbone_states(
+            causal_lm, torch.cat([documents.tokens, nodes.tokens]), sampler.forward_pass(nodes, reuse.replayed())
+        )
+        text, of_nodes = states.split([len(documents.tokens), len(nodes.tokens)])
+        logps = sampler.tree.all_draws().collect(sampler.with_gradient(torch.cat([sampler.before(text), of_nodes])))
     if text_gradient is None:
-        return drawn.tokens, drawn.entropy, logps, None
-    with torch.set_grad_enabled(text_gradient):
-        return drawn.tokens, drawn.entropy, logps, text_logps(text, documents, head)
+        scored_text = None
+    else:
+        with torch.set_grad_enabled(text_gradient and differentiates):
+            scored_text = text_logps(text, documents, sampler.head)
+    tokens, entropy, logps = (
+        values.view(by_step.shape).movedim(0, -1)
+        for values in (torch.cat(sampler.tokens), torch.cat(sampler.entropies), logps)
+    )
+    return tokens, entropy, logps, scored_text
 
 
-def _with_gradient(
-    states: Tensor, steps: list[Scored], head: Head, temperature: float, truncation: Truncation | None
-) -> Tensor:
-    """Return the log-probabilities (rows, columns) of all steps, differentiable with respect to states (rows, D)."""
-    found = []
-    for _, group in groupby(steps, key=lambda scored: scored.slopes is None):
-        scored = Scored.joined(list(group))
-        of_group, states = states.tensor_split([len(scored.tokens)])
-        found.append(with_gradient(of_group, scored, head, temperature, truncation))
-    columns = max(x.shape[1] for x in found)
-    return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
+class Sampler:
+    """Samples the rollouts of a part token by token: one prefill, then one cached pass per token.
 
-
-@dataclass
-class _Drawn:
-    """Tokens and entropy (M, N, G), their tree, draws and scores of each step, and the documents' states (S, D)."""
-
-    tokens: Tensor
-    entropy: Tensor
-    tree: RolloutTree
-    steps: list[tuple[Draws, Scored]]
-    text: Tensor
-
-
-def _draw(
-    causal_lm: PreTrainedModel,
-    head: Head,
-    part: Part,
-    temperature: float,
-    truncation: Truncation | None,
-    noise: Tensor,
-    recording: Recording | None,
-) -> _Drawn:
-    """Prefill the documents, then sample token by token, with noise (G, M, N).
-
-    `recording` is used for a later pass with gradients.
+    tokens, entropies: (R,) of each step; steps: its draws, and their scores by row and column; tree: the rollouts so
+    far. `reuse` records the matrix products for a later pass with gradients.
     """
-    layout, positions = part.layout, part.documents.positions
-    tree = RolloutTree(layout.num_blocks, layout.num_samples, layout.merge_rollouts, noise.device)
-    tokens, entropies, steps = [], [], []
 
-    def draw(states: Tensor, noise: Tensor) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        part: Part,
+        temperature: float,
+        truncation: Truncation | None,
+        reuse: ActivationReuse | None = None,
+    ):
+        self.causal_lm, self.head, self.part, self.reuse = causal_lm, head_of(causal_lm), part, reuse
+        self.is_greedy, self.temperature, self.truncation = temperature == 0, temperature or 1.0, truncation
+        layout = part.layout
+        self.tree = RolloutTree(layout.num_blocks, layout.num_samples, layout.merge_rollouts, layout.device)
+        self.tokens: list[Tensor] = []
+        self.entropies: list[Tensor] = []
+        self.steps: list[tuple[Draws, Scored]] = []
+
+    def run(self, noise: Tensor) -> Tensor:
+        """Sample all tokens, given noise (G, M, N), and return the documents' states (S, D)."""
+        reuse = self.reuse
+        prefill = self.forward_pass(None, None if reuse is None else reuse.of_documents())
+        text = backbone_states(self.causal_lm, self.part.documents.tokens, prefill)
+        self._draw(self.before(text), noise[0])
+        for of_step in noise[1:]:
+            level = self.tree.levels[-1]
+            step = self.forward_pass(level, None if reuse is None else reuse.of_step(len(level.tokens)), prefill.cache)
+            self._draw(backbone_states(self.causal_lm, level.tokens, step), of_step)
+        return text
+
+    def forward_pass(self, nodes: Level | Nodes | None, reuse: Any, cache: dict | None = None) -> StridedPass:
+        """Return a pass over the part's documents, over a level of rollouts with the `cache`, or over both."""
+        positions = self.part.documents.positions
+        return StridedPass(
+            layout=self.part.layout, document_positions=positions, nodes=nodes, reuse=reuse, cache=cache or {}
+        )
+
+    def before(self, text: Tensor) -> Tensor:
+        """Return the states (M, D) that predict the first tokens of the blocks, from those of the documents (S, D)."""
+        return text[self.part.layout.block_index - 1]
+
+    def _draw(self, states: Tensor, noise: Tensor) -> None:
         """Sample the next token of every rollout, given the states (rows, D) that predict them."""
-        draws, of_rows = tree.draws(), []
+        draws, entropies = self.tree.draws(), []
         noise = draws.spread(noise.flatten())
 
         def choose(softmax: Softmax, rows: slice) -> Tensor:
-            if temperature == 0:
-                of_rows.append(torch.zeros_like(noise[rows]))
+            if self.is_greedy:
+                entropies.append(torch.zeros_like(noise[rows]))
                 return softmax.most_likely().expand_as(noise[rows])
-            of_rows.append(softmax.entropy().expand_as(noise[rows]))
+            entropies.append(softmax.entropy().expand_as(noise[rows]))
             return sample_tokens(softmax.probabilities, noise[rows])
 
         # Slopes take a product for each distinct token of a row, the head in backward takes two for each row. First
         # tokens, of which each row has all samples, are often distinct.
-        few = len(tree.levels) > 0 or layout.num_samples < 3
-        slopes = recording is not None and few and head.gives_slopes(draws.shape[1])
-        scored = choose_tokens(states, choose, head, temperature or 1.0, slopes, truncation)
-        steps.append((draws, scored))
-        tokens.append(draws.collect(scored.tokens))
-        entropies.append(draws.collect(torch.cat(of_rows)))
-        tree.grow(tokens[-1])
+        few = len(self.tree.levels) > 0 or self.part.layout.num_samples < 3
+        slopes = self.reuse is not None and few and self.head.gives_slopes(draws.shape[1])
+        scored = choose_tokens(states, choose, self.head, self.temperature, slopes, self.truncation)
+        self.steps.append((draws, scored))
+        self.tokens.append(draws.collect(scored.tokens))
+        self.entropies.append(draws.collect(torch.cat(entropies)))
+        self.tree.grow(self.tokens[-1])
 
-    of_documents = None if recording is None else recording.of_documents()
-    prefill = StridedPass(layout=layout, document_positions=positions, recording=of_documents)
-    text = backbone_states(causal_lm, part.documents.tokens, prefill)
-    draw(text[layout.block_index - 1], noise[0])
-    for of_step in noise[1:]:
-        level = tree.levels[-1]
-        step = StridedPass(
-            layout=layout,
-            document_positions=positions,
-            nodes=level,
-            cache=prefill.cache,
-            recording=None if recording is None else recording.of_step(len(level.tokens)),
-        )
-        draw(backbone_states(causal_lm, level.tokens, step), of_step)
-    shape = noise.shape
-    return _Drawn(*(torch.stack(x).view(shape).movedim(0, -1) for x in (tokens, entropies)), tree, steps, text)
+    def with_gradient(self, states: Tensor) -> Tensor:
+        """Return the log-probabilities (rows, columns) of all steps, differentiable in the states (rows, D)."""
+        found = []
+        for _, group in groupby((scored for _, scored in self.steps), key=lambda scored: scored.slopes is None):
+            scored = Scored.joined(list(group))
+            of_group, states = states.tensor_split([len(scored.tokens)])
+            found.append(with_gradient(of_group, scored, self.head, self.temperature, self.truncation))
+        columns = max(x.shape[1] for x in found)
+        return torch.cat([F.pad(x, (0, columns - x.shape[1])) for x in found])
 
 
 class DocumentNoise:
@@ -199,21 +200,18 @@ class DocumentNoise:
     def __init__(self, seed: int):
         self.seed = seed
         self._step: int | None = None
-        self._met: Counter[bytes] = Counter()
+        self._seen: Counter[bytes] = Counter()
 
     def draw(self, documents: Documents, layout: StridedLayout, step: int) -> Tensor:
         """Return the noise (M, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
         if step != self._step:
-            self._step, self._met = step, Counter()
+            self._step, self._seen = step, Counter()
         tokens, noise = documents.tokens.cpu(), []
         for (start, end), anchors in zip(layout.spans, layout.anchors):
+            identity = hashlib.blake2b(tokens[start:end].contiguous().numpy().tobytes(), digest_size=16).digest()
+            key = f"{self.seed}:{step}:{self._seen[identity]}:".encode() + identity
+            self._seen[identity] += 1
+            seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
             shape = (len(anchors), layout.num_samples, layout.generate_max_len)
-            noise.append(torch.rand(shape, generator=self._generator(tokens[start:end], step)))
+            noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
         return torch.cat(noise).to(layout.device)
-
-    def _generator(self, tokens: Tensor, step: int) -> torch.Generator:
-        identity = hashlib.blake2b(tokens.contiguous().numpy().tobytes(), digest_size=16).digest()
-        met = self._met[identity]
-        self._met[identity] += 1
-        key = hashlib.blake2b(f"{self.seed}:{step}:{met}:".encode() + identity, digest_size=8).digest()
-        return torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)

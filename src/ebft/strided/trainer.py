@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import TrainerControl
+from transformers import TrainerControl, TrainingArguments
 
-from ebft.config.rules import check_trainable, resolve_single_sample
+from ebft.anchors import BlockOptions
+from ebft.config.options import StridedOptions
+from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -27,15 +30,34 @@ from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
-from ebft.strided.config import BLOCK_OPTIONS, StridedEBFTConfig
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
-from ebft.strided.rollout import DocumentNoise, sample_rollouts
+from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
 from ebft.trainer import OverTrainer
+
+_PARSED = "documents"  # the key of a batch's Documents, once they are parsed
+
+
+@dataclass
+class StridedEBFTConfig(StridedOptions, TrainingArguments):
+    """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
+
+    dataloader_pin_memory: bool | None = field(
+        default=None,
+        metadata={"help": "Pin the memory of batches for faster copies to a GPU. If unset, true if there is one."},
+    )
+
+    def __post_init__(self):
+        if self.dataloader_pin_memory is None:
+            self.dataloader_pin_memory = torch.cuda.is_available()
+        super().__post_init__()
+        validate_options(StridedOptions, self)
+        # The collator's columns are read by name and need not be arguments of the model's forward.
+        self.remove_unused_columns = False
 
 
 class StridedEBFTTrainer(OverTrainer):
@@ -92,7 +114,7 @@ class StridedEBFTTrainer(OverTrainer):
     def compute_loss(
         self,
         model: nn.Module,
-        inputs: dict[str, Tensor],
+        inputs: dict[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, StridedOutput]:
@@ -104,8 +126,8 @@ class StridedEBFTTrainer(OverTrainer):
         None, as in a call from outside a training step, normalises by this batch alone and logs nothing.
         """
         args = self.args
-        documents = Documents.from_inputs(inputs)
-        layout = StridedLayout.place(documents, **self._block_options())
+        documents = self._documents(inputs)
+        layout = StridedLayout.place(documents, self.block_options)
         single_pass = self._trains_on_the_sampling_pass()
 
         # A call from outside a training step must not change what training samples and logs.
@@ -121,7 +143,7 @@ class StridedEBFTTrainer(OverTrainer):
             rloo_baseline=args.rloo_baseline,
         )
 
-        # In a single pass, sampling recorded what these log-probabilities need for backward (models/cpu.py).
+        # In a single pass, sampling recorded what these log-probabilities need for backward (prefix/cpu.py).
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)
@@ -132,21 +154,39 @@ class StridedEBFTTrainer(OverTrainer):
 
         output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
-            self._metrics.record(output, rollouts.entropy, text_logps, documents, layout)
-            for counter in (self._throughput, self.budget):
-                counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
-            entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
-            self.scored_rollouts(entries, output.rewards)
-            if self._measures_gradients():
-                with self.budget.meter.paused():
-                    self._term_gradients.add(rl=args.rl_coef * rl_loss, ce=args.ce_coef * ce_loss)
+            self._record(output, rollouts.entropy, text_logps, documents, layout, rl_loss, ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
             loss = loss * self.accelerator.num_processes
         return (loss, output) if return_outputs else loss
 
+    def _record(
+        self,
+        output: StridedOutput,
+        entropy: Tensor,
+        text_logps: Tensor,
+        documents: Documents,
+        layout: StridedLayout,
+        rl_loss: Tensor,
+        ce_loss: Tensor,
+    ) -> None:
+        """Record a training step: metrics, budget, the log of rollouts, and the gradients of the two terms."""
+        self._metrics.record(output, entropy, text_logps, documents, layout)
+        for counter in (self._throughput, self.budget):
+            counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
+        entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
+        self.scored_rollouts(entries, output.rewards)
+        if self._measures_gradients():
+            with self.budget.meter.paused():
+                self._term_gradients.add(rl=self.args.rl_coef * rl_loss, ce=self.args.ce_coef * ce_loss)
+
+    def _documents(self, inputs: dict[str, Any]) -> Documents:
+        """Return the documents of a batch, which are parsed already if the tokens of the step were counted."""
+        parsed = inputs.get(_PARSED)
+        return Documents.from_inputs(inputs) if parsed is None else parsed.to(inputs["input_ids"].device)
+
     def _sample(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool
-    ) -> Any:
+    ) -> Rollouts:
         """Sample rollouts at every anchor; with `single_pass`, their log-probabilities have gradients."""
         with nullcontext() if single_pass else evaluating(model), self.accelerator.autocast():
             return sample_rollouts(
@@ -228,7 +268,7 @@ class StridedEBFTTrainer(OverTrainer):
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
             self._held_out_batches(dataset),
-            block_options=self._block_options(),
+            block_options=self.block_options,
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
             alignment_coef=self.args.alignment_coef,
@@ -267,8 +307,8 @@ class StridedEBFTTrainer(OverTrainer):
         """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,)."""
         counts = torch.zeros(2, dtype=torch.long)
         for inputs in batch_samples:
-            documents = Documents.from_inputs(inputs)
-            counts[0] += generated_token_count(documents, **self._block_options())
+            documents = inputs[_PARSED] = Documents.from_inputs(inputs)
+            counts[0] += generated_token_count(documents, self.block_options)
             counts[1] += documents.ce_mask.sum().cpu()
         return self.accelerator.reduce(counts.to(device), "sum")
 
@@ -308,8 +348,10 @@ class StridedEBFTTrainer(OverTrainer):
         """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""
         return Truncation.of(None, self.args.top_p, None) if self.args.temperature else None
 
-    def _block_options(self) -> dict[str, int]:
-        return {name: getattr(self.args, name) for name in BLOCK_OPTIONS}
+    @property
+    def block_options(self) -> BlockOptions:
+        """Where the blocks of documents are, and what is sampled at each."""
+        return BlockOptions.of(self.args)
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ebft.anchors import count_row_blocks
+from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
 from ebft.data.batches import DocumentCollator
 from ebft.data.lengths import token_counts
@@ -21,14 +21,13 @@ from ebft.errors import ConfigError, DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
-from ebft.over_transformers import override_attn_implementation, use_one_gpu
-from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.forward import prepare
-from ebft.prefix.parity import compare, refusing
+from ebft.prefix.parity import check_distant_tokens, compare, refusing
 from ebft.strided.embed import layout_states
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import score
 from ebft.strided.rollout import sample_rollouts
+from ebft.transformers_internals import override_attn_implementation, use_one_gpu
 
 
 def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
@@ -62,10 +61,7 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
     `ruling_out` maps the names of further incompatible features to whether they are enabled.
     """
     reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-    ruling_out |= {
-        "fp16": args.fp16,
-        "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant,
-    }
+    ruling_out |= {"fp16": args.fp16, "reentrant gradient checkpointing": args.gradient_checkpointing and reentrant}
     given = [name for name, is_on in ruling_out.items() if is_on]
     if args.grad_norms_every and given:
         raise ConfigError(
@@ -109,8 +105,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     if len(usable) == len(sizes):
         return dataset
     warnings.warn(
-        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block",
-        stacklevel=3,
+        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block", stacklevel=3
     )
     return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
 
@@ -162,7 +157,7 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     length = min(_DOCUMENT_TOKENS, getattr(config, "max_position_embeddings", None) or _DOCUMENT_TOKENS)
     ids = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(device)
     documents = Documents.from_inputs({"input_ids": ids})
-    layout = StridedLayout.place(documents, stride=7, context_length=5, generate_max_len=3, n_samples_per_prompt=2)
+    layout = StridedLayout.place(documents, BlockOptions(7, 5, 3, 2))
     noise = torch.rand(layout.num_blocks, 2, 3, generator=generator).to(device)
     with refusing(causal_lm):
         with evaluating(causal_lm):
@@ -170,27 +165,15 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             rollouts = sampled.tokens
             with rates_as_loaded(causal_lm), override_attn_implementation(causal_lm, "eager"):
                 expected = _plain_logps(causal_lm, ids[0], layout, rollouts)
-        logps = _scored(causal_lm, documents, layout, rollouts, as_trained)
+        with evaluating(causal_lm):  # the training forward pass, without gradients
+            causal_lm.train(as_trained)
+            how = {"temperature": 1.0, "text_gradient": False, "apply_dropout": False}
+            logps, _ = score(causal_lm, documents, layout, rollouts, **how)
         compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
         compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
         with evaluating(causal_lm):
             check_distant_tokens(causal_lm)
-
-
-def _scored(causal_lm, documents: Documents, layout: StridedLayout, rollouts: Tensor, as_trained: bool) -> Tensor:
-    """Return the log-probabilities of the rollouts from the training forward pass, without gradients."""
-    with evaluating(causal_lm):
-        causal_lm.train(as_trained)
-        return score(
-            causal_lm,
-            documents,
-            layout,
-            rollouts,
-            temperature=1.0,
-            text_gradient=False,
-            apply_dropout=False,
-        )[0]
 
 
 def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:
@@ -212,10 +195,5 @@ def _state_differences(
     ours = layout_states(network, documents, layout, rollouts)
     plain = network.plain_hidden_states(documents.tokens[None].to(network.device))
     s = len(documents.tokens)
-    unit = torch.nn.functional.normalize
-    return torch.stack(
-        [
-            (unit(a[:s].float(), dim=-1) - unit(b[0].to(a.device).float(), dim=-1)).norm(dim=-1)
-            for a, b in zip(ours, plain)
-        ]
-    )
+    unit = lambda states: torch.nn.functional.normalize(states.float(), dim=-1)
+    return torch.stack([(unit(a[:s]) - unit(b[0].to(a.device))).norm(dim=-1) for a, b in zip(ours, plain)])

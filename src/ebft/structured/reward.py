@@ -23,10 +23,10 @@ from ebft.features import FeatureNetwork, pool, token_features
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.pretrained import check_adapter, load
 from ebft.models.sharding import is_sharded
-from ebft.over_transformers import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
 from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
+from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
 
 
 class FeatureMatchingReward:

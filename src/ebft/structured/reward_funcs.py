@@ -17,8 +17,8 @@ from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
+from ebft.models.causal_lm import SCORE
 from ebft.models.files import reward_problem
-from ebft.models.heads import SCORE
 from ebft.models.pretrained import explained, find_model, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.structured.reward import reward_of
 

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 from ebft.errors import ModelError
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
-from ebft.over_transformers import override_attn_implementation
-from ebft.prefix.distant_tokens import check_distant_tokens
 from ebft.prefix.forward import HINT, last_logits, most_tokens, prepare
-from ebft.prefix.parity import compare, refusing
+from ebft.prefix.parity import check_distant_tokens, compare, refusing
 from ebft.prefix.sampling import Truncation
 from ebft.structured.rollouts.local import Generator, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
 from ebft.structured.shared_prompt import Padded, Prompt, Rows, put_back, score_completions
+from ebft.transformers_internals import override_attn_implementation
 
 
 class Scorer:

@@ -1,6 +1,6 @@
 """The base of all trainers of this package: transformers' Trainer, and the parts that it owns.
 
-Like over_transformers.py, the files of this folder use private interfaces of transformers, which
+Like transformers_internals.py, the files of this folder use private interfaces of transformers, which
 tests/test_contracts.py checks against the installed release.
 """
 

@@ -32,7 +32,6 @@ from ebft.models.sharding import (
     shard_on_cpu,
 )
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
-from ebft.over_transformers import check_tied_weights
 from ebft.trainer import checkpoints
 from ebft.trainer.finite import check_grad_norm, check_loss
 from ebft.trainer.pushing import Pushing
@@ -45,6 +44,7 @@ from ebft.trainer.resuming import (
     use_schedule,
     without_comparison,
 )
+from ebft.transformers_internals import check_tied_weights
 
 _SCHEDULE = "scheduler.pt"
 _PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json

@@ -1,12 +1,10 @@
 """Attention of a pass in which sequences share a prefix, without a mask of all tokens by all tokens.
 
-passes.py        the attention function that is registered with transformers, and the passes' interface
-tiles.py         tiled attention with its backward pass
-stacks.py        batching of small tiles into shared kernel calls, for short documents
-flex.py          the same attention with flex_attention, on GPUs
-suffixes.py      prompts followed by suffixes of different lengths
-shared_cache.py  decoding of samples that share prompts
-families.py      layers that do not use transformers' attention interface
+passes.py              the attention function that is registered with transformers, and the passes' interface
+tiles.py               tiled attention with its backward pass, and batching of small tiles for short documents
+flex.py                the same attention with flex_attention, on GPUs
+suffixes.py            prompts followed by suffixes of different lengths, and decoding of samples that share prompts
+attention_adapters.py  layers that do not use transformers' attention interface
 """
 
 from ebft.prefix.attention.flex import Tokens

@@ -55,8 +55,8 @@ class Tokens:
     """What each token of a pass [documents | rollouts] may attend to, all (X,) long.
 
     A token attends to the first `limit` tokens of its document, and to earlier tokens of its own rollout. `owner` is
-    the number of the rollout, -1 for document tokens. If rollouts are trees (ebft/strided/tree.py), `owner` is the
-    number of the node, `step` (X,) its position in a rollout, and path (C + 1, U) the nodes of its beginning; the last
+    the number of the rollout, -1 for document tokens. If rollouts are trees (ebft/strided/passes.py), `owner` is the
+    number of the node, `step` (X,) its position in a rollout, and path (C + 1, U) the nodes up to it; the last
     row is for documents.
     """
 

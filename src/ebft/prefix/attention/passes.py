@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,10 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ebft.errors import ModelError
-from ebft.over_transformers import causal_mask_function
 from ebft.prefix.attention import flex
-from ebft.prefix.attention.tiles import Scores, Stack, Tile, attend, stack_up
+from ebft.prefix.attention.tiles import BatchedTiles, Scores, Tile, attend, batch_tiles
+from ebft.prefix.sampling import of_device
+from ebft.transformers_internals import causal_mask_function
 
 Spans = list[tuple[int, int]]  # the (start, end) of every document among the S tokens
 Call = tuple[int, int]  # the id of a layer, and the number of its previous calls in the same pass
@@ -36,29 +37,18 @@ HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about 
 # small enough that the scores fit in the processor's cache and few of the keys are masked.
 _ROWS_PER_TILE = {"cpu": 256, "other": 4096}
 
-# Maximum number of tokens of documents whose attention is computed in stacked tiles.
+# Maximum number of tokens of documents whose attention is computed in batched tiles.
 _SHORT = 256
 
 # Keyword arguments that attention layers may receive besides query, key and value. Those in _HONOURED are supported
 # below, those in _REDUNDANT repeat information of the query, key and mask, and those in _REPORTING do not affect the
 # scores. Any other argument may change the scores and is rejected.
 _HONOURED = {"scaling", "dropout", "softcap", "s_aux", "prefix_pass"}
-_REDUNDANT = {
-    "sliding_window",
-    "position_ids",
-    "cache_position",
-    "is_causal",
-    "use_cache",
-    "position_embeddings",
-}
+_REDUNDANT = {"sliding_window", "position_ids", "cache_position", "is_causal", "use_cache", "position_embeddings"}
 _REPORTING = {
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "num_items_in_batch",
-    "logits_to_keep",
+    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch"),
+    *("logits_to_keep", "past_key_values", "past_key_value", "layer_idx", "deterministic"),
 }
-_REPORTING |= {"output_router_logits", "past_key_values", "past_key_value", "layer_idx", "deterministic"}
 
 
 _running: ContextVar[Callable[[], PrefixPass] | None] = ContextVar("running pass", default=None)
@@ -94,9 +84,12 @@ class MaskPattern:
 
     def document_tiles(
         self, spans: Spans, heads: int, key_heads: int | None, device: torch.device
-    ) -> list[Tile | Stack]:
-        """Return the tiles of the document tokens, `heads` rows per token, stacked for `key_heads` key heads."""
-        make = lambda: stack_up(list(self._document_tiles(spans, heads, device)), key_heads)
+    ) -> list[Tile | BatchedTiles]:
+        """Return the tiles of the document tokens, `heads` rows per token, batched for `key_heads` key heads.
+
+        With `key_heads` None, they are not batched: with sinks, which repeat along the rows of a tile.
+        """
+        make = lambda: batch_tiles(list(self._document_tiles(spans, heads, device)), key_heads)
         return self.keep(("document", heads, key_heads), make)
 
     def keep(self, name: tuple | str, make: Callable):
@@ -134,7 +127,7 @@ class MaskPattern:
 
 def rows_per_tile(device: torch.device) -> int:
     """Return the number of query rows of a tile."""
-    return _ROWS_PER_TILE["cpu" if device.type == "cpu" else "other"]
+    return of_device(_ROWS_PER_TILE, device)
 
 
 @dataclass(kw_only=True)
@@ -142,12 +135,12 @@ class PrefixPass(ABC):
     """One forward pass; `cache` maps each call of the attention function to keys and values that later passes read.
 
     A call is given by its layer and its number among the calls of this layer, of which a model may make several.
-    `recording` is entered as a context manager while the layers run, to record or replay their matrix products.
+    `reuse` is entered as a context manager while the layers run, to keep or reuse their products, see `prefix.cpu`.
     """
 
     cache: dict[Call, tuple[Tensor, ...]] = field(default_factory=dict)
     apply_dropout: bool = False
-    recording: AbstractContextManager | None = None
+    reuse: AbstractContextManager | None = None
     calls: dict[int, int] = field(default_factory=dict)  # number of calls of each layer so far
     previous_implementation: list[str] = field(default_factory=list)
 
@@ -166,7 +159,7 @@ class PrefixPass(ABC):
     def flex_mask(self, pattern: MaskPattern, device: torch.device):
         """Return the mask for flex_attention, or None if it is not used."""
         # The model was loaded with that implementation, which it uses outside of these passes.
-        # The list is empty in backward, where layers without a `config` (see families.py) are recomputed.
+        # The list is empty in backward, where layers without a `config` (see attention_adapters.py) are recomputed.
         if "flex_attention" not in self.previous_implementation[:1] or not flex.available(device):
             return None
         tokens = self.tokens()
@@ -220,14 +213,19 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     if mask is not None:
         return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
     query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
-    output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
+    # Linear layers alone are reused, so the functions in here need not be intercepted.
+    with nullcontext() if run.reuse is None else torch._C.DisableTorchFunction():
+        output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
     return output.contiguous()[None], None  # as the functions of transformers return it; some models view it
 
 
 def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) -> Tensor:
     """Compute causal attention within each document: query (K, Q, S, D) -> (S, H, D)."""
     k, q, s, d = query.shape
-    if _is_plain(pattern, scores, sinks) and not _are_short(spans, query.device, scores):
+    # Where there are several short documents on CPU, batched tiles are faster than a kernel for each.
+    longest = max(end - start for start, end in spans)
+    are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
+    if pattern.is_causal and scores.softcap is None and sinks is None and not are_short:
         documents = []
         for start, end in spans:
             part = F.scaled_dot_product_attention(
@@ -242,28 +240,9 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
             documents.append(part[0].transpose(0, 1))
         return torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
-    tiles = pattern.document_tiles(spans, q, stacked(k, sinks), query.device)
+    tiles = pattern.document_tiles(spans, q, k if sinks is None else None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
-
-
-def _is_plain(pattern, scores, sinks) -> bool:
-    """Whether scaled_dot_product_attention supports the pattern and scores."""
-    return pattern.is_causal and scores.softcap is None and sinks is None
-
-
-def _are_short(spans: Spans, device: torch.device, scores: Scores) -> bool:
-    """Whether there are several short documents on CPU, for which stacked tiles are faster than a kernel for each."""
-    longest = max(end - start for start, end in spans)
-    return device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
-
-
-def stacked(key_heads: int, sinks: Tensor | None) -> int | None:
-    """Return the number of key heads for stacking tiles, or None with sinks, which prevent stacking.
-
-    Sinks repeat along the rows of a tile.
-    """
-    return key_heads if sinks is None else None
 
 
 def sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:

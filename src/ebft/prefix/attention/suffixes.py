@@ -246,7 +246,7 @@ class SharedCache:
         rows = torch.arange(len(self.lengths), device=self.lengths.device)
         own = self._own[call]
         if own[0].shape[2] == self._used:
-            own = tuple(torch.nn.functional.pad(x, (0, 0, 0, _GROWTH)) for x in own)
+            own = tuple(F.pad(x, (0, 0, 0, _GROWTH)) for x in own)
             self._own[call] = own
         for stored, x in zip(own, (key, value)):
             stored[:, rows, self.lengths] = x.to(stored.dtype)

@@ -29,6 +29,11 @@ class Tile:
     hidden: Tensor
 
     @property
+    def height(self) -> int:
+        """Number of query rows."""
+        return self.rows.stop - self.rows.start
+
+    @property
     def width(self) -> int:
         """Number of shared keys."""
         return self.keys.stop - self.keys.start
@@ -74,11 +79,6 @@ class Own:
     hidden: Tensor
     path: Tensor | None = None
 
-    @property
-    def width(self) -> int:
-        """Number of own keys of a row."""
-        return self.hidden.shape[-1]
-
 
 @dataclass(frozen=True)
 class Scores:
@@ -100,12 +100,12 @@ def attend(
 ) -> Tensor:
     """Compute attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
 
-    `tiles` cover the rows in order; without sinks, they may be stacked, see stacks.py. A single softmax, in float32,
+    `tiles` cover the rows in order; without sinks, they may be `BatchedTiles`. A single softmax, in float32,
     covers a row's shared and own keys. `sinks` (K, P), repeated along the rows, are logits without a value that are
     included in the softmax. Raises ValueError if too few shared keys follow a tile.
     """
     last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
-    if own is not None and last_key + own.width > key.shape[1]:
+    if own is not None and last_key + own.hidden.shape[-1] > key.shape[1]:
         raise ValueError("every tile must be followed by at least as many shared keys as a row has own keys")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None,) * 4 if own is None else (own.key.to(value.dtype), own.value, own.hidden, own.path)
@@ -258,14 +258,14 @@ class _Weights:
         return weights * kept / (1 - rate)
 
 
-# Maximum number of scores of a stack, which fit in the processor's cache.
+# Maximum number of scores of batched tiles, which fit in the processor's cache.
 _SCORES = 2**18
-# Maximum ratio of the scores of a stack, including padding, to those of its tiles.
+# Maximum ratio of the scores of batched tiles, including padding, to those of its tiles.
 _MOST_PADDING = 1.5
 
 
 @dataclass(frozen=True)
-class Stack:
+class BatchedTiles:
     """Adjacent tiles, padded to the longest. Has the interface of `Tile`, with K * D in place of K.
 
     Padding rows are zeros that attend to everything, and their results are discarded. All other rows mask padding keys.
@@ -279,19 +279,18 @@ class Stack:
     hidden: Tensor  # (D, R, W)
 
     @classmethod
-    def of(cls, tiles: list[Tile]) -> Stack:
+    def of(cls, tiles: list[Tile]) -> BatchedTiles:
         device = tiles[0].hidden.device
-        counts = torch.tensor([_rows(tile) for tile in tiles], device=device)
+        counts = torch.tensor([tile.height for tile in tiles], device=device)
         row = torch.arange(int(counts.max()), device=device)
         is_padding = row >= counts[:, None]
         starts = torch.tensor([tile.rows.start for tile in tiles], device=device)
         row_index = starts[:, None] + torch.where(is_padding, 0, row)
-        hidden = torch.zeros(len(tiles), len(row), max(_width(tile) for tile in tiles), dtype=torch.bool)
+        hidden = torch.zeros(len(tiles), len(row), max(tile.width for tile in tiles), dtype=torch.bool)
         hidden = hidden.to(device)
         for of_tile, tile in zip(hidden, tiles):
-            rows, width = _rows(tile), _width(tile)
-            of_tile[:rows, width - tile.hidden.shape[1] : width] = tile.hidden
-            of_tile[:rows, width:] = True
+            of_tile[: tile.height, tile.width - tile.hidden.shape[1] : tile.width] = tile.hidden
+            of_tile[: tile.height, tile.width :] = True
         return cls(
             slice(tiles[0].rows.start, tiles[-1].rows.stop),
             hidden.shape[2],
@@ -308,9 +307,9 @@ class Stack:
             taken.masked_fill_(self.is_padding.unsqueeze(-1), 0)
         return taken.flatten(0, 1)
 
-    def in_order(self, stacked: Tensor) -> Tensor:
-        """Convert stacked rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
-        rows = stacked.unflatten(0, (-1, len(self.row_index)))
+    def in_order(self, batched: Tensor) -> Tensor:
+        """Convert batched rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
+        rows = batched.unflatten(0, (-1, len(self.row_index)))
         return rows.flatten(1, 2) if self.is_padding is None else rows[:, ~self.is_padding]
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
@@ -340,31 +339,22 @@ class Stack:
         own.unflatten(0, (-1, len(of_rows))).masked_fill_(of_rows, float("-inf"))
 
 
-def stack_up(tiles: list[Tile], key_heads: int | None) -> list[Tile | Stack]:
-    """Combine adjacent tiles into stacks that are small and contain little padding, keeping the order.
+def batch_tiles(tiles: list[Tile], key_heads: int | None) -> list[Tile | BatchedTiles]:
+    """Combine adjacent tiles into batches that are small and contain little padding, keeping the order.
 
     With `key_heads` None, the tiles are returned unchanged.
     """
     if key_heads is None:
         return tiles
-    stacked: list[Tile | Stack] = []
-    group: list[Tile] = []
-    for tile in tiles:
-        if group and not _fits([*group, tile], key_heads):
-            stacked.append(Stack.of(group) if len(group) > 1 else group[0])
-            group = []
-        group.append(tile)
-    return [*stacked, Stack.of(group) if len(group) > 1 else group[0]]
+    groups = [tiles[:1]]
+    for tile in tiles[1:]:
+        if _fits([*groups[-1], tile], key_heads):
+            groups[-1].append(tile)
+        else:
+            groups.append([tile])
+    return [BatchedTiles.of(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def _fits(tiles: list[Tile], key_heads: int) -> bool:
-    padded = len(tiles) * max(_rows(tile) for tile in tiles) * max(_width(tile) for tile in tiles)
-    return key_heads * padded <= _SCORES and padded <= _MOST_PADDING * sum(_rows(p) * _width(p) for p in tiles)
-
-
-def _rows(tile: Tile) -> int:
-    return tile.rows.stop - tile.rows.start
-
-
-def _width(tile: Tile) -> int:
-    return tile.keys.stop - tile.keys.start
+    padded = len(tiles) * max(tile.height for tile in tiles) * max(tile.width for tile in tiles)
+    return key_heads * padded <= _SCORES and padded <= _MOST_PADDING * sum(p.height * p.width for p in tiles)

@@ -88,8 +88,8 @@ def _report(error: BaseException, message: str) -> None:
 
 def _end_progress_bars() -> None:
     """End the lines of unfinished progress bars, so that a last message begins on a separate line."""
-    if "ebft.over_transformers" in sys.modules:  # before it is imported, there are none
-        from ebft.over_transformers import end_progress_bars
+    if "ebft.transformers_internals" in sys.modules:  # before it is imported, there are none
+        from ebft.transformers_internals import end_progress_bars
 
         end_progress_bars()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, without_end
 from ebft.data.lengths import fits_one_block
@@ -156,9 +157,6 @@ def _bin(position: int) -> int:
     return position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
 
 
-BLOCK_OPTIONS = ("stride", "context_length", "generate_max_len", "min_completion_prefix")
-
-
 def measure_tokens(task: Task, subject: Subject) -> Scores:
     """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`.
 
@@ -169,7 +167,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
         HeldOutMeasure(
             unwrap_adapter(subject.policy),
             subject.network,
-            {name: getattr(ebft, name) for name in BLOCK_OPTIONS} | {"n_samples_per_prompt": settings.samples},
+            replace(BlockOptions.of(ebft), n_samples_per_prompt=settings.samples, merge_rollouts=None),
             temperature=settings.temperature,
             seed=settings.seed,
             tokens_per_pass=ebft.rollout_tokens_per_pass,

@@ -22,12 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors
+from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
-from ebft.models.resized import not_whole, saved_layers, saved_rows
 from ebft.models.weights import refuse_pickles
-from ebft.over_transformers import get_keys_to_not_convert
 from ebft.run.checkpoints import checkpoint_hint
+from ebft.transformers_internals import get_keys_to_not_convert
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
@@ -192,7 +191,7 @@ def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
 
     Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
     """
-    rows = saved_rows(base, {name: weight.shape[0] for name, weight in weights.items() if weight.dim()})
+    rows = saved_rows(base, weights)
     if rows is not None and rows != base.get_input_embeddings().num_embeddings:
         present, missing = saved_layers(base, weights)
         if missing:

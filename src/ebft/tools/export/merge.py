@@ -20,7 +20,6 @@ from transformers import AutoConfig, PreTrainedModel
 from ebft.catalog import MARK
 from ebft.errors import ModelError
 from ebft.models.pretrained import GENERATION_CONFIG
-from ebft.over_transformers import WeightGroup, convert_weights, revert_weights, weight_groups
 from ebft.tools.export.adapter import (
     WEIGHTS,
     Adapter,
@@ -44,6 +43,7 @@ from ebft.tools.export.checkpoint import (
     write_index,
     write_text,
 )
+from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -22,6 +22,7 @@ from ebft.config.schema import RunConfig
 from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
+from ebft.prefix.cpu import keep_freed_memory
 from ebft.run.training import train
 from ebft.tools.quickstart import smollm2, tiny
 from ebft.tools.quickstart.measure import (
@@ -42,7 +43,6 @@ from ebft.tools.quickstart.run import (
     check_output,
     command_line,
     console,
-    keep_freed_memory,
     own_copy,
     show_command,
 )

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
 from ebft.data.load import load_datasets
 from ebft.features import FeatureNetwork
@@ -32,7 +33,7 @@ class HeldOut:
 
     rows: list[dict[str, Any]]
     groups: list[dict[str, Tensor]]  # the rows, collated
-    block_options: dict[str, int]
+    block_options: BlockOptions
     seed: int
 
     def __len__(self) -> int:
@@ -56,15 +57,7 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     collate = DocumentCollator(tokenizer.pad_token_id)
     # Every groups-th document goes into one group, so that each group mixes many files.
     parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
-    ebft = config.ebft
-    options = {
-        "stride": ebft.stride,
-        "context_length": ebft.context_length,
-        "generate_max_len": ebft.generate_max_len,
-        "n_samples_per_prompt": ebft.n_samples_per_prompt,
-        "min_completion_prefix": ebft.min_completion_prefix,
-    }
-    return HeldOut(chosen, parts, options, config.seed)
+    return HeldOut(chosen, parts, replace(BlockOptions.of(config.ebft), merge_rollouts=None), config.seed)
 
 
 def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:

@@ -1,10 +1,8 @@
 """What each kind of quickstart hands to the part that they share: one fine-tuning run that is ready to start."""
 
-import ctypes
 import hashlib
 import json
 import os
-import platform
 import shlex
 import shutil
 import time
@@ -13,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
@@ -152,23 +148,3 @@ SCALES = {
         ebft_overrides=["max_steps=2", "sequence_len=64", "micro_batch_size=2", "warmup_steps=1", "logging_steps=1"],
     ),
 }
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def keep_freed_memory() -> None:
-    """Let glibc reuse freed memory instead of returning it to the operating system, if training runs on CPU.
-
-    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
-    the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
-    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
-    process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take
-    precedence; with other C libraries, or an accelerator, there is no effect.
-    """
-    chosen = any(f"MALLOC_{name}_" in os.environ for name in ("MMAP_MAX", "TRIM_THRESHOLD", "MMAP_THRESHOLD"))
-    if chosen or platform.libc_ver()[0] != "glibc" or torch.accelerator.is_available():
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_MAX, 0)  # no allocation in a mapping of its own
-    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap

@@ -1,17 +1,23 @@
-"""Float32 products of linear layers with oneDNN, on CPUs on which PyTorch's default library does not use AVX-512.
+"""What makes training on CPU cheaper with equal results: faster products, none computed twice, and memory kept.
 
 PyTorch multiplies float32 matrices on CPU with MKL, whose kernels use AVX-512 on Intel processors only. oneDNN, which
 is also part of PyTorch and is its default for bfloat16, uses AVX-512 on all processors: on AMD EPYC (Zen 5), float32
 products take half the time. The results are float32 products like MKL's, summed in a different order.
 
-    R  rows    I, O  features
+`ActivationReuse` keeps the products of the sampling passes for the training forward pass, which then computes only
+what needs a gradient. With a GPU, all of this leaves the computation to PyTorch, except that `single_pass: true` also
+reuses activations there.
+
+    R  rows    I, O  features    P  tokens of the training forward pass
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,25 +27,18 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ebft.models.causal_lm import mark_reused
+
 # Minimum number of multiplications; smaller products use PyTorch's default.
 SMALLEST = 2**20
 
-# Functions of a weight (O, I) and a number of rows, called for products that no module computes, see `report`.
-observers: list[Callable[[Tensor, int], None]] = []
+
+def cpu_matmul(device: torch.device) -> AbstractContextManager:
+    """Context manager in which linear layers use the faster library, on CPUs that have one."""
+    return _WithOneDNN() if device.type == "cpu" and _onednn_is_faster() else nullcontext()
 
 
-def report(weight: Tensor, rows: int) -> None:
-    """Call the observers for `rows` rows that were multiplied with a weight by no module, whose hooks would tell."""
-    for observe in observers:
-        observe(weight, rows)
-
-
-def fast_products() -> AbstractContextManager:
-    """Context manager in which linear layers use the faster library, if this machine has one."""
-    return _FastProducts() if _onednn_is_faster() else nullcontext()
-
-
-def product(left: Tensor, right: Tensor) -> Tensor:
+def cpu_product(left: Tensor, right: Tensor) -> Tensor:
     """`left @ right` of matrices, without autograd, with the faster library."""
     rows, columns = left.shape[0], right.shape[1]
     if _onednn_is_faster() and _suits(left, right, rows * columns * left.shape[1]):
@@ -47,7 +46,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
-class _FastProducts(TorchFunctionMode):
+class _WithOneDNN(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.linear and not kwargs:
             x, weight, bias = (*args, None)[:3]
@@ -71,8 +70,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_x = product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        grad_x = cpu_product(rows, weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = cpu_product(rows.mT, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
@@ -97,16 +96,11 @@ def _onednn_is_faster() -> bool:
         return False
 
 
-@dataclass
-class _Product:
-    """Products of one weight, in the row order of the training forward pass: the first `rows` of (1, S + most, O)."""
-
-    weight: Tensor  # kept alive, so that its id is not reused
-    values: Tensor
-    rows: int
+# With fewer input features, as in an adapter's second matrix, computing a product is faster than keeping it.
+_FEWEST_FEATURES = 32
 
 
-class Recording:
+class ActivationReuse:
     """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout.
 
     The training forward pass reads the documents' tokens, followed by those of each step; `most` limits the latter.
@@ -114,49 +108,45 @@ class Recording:
 
     def __init__(self, document_tokens: int, most: int):
         self.most_tokens, self.num_tokens = document_tokens + most, document_tokens
-        self._products: dict[int, _Product] = {}
+        # By the id of the weight, which is kept alive: the weight, its products (1, most_tokens, O), and their rows.
+        self._products: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._refused: set[int] = set()
 
     def of_documents(self) -> TorchFunctionMode:
-        """Context manager that records the outputs of linear layers for the documents."""
-        return _Record(self, slice(self.num_tokens))
+        """Context manager that keeps the outputs of linear layers for the documents."""
+        return _Keep(self, slice(0, self.num_tokens))
 
     def of_step(self, count: int) -> TorchFunctionMode:
-        """Context manager that records the outputs of linear layers for the `count` tokens of the next step."""
+        """Context manager that keeps the outputs of linear layers for the `count` tokens of the next step."""
         self.num_tokens += count
-        return _Record(self, slice(self.num_tokens - count, self.num_tokens))
+        return _Keep(self, slice(self.num_tokens - count, self.num_tokens))
 
     def replayed(self) -> TorchFunctionMode:
-        """Context manager in which linear layers over all tokens return the recorded outputs, once each."""
-        return _Replay(self)
+        """Context manager in which linear layers over all tokens return what was kept, once each."""
+        return _Reuse(self)
 
     def keep(self, weight: Tensor, rows: slice, values: Tensor) -> None:
         """Keep the products (1, rows, O) of some rows."""
         if id(weight) in self._refused:
             return
-        product = self._products.get(id(weight))
-        if product is None:
-            product = _Product(weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0)
-            self._products[id(weight)] = product
-        product.values[:, rows] = values
-        product.rows += values.shape[1]
+        if id(weight) not in self._products:
+            self._products[id(weight)] = weight, values.new_empty(1, self.most_tokens, values.shape[2]), 0
+        _, products, count = self._products[id(weight)]
+        products[:, rows] = values
+        self._products[id(weight)] = weight, products, count + values.shape[1]
 
     def refuse(self, weight: Tensor) -> None:
-        """Discard the products of a weight and stop recording it."""
+        """Discard the products of a weight and keep no further ones."""
         self._products.pop(id(weight), None)
         self._refused.add(id(weight))
 
     def take(self, weight: Tensor) -> Tensor | None:
         """Remove and return all products (1, P, O) of a weight; None if they are incomplete."""
-        product = self._products.pop(id(weight), None)
-        if product is None or product.rows != self.num_tokens:
+        _, products, count = self._products.pop(id(weight), (None, None, 0))
+        if products is None or count != self.num_tokens:
             return None
-        values = product.values[:, : self.num_tokens]
+        values = products[:, : self.num_tokens]
         return values.new_empty(0).set_(values)  # the same memory, not as a view: adapters add to outputs in place
-
-
-# With fewer input features, as in an adapter's second matrix, computing a product is faster than recording it.
-_FEWEST_FEATURES = 32
 
 
 def _is_of(tokens: int, func: Callable, args: tuple, kwargs: dict | None) -> bool:
@@ -164,11 +154,10 @@ def _is_of(tokens: int, func: Callable, args: tuple, kwargs: dict | None) -> boo
     return func is F.linear and not kwargs and args[0].shape[:-1] == (1, tokens)
 
 
-class _Record(TorchFunctionMode):
-    def __init__(self, recording: Recording, rows: slice):
+class _Keep(TorchFunctionMode):
+    def __init__(self, reuse: ActivationReuse, rows: slice):
         super().__init__()
-        self.recording, self.rows = recording, rows
-        self.count = rows.stop - (rows.start or 0)
+        self.reuse, self.rows, self.count = reuse, rows, rows.stop - rows.start
         self._seen: set[int] = set()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -176,34 +165,27 @@ class _Record(TorchFunctionMode):
         if _is_of(self.count, func, args, kwargs) and args[0].shape[-1] >= _FEWEST_FEATURES:
             weight = args[1]
             if id(weight) in self._seen:  # a layer that runs twice in a pass: its products cannot be told apart
-                self.recording.refuse(weight)
+                self.reuse.refuse(weight)
             else:
                 self._seen.add(id(weight))
-                self.recording.keep(weight, self.rows, result)
+                self.reuse.keep(weight, self.rows, result)
         return result
 
 
-class _Replay(TorchFunctionMode):
-    def __init__(self, recording: Recording):
+class _Reuse(TorchFunctionMode):
+    def __init__(self, reuse: ActivationReuse):
         super().__init__()
-        self.recording = recording
+        self.reuse = reuse
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if _is_of(self.recording.num_tokens, func, args, kwargs):
-            values = self.recording.take(args[1])
+        if _is_of(self.reuse.num_tokens, func, args, kwargs):
+            values = self.reuse.take(args[1])
             if values is not None:
-                output = Replayed.apply(*args[:2], args[2] if len(args) > 2 else None, (values,))
-                output.__dict__["replayed"] = True
-                return output
+                return mark_reused(KnownProduct.apply(*args[:2], args[2] if len(args) > 2 else None, (values,)))
         return func(*args, **(kwargs or {}))
 
 
-def is_replayed(output: Tensor) -> bool:
-    """Whether a linear layer returned `output` from a recording, without multiplying."""
-    return "replayed" in output.__dict__
-
-
-class Replayed(torch.autograd.Function):
+class KnownProduct(torch.autograd.Function):
     """`linear(x, weight, bias)` of x (1, P, I) with known values (1, P, O): only the backward pass is computed."""
 
     @staticmethod
@@ -220,9 +202,29 @@ class Replayed(torch.autograd.Function):
         grad = grad[0]
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
+            grad_x = cpu_product(grad, weight.to(grad.dtype)).to(x_dtype)[None]
         if ctx.needs_input_grad[1]:
-            grad_weight = product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
+            grad_weight = cpu_product(grad.mT, x[0].to(grad.dtype)).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0, dtype=bias_dtype)
         return grad_x, grad_weight, grad_bias, None
+
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let glibc reuse freed memory instead of returning it to the operating system, if training runs on CPU.
+
+    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
+    the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
+    stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
+    process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take
+    precedence; with other C libraries, or an accelerator, there is no effect.
+    """
+    chosen = any(f"MALLOC_{name}_" in os.environ for name in ("MMAP_MAX", "TRIM_THRESHOLD", "MMAP_THRESHOLD"))
+    if chosen or platform.libc_ver()[0] != "glibc" or torch.accelerator.is_available():
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_MAX, 0)  # no allocation in a mapping of its own
+    libc.mallopt(M_TRIM_THRESHOLD, -1)  # never shrink the heap

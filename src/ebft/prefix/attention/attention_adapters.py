@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.over_transformers import (
+from ebft.prefix.attention.passes import HINT, MaskPattern, pass_in, prefix_attention
+from ebft.transformers_internals import (
     apply_rotary_pos_emb,
     bloom_heads,
     build_alibi_tensor,
@@ -28,7 +29,6 @@ from ebft.over_transformers import (
     plain_scores,
     replace_scores,
 )
-from ebft.prefix.attention.passes import HINT, MaskPattern, pass_in, prefix_attention
 
 
 def adapt(module: nn.Module) -> None:

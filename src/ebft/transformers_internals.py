@@ -40,6 +40,7 @@ from transformers.utils import (
 )
 from transformers.utils.quantization_config import QuantizationMethod
 
+# Names that this file imports for others.
 __all__ = [
     "Conv1D",
     "DynamicLayer",
@@ -48,33 +49,14 @@ __all__ = [
     "QuantizationMethod",
     "WeightGroup",
     "apply_rotary_pos_emb",
-    "attention_of",
-    "bloom_heads",
     "build_alibi_tensor",
     "build_mpt_alibi_tensor",
     "causal_mask_function",
-    "check_tied_weights",
-    "convert_weights",
-    "end_progress_bars",
-    "falcon_heads",
-    "forget_title",
     "get_keys_to_not_convert",
-    "has_flash_attention",
-    "has_running_state",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",
     "is_torch_tf32_available",
-    "load_weights",
-    "override_attn_implementation",
-    "plain_scores",
     "read_gguf_metadata",
-    "replace_scores",
-    "revert_weights",
-    "save_final_weights",
-    "switch_attention",
-    "takes_attention_functions",
-    "use_one_gpu",
-    "weight_groups",
 ]
 
 
@@ -138,8 +120,8 @@ def has_flash_attention(causal_lm: PreTrainedModel) -> bool:
 
 def switch_attention(module: nn.Module, implementation: str) -> str:
     """Set the attention implementation of a module with a `config`, and return the previous one."""
-    before = module.config._attn_implementation
-    module.config._attn_implementation = implementation
+    config = module.config
+    before, config._attn_implementation = config._attn_implementation, implementation
     return before
 
 
