@@ -39,7 +39,7 @@ CORE = (
     "methods",
     "config.checks",
     "config.schema",
-    "config.load config.reference prepared",
+    "config.load config.reference",
     "run",
 )
 TOOLS = (
