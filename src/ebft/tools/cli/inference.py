@@ -57,11 +57,6 @@ def inference(
         int | None,
         typer.Option("--seed", min=0, help="Random seed, set before every reply.", show_default=False),
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Open a web page instead of reading from the terminal.")
-    ] = False,
-    host: Annotated[str, typer.Option("--host", help="Address of the web page.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the web page; 0: a free one.")] = 7860,
 ) -> None:
     """Sample from a trained model, its adapter on or off.
 
@@ -83,13 +78,11 @@ def inference(
         raise ConfigError("--reference: the text is empty.")
     if reference is not None and samples > 1 and temperature == 0:
         raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
-    if serve and (prompt is not None or reference is not None or compare):
-        raise ConfigError("--serve opens a page for prompts, references and comparison: give none of them as options.")
     if base and compare:
         raise ConfigError("--base and --compare exclude each other: --compare shows both models.")
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt: the text is empty.")
-    asked = None if serve else prompt if prompt is not None else _from_stdin()
+    asked = prompt if prompt is not None else _from_stdin()
     from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
     from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 
@@ -99,12 +92,6 @@ def inference(
             pass
     sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
     chats = loaded.tokenizer.chat_template is not None and not completion
-    if serve:
-        from ebft.tools.inference.serve import serve_page
-
-        say(f"Settings of /score: {loaded.reward_settings}", err=True)
-        serve_page(sampler, chats, host, port, say)
-        return
     scorer = Scorer(sampler, samples) if reference is not None else None
     if scorer is not None:
         say(f"Reward settings: {loaded.reward_settings}", err=True)
