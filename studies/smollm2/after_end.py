@@ -77,7 +77,7 @@ def rolled_out(subject: Any, config: Any, inputs: dict[str, Tensor], noise: Any)
     from ebft.strided.embed import layout_states
     from ebft.strided.layout import Documents, StridedLayout
     from ebft.strided.rollout import sample_rollouts
-    from ebft.tools.evaluation.measure import BLOCK_OPTIONS
+    from ebft.tools.evaluation.run import BLOCK_OPTIONS
 
     policy, documents = unwrap_adapter(subject.policy), Documents.from_inputs(inputs)
     prepare(policy)

@@ -13,7 +13,7 @@ from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import TRUNCATED, token_counts
-from ebft.tools.doctor.check import Check
+from ebft.tools.doctor.environment import Check
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,7 @@ def _forward(number: int, control: Any, is_first: bool) -> None:
     if is_first:
         if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
             raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-        say(
-            "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
-            err=True,
-        )
+        say("\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.", err=True)
     elif number == signal.SIGINT:
         raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
 
