@@ -17,7 +17,7 @@ from ebft.errors import ConfigError
 from ebft.methods import grpo_rules, nemo_gym
 from ebft.methods.ebft import warn_of_reward
 from ebft.methods.grpo_rules import FEATURE_MATCHING
-from ebft.methods.method import EvaluationSampling, Method
+from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method
 from ebft.nemo_gym.keys import NemoGymKeys
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class GRPO(Method):
     keys = NemoGymKeys
     needs_reference = False
     phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
+    healthy = {"grad_norm": (None, 1.0), **HEALTHY_ROLLOUTS}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
 
     def summary(self, config: RunConfig) -> str:

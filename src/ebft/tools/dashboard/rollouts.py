@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -14,7 +15,6 @@ from rich.text import Text
 
 from ebft.monitor.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
 from ebft.printed import printable
-from ebft.tools.dashboard.curves import is_number
 
 LENGTH, REWARD = "length", "reward"
 ORDERS = ("best", "worst", "newest")
@@ -178,6 +178,16 @@ def _content(message: dict[str, Any]) -> str:
     if isinstance(content, list):  # parts of a message
         return " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
     return str(content if content is not None else message.get("tool_calls", ""))
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 PROMPT_CHARACTERS = 400  # at most, of the end of a prompt

@@ -19,8 +19,7 @@ from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from ebft.monitor.run_state import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.printed import printable
-from ebft.tools.dashboard.curves import Curve
-from ebft.tools.dashboard.live import LiveRun, clock
+from ebft.tools.dashboard.live import Curve, LiveRun, clock
 from ebft.tools.dashboard.plots import plot
 from ebft.tools.dashboard.rollouts import Sample, duration, value_text
 from ebft.tools.dashboard.training import LeaveDialog, Training

@@ -20,7 +20,7 @@ from rich.table import Table
 from ebft.errors import ConfigError
 from ebft.methods import selecting_keys
 from ebft.scores import CURVE, Scores, interval
-from ebft.tools.dashboard.curves import NOT_COMPARABLE
+from ebft.tools.dashboard.live import NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
