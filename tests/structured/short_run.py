@@ -11,7 +11,7 @@ import torch
 from ebft import EBFTTrainer
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
-from ebft.tools.cli.train import leave_process_group
+from ebft.tools.cli.training import leave_process_group
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
 from tests.structured.trainers import arguments, rows
 

@@ -22,7 +22,7 @@ from ebft.tools.cli.console import (
 from ebft.tools.cli.models import fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
-from ebft.tools.cli.train import LaunchingCommand, train, tui
+from ebft.tools.cli.training import LaunchingCommand, train, tui
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from ebft.monitor.run_files import EVALUATION, REPORT, START, is_report, read_object
 from ebft.monitor.run_state import settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
-from ebft.tools.dashboard.plots import band, columns_of, limits, number
+from ebft.tools.dashboard.panels import band, columns_of, limits, number
 from ebft.tools.dashboard.rollouts import (
     PROMPT_CHARACTERS,
     Sample,

@@ -350,8 +350,7 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
             "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
             "--tui and run `ebft tui` in another terminal."
         )
-    from ebft.tools.dashboard.training import Training
-    from ebft.tools.dashboard.tui import TrainingDashboard
+    from ebft.tools.dashboard.tui import Training, TrainingDashboard
 
     training = Training(arguments, folder)
     try:
