@@ -1,4 +1,7 @@
-"""What a bug report needs: versions, machine, devices and environment variables, without secrets."""
+"""What a bug report needs (versions, machine, devices, environment variables without secrets), and checks of it.
+
+A `Check` is a line of the doctor's report; an `Attempt` turns errors and warnings of existing checks into lines.
+"""
 
 from __future__ import annotations
 
@@ -124,14 +127,14 @@ def _commit() -> str | None:
         source = {}
     if "vcs_info" in source:
         return source["vcs_info"].get("commit_id")
-    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+    if output_of("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None  # not a clone of ebft, though perhaps a folder inside another repository
-    return _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
+    return output_of("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
 
 
 def _vllm(python: str) -> dict[str, str | None]:
     found = shutil.which(os.path.expanduser(python))
-    known = None if found is None else _output(found, "-c", _VLLM_VERSION)
+    known = None if found is None else output_of(found, "-c", _VLLM_VERSION)
     return {"python": python, "vllm": known or "cannot be run"}
 
 
@@ -145,11 +148,11 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found.splitlines()[0] if found else None
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -175,14 +178,18 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
     required, extras = _requirements(package)
     problems = [(line, found) for line in required if (found := _problem(line)) is not None]
     for line, problem in problems:
-        yield Check("error", "packages", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'. {_INSTALL}")
+        yield Check(
+            "error", "packages", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'. {_INSTALL}"
+        )
     if not problems:
         yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
     for extra, lines in extras.items():
-        missing = [line.name for line in lines if _installed_version(line.name) is None]
+        missing = [line.name for line in lines if _version(line.name) is None]
         wrong = [(line, found) for line in lines if line.name not in missing and (found := _problem(line)) is not None]
         for line, problem in wrong:
-            yield Check("warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'.")
+            yield Check(
+                "warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'."
+            )
         if not wrong:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
@@ -208,23 +215,12 @@ def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requi
 
 
 def _problem(line: Requirement) -> str | None:
-    found = _installed_version(line.name)
+    found = _version(line.name)
     if found is None:
         return "not installed"
     if not line.specifier.contains(found, prereleases=True):
         return f"version {found} is installed, but {line.specifier} is required"
     return None
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _wanted(line: Requirement) -> str:
-    return f"{line.name}{line.specifier}"
 
 
 Level = Literal["ok", "warning", "error"]

@@ -1,4 +1,7 @@
-"""The checks of a config, in the order in which a run would fail; each is a line of the report."""
+"""The checks of a config, in the order in which a run would fail, and one training step on its longest rows.
+
+Each check is a line of the report. The step reports the peak memory of each phase, and saves nothing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,9 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
     settings = Attempt("settings").run(check_runnable, config, ok=f"valid for {config.method.name}")
     yield from settings.checks
-    machine = Attempt("machine").run(check_machine, config, this_machine(), ok=f"devices {_devices()}")
+    machine = Attempt("machine").run(
+        check_machine, config, this_machine(), ok=f"devices {', '.join(this_machine().devices)}"
+    )
     yield from machine.checks
     packages = Attempt("packages of this config", (ImportError,)).run(_check_packages, config, ok=_named)
     yield from packages.checks
@@ -82,7 +87,9 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     server = Attempt("server").run(_check_server, config, ok=lambda found: found)
     if config.uses_server:
         yield from server.checks
-    checkpoint = Attempt("checkpoint").run(_find_checkpoint, config, ok=lambda found: found)
+    checkpoint = Attempt("checkpoint").run(
+        find_checkpoints, config, ok=lambda found: str(found.resumable or found.newest or "a new run")
+    )
     yield from checkpoint.checks
     if config.hub_model_id:
         yield from Attempt("hub").run(_check_login, config, ok="logged in").checks
@@ -208,11 +215,6 @@ def _check_server(config: RunConfig) -> str:
     return f"{client.address} serves {served.get('root') or served['id']}"
 
 
-def _find_checkpoint(config: RunConfig) -> str:
-    found = find_checkpoints(config)
-    return str(found.resumable or found.newest or "a new run")
-
-
 def _check_login(config: RunConfig) -> None:
     """Check that there is a token; the repository is created when training starts."""
     from huggingface_hub import get_token
@@ -257,10 +259,6 @@ def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
     if state and highest not in first:
         text += f", with {gib(state)} of optimizer state, which is there from the second step on"
     return Check("ok", "peak memory", f"{text}).{advice(needed, highest)}")
-
-
-def _devices() -> str:
-    return ", ".join(this_machine().devices)
 
 
 _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memory; further ones need no more
@@ -316,12 +314,9 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             rehearse(config, trainer)
             with memory.phase("loss and backward"):
                 trainer.train()
-            return _state_bytes(trainer.optimizer, args.device)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(x.nbytes for x in values if isinstance(x, torch.Tensor) and x.device.type == device.type and x.dim())
+            values = [value for state in trainer.optimizer.state.values() for value in state.values()]
+            tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+            return sum(value.nbytes for value in tensors if value.device.type == args.device.type)
 
 
 def without_output(config: RunConfig, folder: str) -> RunConfig:

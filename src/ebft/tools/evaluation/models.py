@@ -128,10 +128,14 @@ def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bo
     """Whether the weights of the policy without its adapter are exactly those of the config's base model."""
     if adapter is None:
         return _same_model(config, name)
-    if not isinstance(adapter, LoraConfig) or not _same_model(config, adapter.base_model_name_or_path):
-        return False
+    return keeps_base(adapter) and _same_model(config, adapter.base_model_name_or_path)
+
+
+def keeps_base(adapter: PeftConfig) -> bool:
+    """Whether a model with this adapter switched off is exactly its base model."""
     # Other initialisations move a part of the base weights into the adapter; trained biases are part of the base model.
-    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+    is_lora = isinstance(adapter, LoraConfig)
+    return is_lora and adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
 
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:

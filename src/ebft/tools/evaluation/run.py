@@ -1,4 +1,9 @@
-"""The function `evaluate`, which evaluates and compares models on a config's held-out data."""
+"""Evaluation and comparison of models on the held-out data of a config, by prompts or by rows of tokens.
+
+On prompts, full completions are compared with their references; on tokens, blocks as in strided mode.
+
+N  samples of a prompt   D  feature dimension   L  tokens of a sequence
+"""
 
 from __future__ import annotations
 
@@ -80,12 +85,13 @@ def evaluate(
     notes = notes_on(names, task.held_out)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    measure = measure_prompts if config.method.rows == "prompts" else measure_tokens
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
-        found.append(_measured(name, measure, task))
-        _free_memory()
+        found.append(_measured(name, task))
+        gc.collect()  # frees memory for the next model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         evaluation = summarise(names[: len(found)], found, settings, config, documents, time.perf_counter() - started)
         evaluation.notes = notes
         if after_each is not None:
@@ -93,10 +99,12 @@ def evaluate(
     return evaluation
 
 
-def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task) -> Scores:
+def _measured(name: str, task: Task) -> Scores:
     """Return the scores of one model; its name is added to errors."""
     try:
-        return measure(task, load_subject(task.config, name, task.tokenizer))
+        subject = load_subject(task.config, name, task.tokenizer)
+        by_prompts = task.config.method.rows == "prompts"
+        return PromptMeasure(task, subject).run() if by_prompts else measure_tokens(task, subject)
     except (ModelError, NonFiniteLossError) as error:
         raise type(error)(f"--model {name}: {error}") from error
 
@@ -115,13 +123,6 @@ def check_measurable(task: Task) -> None:
             "nothing to evaluate: the held-out prompts have no references, and evaluation.metrics is empty. Provide "
             "ground_truth, or set evaluation.metrics."
         )
-
-
-def _free_memory() -> None:
-    """Free memory for the next model."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 EXACT_POSITIONS = 16  # curves have a point for each of these positions, and then one for each power of two
@@ -225,11 +226,6 @@ class PromptMeasure:
         if not row.get("remaining_turns"):
             return self.completions.text(rollout.ids)
         return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
-
-
-def measure_prompts(task: Task, subject: Subject) -> Scores:
-    """Return the scores of a model on rows of `prompt` and `ground_truth`."""
-    return PromptMeasure(task, subject).run()
 
 
 def has_reference(row: dict[str, Any]) -> bool:

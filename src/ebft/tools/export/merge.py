@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ebft.catalog import MARK
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
+from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG
 from ebft.over_transformers import WeightGroup, convert_weights, revert_weights, weight_groups
@@ -43,12 +44,10 @@ from ebft.tools.export.checkpoint import (
     Reader,
     ShardFolder,
     base_folder,
-    checksum,
     parse_size,
     shard_names,
     split,
     write_index,
-    write_text,
 )
 
 if TYPE_CHECKING:
@@ -132,12 +131,17 @@ def merge_adapter(
     shards = _layout(merge, checkpoint, size)
     folder = ShardFolder(to, _identity(source, checkpoint, shards))
     resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
-    sizes = _sizes(merge, shards)
+    outputs = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
+    sizes = [sum(outputs[key].nbytes for key in keys) for keys in shards.values()]
     _copy_other_files(base, source.tokenizer, to)
-    _copy_generation_config(source.adapter, to)
+    if (source.adapter / GENERATION_CONFIG).is_file():  # which ends replies at the end of a turn
+        shutil.copyfile(source.adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
     if len(shards) > 1:
         write_index(to, shards, sum(sizes))
-    _write_config(base_config, adapter, merge, to)
+    if merge.unties:
+        base_config.tie_word_embeddings = False
+    base_config.get_text_config().vocab_size = adapter.vocab_size
+    write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
     folder.finish()
     return MergeResult(to, sum(sizes), max(sizes), len(shards), resumed, merge.unties)
 
@@ -175,16 +179,11 @@ def _layout(merge: Merge, checkpoint: Checkpoint, max_size: int | None) -> dict[
     return dict(zip(shard_names(len(files)), files))
 
 
-def _sizes(merge: Merge, shards: dict[str, list[str]]) -> list[int]:
-    weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
-    return [sum(weights[key].nbytes for key in keys) for keys in shards.values()]
-
-
 def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, list[str]]) -> dict[str, Any]:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {name: (checkpoint.folder / name).resolve().stat() for name in checkpoint.files}
     return {
-        "adapter": [checksum(source.adapter / name) for name in ("adapter_config.json", WEIGHTS)],
+        "adapter": [file_hash(source.adapter / name) for name in ("adapter_config.json", WEIGHTS)],
         "base": [str(checkpoint.folder), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "bits": [source.bits, str(source.dtype)],
         "shards": shards,
@@ -235,19 +234,6 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
         (to / name).unlink(missing_ok=True)  # a file that only the base model's tokenizer has would change the other
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, to / name)
-
-
-def _copy_generation_config(adapter: Path, to: Path) -> None:
-    """Replace that of the base model with the one of the adapter, which ends replies at the end of a turn."""
-    if (adapter / GENERATION_CONFIG).is_file():
-        shutil.copyfile(adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
-
-
-def _write_config(config: Any, adapter: Adapter, merge: Merge, to: Path) -> None:
-    if merge.unties:
-        config.tie_word_embeddings = False
-    config.get_text_config().vocab_size = adapter.vocab_size
-    write_text(to / "config.json", json.dumps(json.loads(config.to_json_string()), indent=2) + "\n")
 
 
 class Rounding(Protocol):

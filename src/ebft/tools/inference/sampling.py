@@ -1,4 +1,4 @@
-"""Generation of replies with transformers' `generate`."""
+"""Replies of a trained model with transformers' `generate`, their rewards, and a session in the terminal."""
 
 from __future__ import annotations
 
@@ -103,7 +103,13 @@ class Sampler:
             causal_lm = unwrap_adapter(model)
             ends = sorted(end_token_ids(model, self.renderer))
             config = self.options.generation_config(model)
-            config.max_new_tokens = min(config.max_new_tokens, _room(self.positions, len(ids)))
+            if self.positions is not None:
+                if len(ids) >= self.positions:
+                    raise DataError(
+                        f"The prompt has {len(ids)} tokens, but the model has {self.positions} positions. Use a "
+                        "shorter prompt."
+                    )
+                config.max_new_tokens = min(config.max_new_tokens, self.positions - len(ids))
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
             if samples > 1:
                 config.num_return_sequences, config.do_sample = samples, True
@@ -137,14 +143,6 @@ class _RefusesNaN(LogitsProcessor):
                 "again with a lower learning_rate."
             )
         return scores
-
-
-def _room(limit: int | None, length: int) -> int:
-    if limit is None:
-        return 2**31
-    if length >= limit:
-        raise DataError(f"The prompt has {length} tokens, but the model has {limit} positions. Use a shorter prompt.")
-    return limit - length
 
 
 def _cut(ids: list[int], ends: list[int]) -> list[int]:
