@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -76,20 +77,11 @@ def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[S
     Higher is better, except for diversity. Samples without the term are left out. "newest" starts with the last one.
     """
     if order == "newest":
-        return list(reversed(_last(samples, count)))
+        return list(reversed(deque(samples, maxlen=count)))
     found = (sample for sample in samples if sort in sample.terms)
     highest = (order == "best") != (sort in _LOWER_IS_BETTER)
     choose = heapq.nlargest if highest else heapq.nsmallest
     return choose(count, found, key=lambda sample: sample.terms[sort])
-
-
-def _last(samples: Iterable[Sample], count: int) -> list[Sample]:
-    kept: list[Sample] = []
-    for sample in samples:
-        kept.append(sample)
-        if len(kept) >= 2 * count:
-            del kept[:-count]
-    return kept[-count:]
 
 
 def first_and_last(folder: Path, count: int) -> tuple[list[Sample], list[Sample]]:
