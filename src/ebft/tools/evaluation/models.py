@@ -16,7 +16,8 @@ from ebft.catalog import is_gguf
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.adapter import SETTINGS, load_saved_adapter, read_adapter_config
+from ebft.models.adapter import SETTINGS as ADAPTER_FILE
+from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config
 from ebft.models.pretrained import find_model, pretrained_tokenizer
@@ -26,7 +27,6 @@ from ebft.run.checkpoints import checkpoint_hint
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-ADAPTER_FILE = SETTINGS
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
 

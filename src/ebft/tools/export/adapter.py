@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models import adapter as saved
+from ebft.models.adapter import SETTINGS as CONFIG
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors
 from ebft.models.files import refuse_classifier
 from ebft.models.resized import not_whole, saved_layers, saved_rows
@@ -29,7 +30,7 @@ from ebft.models.weights import refuse_pickles
 from ebft.over_transformers import get_keys_to_not_convert
 from ebft.run.checkpoints import checkpoint_hint
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.

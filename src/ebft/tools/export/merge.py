@@ -183,7 +183,7 @@ def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, lis
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {name: (checkpoint.folder / name).resolve().stat() for name in checkpoint.files}
     return {
-        "adapter": [file_hash(source.adapter / name) for name in ("adapter_config.json", WEIGHTS)],
+        "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
         "base": [str(checkpoint.folder), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "bits": [source.bits, str(source.dtype)],
         "shards": shards,
