@@ -12,6 +12,7 @@ import typer
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
+from ebft.tools.cli.arguments import key_overview
 from ebft.tools.cli.console import (
     FAILED,
     name_remaining_threads,
@@ -43,7 +44,7 @@ def _print_version(asked: bool) -> None:
 _OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
-    (train, "Train a model.", {"cls": LaunchingCommand, **_OVERRIDES}),
+    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview(), **_OVERRIDES}),
     (preprocess, "Prepare and show the rows of a config.", {}),
     (evaluate, "Evaluate models on held-out data.", {}),
     (inference, "Sample from a trained model.", {}),
