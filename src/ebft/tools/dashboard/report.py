@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
+from jinja2.filters import do_mark_safe
 
 from ebft.monitor.run_files import EVALUATION, REPORT, START, is_report, read_object
 from ebft.monitor.run_state import settings_in_effect
@@ -64,7 +64,7 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     compared = read_object(evaluation or folder / EVALUATION) or {}
     notes = compared.get("notes")
     # Values are escaped, with control characters as visible symbols; None is empty.
-    shown = lambda value: value if isinstance(value, Markup) else Markup(html_text(value))
+    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
     environment = Environment(
         autoescape=True, finalize=shown, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
