@@ -30,7 +30,7 @@ MERGE = """
 import json, sys
 from pathlib import Path
 import peft, transformers
-from ebft.tools.export.sources import peak_bytes
+from ebft.tools.export.merge import peak_bytes
 from ebft.tools.export.merge import MergeSource, merge_adapter
 base, adapter, to = sys.argv[1:]
 before = peak_bytes()
@@ -41,7 +41,7 @@ print(json.dumps(sizes | {"baseline": before, "over_baseline": peak_bytes() - be
 PEFT = """
 import json, sys
 import peft, transformers
-from ebft.tools.export.sources import peak_bytes
+from ebft.tools.export.merge import peak_bytes
 import ebft.tools.export.merge
 base, adapter, to = sys.argv[1:]
 before = peak_bytes()

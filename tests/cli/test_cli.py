@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from ebft.config.schema import RunConfig
 from ebft.tools.cli import app
-from ebft.tools.cli.train import leave_process_group, what_next
+from ebft.tools.cli.training import leave_process_group, what_next
 from tests.cli.conftest import ENVIRONMENT, flat, plain
 from tests.run.test_methods import run_file
 
@@ -201,7 +201,7 @@ def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch, tmp_pa
     assert not distributed.is_initialized()
     done, result = [], SimpleNamespace(output_dir="out", describe_outcome=lambda evaluate: "Outcome: it learned.")
     monkeypatch.setattr("ebft.run.training.train", lambda config, command: done.append("train") or result)
-    monkeypatch.setattr("ebft.tools.cli.train.leave_process_group", lambda: done.append("leave"))
+    monkeypatch.setattr("ebft.tools.cli.training.leave_process_group", lambda: done.append("leave"))
     ended = ebft("train", str(good))
     assert ended.exit_code == 0 and "Outcome: it learned." in ended.stderr and "Model saved in out" in ended.stdout
     assert done == ["train", "leave"]

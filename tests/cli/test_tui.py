@@ -10,8 +10,8 @@ import pytest
 
 from ebft.errors import RunError
 from ebft.run_files import is_alive, read_run
-from ebft.tools.cli import tui
-from ebft.tools.dashboard.training import Training
+from ebft.tools.cli import training as tui
+from ebft.tools.dashboard.tui import Training
 from tests.dashboard.runs import append, log_line, write_run
 from tests.run.test_methods import run_file
 from tests.terminal import Terminal, ebft_command

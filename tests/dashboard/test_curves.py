@@ -2,9 +2,9 @@
 
 import pytest
 
-from ebft.tools.dashboard import curves as metrics_module
-from ebft.tools.dashboard.curves import Curve, Metrics, Series, curves_of, evaluation_changes, healthy_range, range_text
-from ebft.tools.dashboard.plots import band, columns_of, limits, number, plot
+from ebft.tools.dashboard import live as metrics_module
+from ebft.tools.dashboard.live import Curve, Metrics, Series, curves_of, evaluation_changes, healthy_range, range_text
+from ebft.tools.dashboard.panels import band, columns_of, limits, number, plot
 from tests.dashboard.runs import STRIDED, held_out_line, log_line
 
 

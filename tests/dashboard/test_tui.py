@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ebft.monitor.run_files import remove_from_step
-from ebft.tools.dashboard import tui
+from ebft.tools.dashboard import panels
 from ebft.tools.dashboard.tui import Dashboard, TrainingDashboard
 from tests.dashboard.runs import STRIDED, append, held_out_line, log_line, strided_entry, write_run
 
@@ -168,9 +168,9 @@ def test_files_that_grow_break_vanish_and_start_again(run):
 
 def test_a_run_that_logs_no_rollouts_names_the_keys():
     for config in ({}, {"rl": "ebft", "ebft": {"mode": "strided"}, "trl": {"log_completions": True}}):
-        assert "ebft.log_completions (strided mode)" in tui.rollouts([], 80, config).plain
+        assert "ebft.log_completions (strided mode)" in panels.rollouts([], 80, config).plain
     for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
-        assert tui.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
+        assert panels.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
 
 
 def test_supervised_fine_tuning_has_no_rollouts(tmp_path):

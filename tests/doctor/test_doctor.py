@@ -17,12 +17,10 @@ from ebft.machine import gib
 from ebft.models.load import load_model_config
 from ebft.run.rehearsal import check_step_fits
 from ebft.tools.doctor import environment
-from ebft.tools.doctor.check import Attempt
-from ebft.tools.doctor.environment import check_installation
+from ebft.tools.doctor.environment import Attempt, check_installation
 from ebft.tools.doctor.memory import advice, exceeds, memory_checks, needs, savings
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
-from ebft.tools.doctor.run import _peak_check
-from ebft.tools.doctor.step import PhaseMemory
+from ebft.tools.doctor.run import PhaseMemory, _peak_check
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
 
@@ -100,7 +98,7 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
 
 def test_without_the_step_no_weights_are_loaded(doctor, tmp_path, monkeypatch):
     path = write_inputs("sft", tmp_path)
-    monkeypatch.setattr("ebft.tools.doctor.step.load_model", None)
+    monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     code, found = doctor(path, "--no-step")
     assert code == 0 and ("ok", "memory") in found and not any("peak" in name for _, name in found)
     assert "14,848 of 171,584 weights are trained" in found["ok", "memory"]

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from ebft.tools.evaluation.result import Evaluation, ModelResult, metrics_table
+from ebft.tools.evaluation.result import Evaluation, ModelResult
 
 
 def evaluation(documents=8, models=2):
@@ -52,6 +52,6 @@ def test_what_does_not_compare_models_has_no_direction_star_or_difference():
 @pytest.mark.parametrize("documents, has_stars", [(8, True), (7, False), (1, False)])
 def test_few_documents_give_no_stars(documents, has_stars):
     found = evaluation(documents)
-    text = lines(metrics_table(found))[0] + lines(found.differences_table())[0]
+    text = lines(found.table())[0] + lines(found.differences_table())[0]
     assert ("*" in text) == has_stars
     assert ("1 document, 1 sample at temperature 1" in text) == (documents == 1)

@@ -1,13 +1,7 @@
 """Replies are those of `generate`, of the model with or without its adapter, and their rewards those of training."""
 
-import http.client
 import json
 import shutil
-import socket
-import struct
-import threading
-import urllib.error
-import urllib.request
 
 import pytest
 import torch
@@ -16,11 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.config.load import load_config
-from ebft.errors import ConfigError, DataError, ModelError
+from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.tools.inference.models import model_in_folder, model_of_run
 from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
-from ebft.tools.inference.serve import PageServer, serve_page
 from tests.structured.trainers import USER, rows
 
 NAN, INF = float("nan"), float("inf")
@@ -168,191 +161,6 @@ def test_ctrl_c_ends_a_session_at_the_prompt_and_stops_a_reply(sampler, capsys, 
     monkeypatch.setattr(type(sampler), "reply_ids", interrupted)
     session.run(lines("say 3", "say 4"))
     assert capsys.readouterr().out.count("(stopped)") == 2 and session._messages[False] == []
-
-
-@pytest.fixture
-def address(sampler):
-    with PageServer(sampler, True, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.address
-        server.shutdown()
-        thread.join()
-
-
-def post(url, body, **headers):
-    headers = {"Content-Type": "application/json", **headers}
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def test_the_page(address, sampler):
-    page = urllib.request.urlopen(address).read().decode()
-    assert sampler.loaded.name in page and "{{ABOUT}}" not in page
-    reply = sampler.text(sampler.reply_ids(CHAT)[0])
-    assert post(f"{address}/reply", {"messages": CHAT}) == (200, reply)
-    base = sampler.text(sampler.reply_ids(CHAT, base=True)[0])
-    assert post(f"{address}/reply", {"messages": CHAT, "base": True}) == (200, base)
-    greedy = Sampler(sampler.loaded, SamplingOptions(4, 0.0, seed=7))
-    changed = {"text": "say 3", "temperature": 0, "max_new_tokens": 4}
-    assert post(f"{address}/reply", changed) == (200, greedy.text(greedy.reply_ids("say 3")[0]))
-    status, scored = post(f"{address}/score", {"messages": CHAT, "reference": "it is", "samples": 2})
-    assert status == 200 and json.loads(scored)["rewards"] == pytest.approx(Scorer(sampler, 2)(CHAT, "it is").rewards)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "body", "headers", "message"),
-    [
-        ("/reply", {}, {}, "needs text"),
-        ("/reply", [], {}, "JSON object"),
-        ("/reply", {"text": "a", "temperature": -1}, {}, "temperature: invalid value -1"),
-        ("/reply", {"text": "a", "temperature": NAN}, {}, "temperature: invalid value nan; expected 0 or a number"),
-        ("/reply", {"text": "a", "temperature": 1e-320}, {}, "temperature: invalid value 1e-320"),
-        ("/reply", {"text": "a", "temperature": 10**400}, {}, "temperature: invalid value 1000"),
-        ("/reply", {"text": "a", "max_new_tokens": INF}, {}, "max_new_tokens: invalid value inf; expected an integer"),
-        ("/reply", {"text": "a", "max_new_tokens": NAN}, {}, "max_new_tokens: invalid value nan"),
-        ("/reply", {"text": "a", "max_new_tokens": 0}, {}, "expected an integer from 1"),
-        ("/reply", {"text": "a", "max_new_tokens": 1.5}, {}, "max_new_tokens: invalid value 1.5"),
-        ("/reply", {"text": "a", "seed": 2**32}, {}, "expected an integer from 0 to 4294967295"),
-        ("/reply", {"text": "a", "seed": "1"}, {}, "seed: invalid value '1'"),
-        ("/reply", {"text": "a", "top_k": 2**40}, {}, "top_k: invalid value"),
-        ("/reply", {"text": "a", "top_p": 1.1}, {}, "top_p: invalid value 1.1"),
-        ("/reply", {"text": "a \ud800"}, {}, "half of a surrogate pair"),
-        ("/reply", {"messages": [{"role": "user", "content": "\udfff"}]}, {}, "half of a surrogate pair"),
-        ("/score", {"text": "a", "reference": "\ud800"}, {}, "half of a surrogate pair"),
-        ("/score", {"text": "a", "reference": "b", "samples": 0}, {}, "samples: invalid value 0"),
-        ("/score", {"text": "a", "reference": "b", "samples": 10**9}, {}, "expected an integer from 1 to 256"),
-        ("/score", {"text": "a", "reference": "b", "sample": 3}, {}, "'sample': unknown field"),
-        ("/reply", {"text": "a", "reference": "b"}, {}, "'reference': unknown field; the fields of /reply"),
-        ("/reply", {"text": "a", "base": "yes"}, {}, "base: invalid value 'yes'; expected true or false"),
-        ("/reply", b"[" * 200_000, {}, "nested too deeply"),
-        ("/reply", b'{"a": ' + b"9" * 5000 + b"}", {}, "not JSON"),
-        ("/reply", {"text": "a"}, {"Origin": "http://example.org"}, "Requests from http://example.org"),
-        ("/reply", {"text": "a"}, {"Host": "example.org:80"}, "Requests to example.org"),
-        ("/reply", {"text": "a"}, {"Host": "127.0.0.1.example.org"}, "Requests to 127.0.0.1.example.org"),
-        ("/reply", {"text": "a"}, {"Content-Length": "9" * 5000}, "Content-Length of at most"),
-        ("/reply", {"messages": [{"role": "user", "content": [5]}]}, {}, "role and content, both texts"),
-        ("/reply", {"messages": [{"role": "user"}]}, {}, "role and content, both texts"),
-        ("/score", {"text": "a", "reference": "b", "temperature": 0}, {}, "temperature: 0 gives equal samples"),
-        ("/reply", {"text": "a"}, {"Content-Type": "text/plain"}, "must be JSON"),
-        ("/score", {"text": "a", "reference": " "}, {}, "reference must be a text"),
-        ("/other", {}, {}, "only /reply and /score"),
-    ],
-)
-def test_requests_that_are_refused(path, body, headers, message, address):
-    status, text = post(f"{address}{path}", body, **headers)
-    assert status in (400, 404) and message in text
-
-
-def test_names_of_this_machine(address):
-    """Port 80 is not named in a Host header; other names may be those of a web site that resolve to this machine."""
-    connection = http.client.HTTPConnection(address.removeprefix("http://"))
-    for host, status in (("localhost", 200), ("LOCALHOST.", 200), ("[::1]:1", 200), ("example.org", 400)):
-        for method, path, body in (("GET", "/", None), ("POST", "/reply", json.dumps({"text": "a"}))):
-            connection.request(method, path, body, {"Host": host, "Content-Type": "application/json"})
-            response = connection.getresponse()
-            assert response.status == status, host
-            response.read()
-
-
-def test_the_page_on_other_addresses(sampler):
-    with PageServer(sampler, True, "::1", 0) as server:
-        assert server.address == f"http://[::1]:{server.server_address[1]}"
-        with pytest.raises(ConfigError, match="--port: port .* is already in use"):
-            PageServer(sampler, True, "::1", server.server_address[1])
-    with pytest.warns(UserWarning, match="other machines without a password"), PageServer(sampler, True, "0.0.0.0", 0):
-        pass
-    with pytest.raises(ConfigError, match="Set --host to an address of this machine"):
-        PageServer(sampler, True, "192.0.2.77", 0)
-
-
-def test_errors_of_a_request(address, monkeypatch, capsys):
-    """One that is not expected is sent, also within a reply; that of a client that left is not printed."""
-    monkeypatch.setattr(Sampler, "reply_ids", lambda *_, **__: 1 / 0)
-    assert post(f"{address}/reply", {"text": "a"}) == (500, "ZeroDivisionError: division by zero")
-    assert "ZeroDivisionError" in capsys.readouterr().err
-
-    def stops(self, *_, streamer, **__):
-        streamer.on_finalized_text("begun")
-        raise ModelError("computes NaN")
-
-    monkeypatch.setattr(Sampler, "reply_ids", stops)
-    assert post(f"{address}/reply", {"text": "a"}) == (200, "begun\n[Error: computes NaN]")
-    host, _, port = address.removeprefix("http://").partition(":")
-    for request in (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"POST"):
-        with socket.create_connection((host, int(port))) as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not an end
-            client.sendall(request)
-    assert urllib.request.urlopen(address).status == 200
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_a_server_that_stops_ends_the_reply(sampler, monkeypatch):
-    begun, ended = threading.Event(), threading.Event()
-
-    def endless(self, *_, on_token, **__):
-        begun.set()
-        try:
-            while True:
-                on_token()
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(Sampler, "reply_ids", endless)
-    with PageServer(sampler, True, "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        client = threading.Thread(target=lambda: pytest.raises(OSError, post, f"{server.address}/reply", {"text": "a"}))
-        client.start()
-        assert begun.wait(60)
-        server.stop()  # returns when nothing is computed any more
-        assert ended.is_set()
-        server.shutdown()
-        thread.join()
-        client.join(60)
-
-
-def test_a_client_that_disconnects_stops_the_generation(address, sampler, monkeypatch):
-    begun, closed, stopped, steps = threading.Event(), threading.Event(), threading.Event(), []
-    original = Sampler.reply_ids
-
-    def watched(self, *arguments, on_token, **options):
-        def step():
-            steps.append(None)
-            begun.set()
-            closed.wait(60)
-            on_token()
-
-        try:
-            return original(self, *arguments, on_token=step, **options)
-        finally:
-            stopped.set()
-
-    monkeypatch.setattr(Sampler, "reply_ids", watched)
-    host, _, port = address.removeprefix("http://").partition(":")
-    body = json.dumps({"text": "say 3", "reference": "b", "max_new_tokens": 16, "temperature": 1}).encode()
-    head = f"POST /score HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert begun.wait(60)
-    closed.set()
-    assert stopped.wait(60) and len(steps) == 1
-
-
-def test_ctrl_c_ends_the_page(sampler, monkeypatch):
-    def interrupted(server):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(PageServer, "serve_forever", interrupted)
-    said = []
-    serve_page(sampler, True, "127.0.0.1", 0, said.append)
-    assert "serves" in said[0] and said[1] == "Stopped."
 
 
 def test_the_base_of_a_full_model_is_the_gguf_file_that_it_was_trained_from(folders, tiny_gguf, tmp_path):

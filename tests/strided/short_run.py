@@ -5,7 +5,7 @@ import sys
 import torch
 
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
-from ebft.tools.cli.train import leave_process_group
+from ebft.tools.cli.training import leave_process_group
 from tests.strided.families import VOCAB, tiny_model
 from tests.strided.test_exactness import with_lora
 

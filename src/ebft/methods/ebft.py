@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ebft.config import rules
 from ebft.config.options import FeatureOptions
 from ebft.config.section import option_names
+from ebft.methods.method import HEALTHY_ROLLOUTS
 
 if TYPE_CHECKING:
     from ebft.machine import Machine
@@ -22,6 +23,7 @@ CITATION = """\
   journal = {arXiv preprint arXiv:2603.12248},
   year    = {2026}
 }"""
+HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **HEALTHY_ROLLOUTS}
 PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 

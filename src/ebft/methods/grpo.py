@@ -18,7 +18,7 @@ from ebft.config.user_code import call_problem, find_function
 from ebft.errors import ConfigError
 from ebft.methods import nemo_gym
 from ebft.methods.ebft import warn_of_reward
-from ebft.methods.method import EvaluationSampling, Method, MethodConfig, class_at
+from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, class_at
 from ebft.models.files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
@@ -46,6 +46,7 @@ class GRPO(Method):
     keys = NemoGymKeys
     needs_reference = False
     phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
+    healthy = {"grad_norm": (None, 1.0), **HEALTHY_ROLLOUTS}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
     arguments = "ebft.structured:RolloutGRPOConfig"
     trainer = "ebft.structured:RolloutGRPOTrainer"

@@ -31,6 +31,8 @@ CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
 # Metrics of `ebft.scores.feature_scores`; by default the first selects the best checkpoint.
 FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "diversity")
 
+HEALTHY_ROLLOUTS = {"kl": (0.0, 0.5), "truncated completions": (None, 0.3)}
+
 
 @dataclass(frozen=True)
 class EvaluationSampling:
@@ -99,6 +101,8 @@ class Method(ABC):
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
     copy_name: ClassVar[str] = "feature network"  # of `copies_model`, as `ebft doctor` calls it
     reads_streams: ClassVar[bool] = False  # whether rows can be read while training runs (streaming)
+    # Usual ranges of curves by their titles, of metrics of whitened features with "whitened" before it; None: no bound.
+    healthy: ClassVar[dict[str, tuple[float | None, float | None]]] = {"grad_norm": (None, 10.0)}
 
     # Config. It is checked in three stages: alone (`conflicts`, then `resolve`), on the machine (`problems`,
     # `problems_here`), and with the rows (`check_rows`).

@@ -13,6 +13,7 @@ from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.methods.ebft import (
     CITATION,
+    HEALTHY,
     PAPER,
     feature_conflicts,
     missing_device,
@@ -34,6 +35,7 @@ class Strided(Method):
     name = "strided mode"
     tag = "ebft"
     citation = CITATION
+    healthy = HEALTHY
     rows = "tokens"
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
-from ebft.methods.ebft import CITATION, PAPER, feature_conflicts, missing_device, reference_limit, warn_of_options
+from ebft.methods.ebft import (
+    CITATION,
+    HEALTHY,
+    PAPER,
+    feature_conflicts,
+    missing_device,
+    reference_limit,
+    warn_of_options,
+)
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
 from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
 
@@ -25,6 +33,7 @@ class Structured(GRPO):
     name = "structured mode (rl: ebft without ebft.mode: strided)"
     tag = "ebft"
     citation = CITATION
+    healthy = HEALTHY
     keys = Section  # not those of NeMo Gym, whose rows have no references
     needs_reference = True
     own_rewards = (FEATURE_MATCHING,)

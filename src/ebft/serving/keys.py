@@ -1,10 +1,9 @@
 """The section `vllm:` of the config, and the settings of a server."""
 
 import errno
-import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
@@ -79,28 +78,9 @@ def base_url(host: str, port: int) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is localhost or one of its addresses, which other machines cannot connect to."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def host_in(header: str) -> str:
-    """The host of a Host header, without port, brackets and trailing dot, in lower case."""
-    name = header.strip().lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    return name.removesuffix(".")
-
-
-def check_free(host: str, port: int, keys: tuple[str, str] = ("vllm.host", "vllm.port")) -> tuple[int, Any]:
-    """Return the address family and the address to listen on for `host` and `port`.
-
-    Raises ConfigError, with the `keys` of host and port, if a server cannot listen there, usually because the port is
-    in use.
-    """
-    host_key, port_key = keys
+def check_free(host: str, port: int) -> None:
+    """Raise ConfigError if a server cannot listen on `host` and `port`, usually because the port is in use."""
+    remedy = "Set vllm.host to an address of this machine, such as 127.0.0.1."
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -109,20 +89,17 @@ def check_free(host: str, port: int, keys: tuple[str, str] = ("vllm.host", "vllm
             # As servers do: ignore remaining connections of a stopped server. A listening socket is still detected.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        return family, address
+        return
     except UnicodeError:  # of the encoding of names
-        reason, remedy = "not the name of a host", f"Set {host_key} to an address of this machine, such as 127.0.0.1."
+        reason = "not the name of a host"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            trainer = " (and trl.vllm_server_port for the trainer)" if port_key == "vllm.port" else ""
             raise ConfigError(
-                f"{port_key}: port {port} on {host} is already in use, possibly by an earlier server. Stop the other "
-                f"program, or set {port_key} to a free port{trainer}."
+                f"vllm.port: port {port} on {host} is already in use, possibly by an earlier server. Stop the other "
+                "program, or set vllm.port to a free port (and trl.vllm_server_port for the trainer)."
             ) from None
         reason = error.strerror
         if error.errno in (errno.EACCES, errno.EPERM):
-            remedy = f"Set {port_key} to a port above 1023."
-        else:
-            remedy = f"Set {host_key} to an address of this machine, such as 127.0.0.1."
+            remedy = "Set vllm.port to a port above 1023."
     shown = host if len(host) <= 80 else f"{host[:80]}..."
-    raise ConfigError(f"{host_key}, {port_key}: cannot listen on {shown}, port {port} ({reason}). {remedy}")
+    raise ConfigError(f"vllm.host, vllm.port: cannot listen on {shown}, port {port} ({reason}). {remedy}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
@@ -28,7 +27,7 @@ from ebft.catalog import (
     require_gguf,
 )
 from ebft.errors import FetchError
-from ebft.files import allow_readers, flush, locked
+from ebft.files import allow_readers, file_hash, flush, locked
 from ebft.printed import say
 
 
@@ -173,7 +172,7 @@ def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
     """Raise FetchError unless `wheel` is a file with this checksum."""
     if not wheel.is_file():
         raise FetchError(f"File not found: {wheel}. Give the wheel file of {name} {version}.")
-    given = sha256_of(wheel)
+    given = file_hash(wheel)
     if given != sha256:
         raise FetchError(
             f"{wheel.name} is not the expected wheel of {name} {version}: its sha256 is {given}, expected "
@@ -181,18 +180,12 @@ def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
         )
 
 
-def sha256_of(path: Path) -> str:
-    """The sha256 checksum of a file in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _folder(name: str, version: str, cache: Path | None) -> Path:
     return (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
 
 
 def _cached(folder: Path, sha256: str) -> Path | None:
-    return next((wheel for wheel in folder.glob("*.whl") if sha256_of(wheel) == sha256), None)
+    return next((wheel for wheel in folder.glob("*.whl") if file_hash(wheel) == sha256), None)
 
 
 def _fetch_into(folder: Path, name: str, version: str, sha256: str) -> Path:

@@ -12,7 +12,7 @@ import typer
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
-from ebft.tools.cli.config import config
+from ebft.tools.cli.arguments import key_overview
 from ebft.tools.cli.console import (
     FAILED,
     name_remaining_threads,
@@ -20,17 +20,10 @@ from ebft.tools.cli.console import (
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
-from ebft.tools.cli.doctor import doctor, env
-from ebft.tools.cli.evaluate import evaluate
-from ebft.tools.cli.fetch import fetch
-from ebft.tools.cli.inference import inference
-from ebft.tools.cli.merge import merge_lora, merge_sharded, quantize
-from ebft.tools.cli.preprocess import preprocess
-from ebft.tools.cli.quickstart import quickstart
-from ebft.tools.cli.show import report, show
-from ebft.tools.cli.train import LaunchingCommand, train
-from ebft.tools.cli.tui import tui
-from ebft.tools.cli.vllm_serve import vllm_serve
+from ebft.tools.cli.models import fetch, merge_lora, merge_sharded, quantize, vllm_serve
+from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
+from ebft.tools.cli.results import evaluate, inference, report, show
+from ebft.tools.cli.training import LaunchingCommand, train, tui
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",
@@ -51,7 +44,7 @@ def _print_version(asked: bool) -> None:
 _OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
-    (train, "Train a model.", {"cls": LaunchingCommand, **_OVERRIDES}),
+    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview(), **_OVERRIDES}),
     (preprocess, "Prepare and show the rows of a config.", {}),
     (evaluate, "Evaluate models on held-out data.", {}),
     (inference, "Sample from a trained model.", {}),

@@ -15,14 +15,12 @@ An option that was renamed keeps its former name as a hidden option (`hidden=Tru
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.padding import Padding
-from rich.text import Text
 
 from ebft.catalog import MODELS, is_gguf
 from ebft.config.load import load_config
@@ -126,70 +124,60 @@ def _paths(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
     return found
 
 
-ConfigFile = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="The YAML config file.", show_default=False, autocompletion=complete_config),
-]
-RunFolder = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FOLDER",
-        help="The output_dir of a run, running or ended.",
-        show_default=False,
-        autocompletion=complete_folder,
-    ),
-]
+def option(
+    names: str | tuple[str, ...],
+    metavar: str | None,
+    text: str,
+    complete: Callable[..., list[str]] | None = None,
+    **settings: Any,
+) -> Any:
+    """An option with a value, whose default is not shown; `complete` gives the words for the Tab key."""
+    names = (names,) if isinstance(names, str) else names
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False, autocompletion=complete, **settings)
+
+
+def argument(metavar: str, text: str, complete: Callable[..., list[str]] | None = None) -> Any:
+    """An argument, whose default is not shown."""
+    return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
+
+
+ConfigFile = Annotated[Path, argument("CONFIG", "The YAML config file.", complete=complete_config)]
+RunFolder = Annotated[Path, argument("FOLDER", "The output_dir of a run, running or ended.", complete=complete_folder)]
 ConfigOrFolder = Annotated[
     Path,
-    typer.Argument(
-        metavar="CONFIG|FOLDER",
-        help="The config of the run, or the folder of a model or an adapter.",
-        show_default=False,
-        autocompletion=complete_config,
+    argument(
+        "CONFIG|FOLDER", "The config of the run, or the folder of a model or an adapter.", complete=complete_config
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Values that override the config file.",
-        show_default=False,
-        autocompletion=complete_override,
-    ),
+    list[str] | None, argument("[KEY=VALUE]...", "Values that override the config file.", complete=complete_override)
 ]
 BaseModel = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--base-model",
-        metavar="MODEL",
-        help="Base model, if it is not where the adapter or the model card says.",
-        show_default=False,
-        autocompletion=complete_model,
+        "MODEL",
+        "Base model, if it is not where the adapter or the model card says.",
+        complete=complete_model,
     ),
 ]
 LoraModelDir = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--lora-model-dir",
-        metavar="DIR",
-        help="With a config: folder of the adapter. Default: output_dir.",
-        show_default=False,
-        autocompletion=complete_folder,
+        "DIR",
+        "With a config: folder of the adapter. Default: output_dir.",
+        complete=complete_folder,
     ),
 ]
 FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
 Value = TypeVar("Value", Path, int)
 
 
-class Source(NamedTuple):
-    """What CONFIG|FOLDER names: a config, or None, and the folder of the model or adapter."""
-
-    config: RunConfig | None
-    folder: Path
-
-
-def read_source(source: Path, overrides: list[str] | None, lora_model_dir: str | None = None) -> Source:
-    """Load the config `source`, whose folder is `lora_model_dir` or else `output_dir`, or find the folder `source`.
+def read_source(
+    source: Path, overrides: list[str] | None, lora_model_dir: str | None = None
+) -> tuple[RunConfig | None, Path]:
+    """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`.
 
     A folder may also be the name of a fetched model. Raises ConfigError if it is neither, or for a folder with options
     that require a config, and ModelError for a model that is not fetched.
@@ -201,11 +189,18 @@ def read_source(source: Path, overrides: list[str] | None, lora_model_dir: str |
             raise ConfigError(f"{source} is a folder: {given} a config.")
         if is_name:
             locate(str(source), "model", "FOLDER")
-        return Source(None, Path(lasting_name(str(source))) if is_name else source)
-    if not source.exists() and source.suffix not in (".yaml", ".yml"):
+        return None, Path(lasting_name(str(source))) if is_name else source
+    if not source.exists() and source.suffix not in _CONFIGS:
         raise ConfigError(f"{source} is neither a config file nor a folder with a model or an adapter.")
     config = load_config(source, overrides or [])
-    return Source(config, Path(lora_model_dir or config.output_dir).expanduser())
+    return config, Path(lora_model_dir or config.output_dir).expanduser()
+
+
+def key_overview() -> str:
+    """All top-level keys, one paragraph per group, for --help."""
+    groups = option_groups(nested=False)
+    lines = [f"{title}: {', '.join(key.key for key in keys)}" for title, keys in groups.items()]
+    return "\n\n".join(["Config keys (run `ebft config` for descriptions):", *lines])
 
 
 def renamed(value: Value | None, former: Value | None, name: str, former_name: str) -> Value | None:
@@ -213,21 +208,3 @@ def renamed(value: Value | None, former: Value | None, name: str, former_name: s
     if value is not None and former is not None:
         raise ConfigError(f"{name} and {former_name} are the same option. Keep {name}.")
     return former if value is None else value
-
-
-def key_overview() -> str:
-    """All top-level keys, one paragraph per group, for --help."""
-    groups = option_groups(nested=False)
-    lines = [f"{title}: {', '.join(option.key for option in options)}" for title, options in groups.items()]
-    return "\n\n".join(["Config keys (run `ebft config` for descriptions):", *lines])
-
-
-def option_listing(search: str = "") -> Iterator[Text | Padding]:
-    """Every key with its type, default and description; with `search`, only the keys that contain it."""
-    for title, options in option_groups().items():
-        found = [option for option in options if search in option.key]
-        if found:
-            yield Text(f"\n{title}", style="bold underline")
-        for option in found:
-            yield Text.assemble((option.key, "bold cyan"), f" = {option.default}  ", (option.type, "dim"))
-            yield Padding(Text(option.description), (0, 0, 0, 4))

@@ -28,11 +28,6 @@ DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed w
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
-def listing(command: Callable[..., None]) -> Callable[..., None]:
-    """The same as `polite`, for a command without other results than what it prints: it ends if nobody reads it."""
-    return polite(command, goes_on=False)
-
-
 def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., None]:
     """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C.
 
@@ -67,6 +62,10 @@ def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., 
             raise typer.Exit(INTERRUPTED + number) from None
 
     return run
+
+
+# For a command without other results than what it prints: it ends if nobody reads it.
+listing = functools.partial(polite, goes_on=False)
 
 
 def say_error(message: str, before: str = "") -> None:
@@ -152,14 +151,10 @@ def name_remaining_threads(code: int, seconds: tuple[float, float] = (10.0, 300.
 
 
 def _say(*parts: str | tuple[str, str]) -> None:
-    with _between_progress_bars():
+    between_bars: AbstractContextManager = nullcontext()
+    if "tqdm" in sys.modules:  # unfinished progress bars are cleared, and drawn again below
+        from tqdm import tqdm
+
+        between_bars = tqdm.external_write_mode(file=sys.stderr)
+    with between_bars:
         safe_console(stderr=True, soft_wrap=True).print(Text.assemble(*parts))
-
-
-def _between_progress_bars() -> AbstractContextManager:
-    """Clear unfinished progress bars and draw them again below what is printed inside the block."""
-    if "tqdm" not in sys.modules:
-        return nullcontext()
-    from tqdm import tqdm
-
-    return tqdm.external_write_mode(file=sys.stderr)

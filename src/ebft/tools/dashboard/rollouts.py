@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
@@ -14,7 +16,6 @@ from rich.text import Text
 
 from ebft.printed import printable
 from ebft.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
-from ebft.tools.dashboard.curves import is_number
 
 LENGTH, REWARD = "length", "reward"
 ORDERS = ("best", "worst", "newest")
@@ -76,20 +77,11 @@ def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[S
     Higher is better, except for diversity. Samples without the term are left out. "newest" starts with the last one.
     """
     if order == "newest":
-        return list(reversed(_last(samples, count)))
+        return list(reversed(deque(samples, maxlen=count)))
     found = (sample for sample in samples if sort in sample.terms)
     highest = (order == "best") != (sort in _LOWER_IS_BETTER)
     choose = heapq.nlargest if highest else heapq.nsmallest
     return choose(count, found, key=lambda sample: sample.terms[sort])
-
-
-def _last(samples: Iterable[Sample], count: int) -> list[Sample]:
-    kept: list[Sample] = []
-    for sample in samples:
-        kept.append(sample)
-        if len(kept) >= 2 * count:
-            del kept[:-count]
-    return kept[-count:]
 
 
 def first_and_last(folder: Path, count: int) -> tuple[list[Sample], list[Sample]]:
@@ -178,6 +170,16 @@ def _content(message: dict[str, Any]) -> str:
     if isinstance(content, list):  # parts of a message
         return " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
     return str(content if content is not None else message.get("tool_calls", ""))
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 PROMPT_CHARACTERS = 400  # at most, of the end of a prompt

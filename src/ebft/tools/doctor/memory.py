@@ -16,7 +16,7 @@ from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
 from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
-from ebft.tools.doctor.check import Check
+from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows, StepTokens
 
 # Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
@@ -91,7 +91,7 @@ class Estimate:
         return max((*_PHASES, "loss and backward"), key=self.during)
 
     def during(self, phase: str) -> int:
-        """Return the bytes that the device of the model needs in a phase of `ebft.tools.doctor.step.measure_step`."""
+        """Return the bytes that the device of the model needs in a phase of `ebft.tools.doctor.run.measure_step`."""
         return sum(self.parts(phase).values())
 
     def parts(self, phase: str) -> dict[str, int]:
@@ -222,7 +222,7 @@ _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 def savings(needs: Needs, phase: str) -> list[str]:
     """Return changes that lower the memory of `phase`, those with the least cost in quality first.
 
-    `phase` is one of `ebft.tools.doctor.step.measure_step`. Each change is estimated alone, on the device of the model.
+    `phase` is one of `ebft.tools.doctor.run.measure_step`. Each change is estimated alone, on the device of the model.
     """
     now = needs.of(needs.config).during(phase)
     found = []

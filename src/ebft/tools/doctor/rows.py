@@ -13,7 +13,7 @@ from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import TRUNCATED, token_counts
-from ebft.tools.doctor.check import Check
+from ebft.tools.doctor.environment import Check
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | lis
     if "prompt_ids" in data.column_names:
         return list(map(_pair_length, data))
     renderer = Renderer(tokenizer, config.chat_template_kwargs)
-    return [_prompt_length(renderer, row) for row in data]
+    talks = (renderer.of_row(row) for row in data)
+    return [PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns)) for talk in talks]
 
 
 def _tokens(row: dict[str, Any]) -> int:
@@ -167,11 +168,6 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
             "sequence_len",
             f"{limit} is more than twice the longest {text} ({longest:,} tokens): sequence_len: {enough} is enough.",
         )
-
-
-def _prompt_length(renderer: Renderer, row: dict[str, Any]) -> PromptLength:
-    talk = renderer.of_row(row)
-    return PromptLength(tuple((len(turn.lead_ids), len(turn.reference_ids)) for turn in talk.turns))
 
 
 def completions_of(row: dict[str, Any]) -> list[str]:

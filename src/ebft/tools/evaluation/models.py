@@ -16,7 +16,7 @@ from ebft.catalog import is_gguf
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.features import FeatureNetwork
-from ebft.files import ADAPTER_CONFIG
+from ebft.models.adapter import ADAPTER_CONFIG as ADAPTER_FILE
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config
@@ -27,7 +27,6 @@ from ebft.run.checkpoints import checkpoint_hint
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
-ADAPTER_FILE = ADAPTER_CONFIG
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
 
@@ -129,10 +128,14 @@ def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bo
     """Whether the weights of the policy without its adapter are exactly those of the config's base model."""
     if adapter is None:
         return _same_model(config, name)
-    if not isinstance(adapter, LoraConfig) or not _same_model(config, adapter.base_model_name_or_path):
-        return False
+    return keeps_base(adapter) and _same_model(config, adapter.base_model_name_or_path)
+
+
+def keeps_base(adapter: PeftConfig) -> bool:
+    """Whether a model with this adapter switched off is exactly its base model."""
     # Other initialisations move a part of the base weights into the adapter; trained biases are part of the base model.
-    return adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
+    is_lora = isinstance(adapter, LoraConfig)
+    return is_lora and adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")
 
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:

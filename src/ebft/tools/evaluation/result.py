@@ -20,7 +20,7 @@ from rich.table import Table
 from ebft.errors import ConfigError
 from ebft.methods.method import selecting_keys
 from ebft.scores import CURVE, Scores, interval
-from ebft.tools.dashboard.curves import NOT_COMPARABLE
+from ebft.tools.dashboard.live import NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
@@ -73,12 +73,39 @@ class Evaluation:
         write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
 
     def table(self) -> Table:
-        """Return a table of metrics with intervals; see `ebft.tools.evaluation.result`."""
-        return metrics_table(self)
+        """Return a table of the metrics of each model with intervals.
+
+        A star marks metrics whose difference from the first model has an interval that excludes 0. Intervals over fewer
+        than 8 documents are not reliable enough for that, so there are no stars then.
+        """
+        has_stars = len(self.models) > 1 and _has_enough_documents(self)
+        legend = "^ higher is better, v lower is better; brackets: interval over documents"
+        legend += "; * differs from the first model" if has_stars else ""
+        settings = self.settings
+        title = (
+            f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')} at temperature "
+        )
+        title += f"{settings['temperature']:g}"
+        table = Table("metric", *_headings(self), title=title, caption=legend)
+        for name in _ordered({name for result in self.models for name in result.metrics}):
+            table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in self.models))
+        return table
 
     def differences_table(self) -> Table | None:
-        """Return a table of the differences from the first model with their intervals; None for a single model."""
-        return differences_table(self)
+        """Return a table of the differences from the first model with intervals, paired by document.
+
+        None if there is a single model. Metrics that cannot be compared between models are left out.
+        """
+        first, *others = self.models
+        if not others:
+            return None
+        first_heading, *headings = _headings(self)
+        has_stars = _has_enough_documents(self)
+        caption = "brackets: interval of the difference, paired by document" + ("; * excludes 0" if has_stars else "")
+        table = Table("metric", *headings, title=f"Differences from {first_heading}", caption=caption)
+        for name in _ordered({name for result in others for name in result.differences}):
+            table.add_row(_marked(name), *(_cell(result, name, has_stars, of_difference=True) for result in others))
+        return table
 
 
 def summarise(
@@ -206,41 +233,6 @@ ORDER = (
 _LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")
 
 
-def metrics_table(evaluation: Evaluation) -> Table:
-    """Return a table of the metrics of each model with intervals.
-
-    A star marks metrics whose difference from the first model has an interval that excludes 0. Intervals over fewer
-    than 8 documents are not reliable enough for that, so there are no stars then.
-    """
-    has_stars = len(evaluation.models) > 1 and _has_enough_documents(evaluation)
-    legend = "^ higher is better, v lower is better; brackets: interval over documents"
-    legend += "; * differs from the first model" if has_stars else ""
-    settings = evaluation.settings
-    title = f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')} at temperature "
-    title += f"{settings['temperature']:g}"
-    table = Table("metric", *_headings(evaluation), title=title, caption=legend)
-    for name in _ordered({name for result in evaluation.models for name in result.metrics}):
-        table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in evaluation.models))
-    return table
-
-
-def differences_table(evaluation: Evaluation) -> Table | None:
-    """Return a table of the differences from the first model with intervals, paired by document.
-
-    None if there is a single model. Metrics that cannot be compared between models are left out.
-    """
-    first, *others = evaluation.models
-    if not others:
-        return None
-    first_heading, *headings = _headings(evaluation)
-    has_stars = _has_enough_documents(evaluation)
-    caption = "brackets: interval of the difference, paired by document" + ("; * excludes 0" if has_stars else "")
-    table = Table("metric", *headings, title=f"Differences from {first_heading}", caption=caption)
-    for name in _ordered({name for result in others for name in result.differences}):
-        table.add_row(_marked(name), *(_difference(result, name, has_stars) for result in others))
-    return table
-
-
 def _has_enough_documents(evaluation: Evaluation) -> bool:
     return evaluation.settings["documents"] >= FEWEST_DOCUMENTS
 
@@ -260,23 +252,16 @@ def _marked(name: str) -> str:
     return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '^'}"
 
 
-def _cell(result: ModelResult, name: str, has_stars: bool) -> str:
-    if name not in result.metrics:
+def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool = False) -> str:
+    """A metric, or its difference from the first model, with its interval, and a star if the difference is not 0."""
+    values, intervals, digits = result.metrics, result.intervals, ".4g"
+    if of_difference:
+        values, intervals, digits = result.differences, result.difference_intervals, "+.3g"
+    if name not in values:
         return ""
-    cell = f"{result.metrics[name]:.4g}"
-    if name in result.intervals:
-        low, high = result.intervals[name]
-        cell += f" [{low:.4g}, {high:.4g}]"
-    return f"{cell}*" if has_stars and _excludes_0(result, name) else cell
-
-
-def _difference(result: ModelResult, name: str, has_stars: bool) -> str:
-    if name not in result.differences:
-        return ""
-    cell = f"{result.differences[name]:+.3g}"
-    if name in result.difference_intervals:
-        low, high = result.difference_intervals[name]
-        cell += f" [{low:+.3g}, {high:+.3g}]"
+    cell = f"{values[name]:{digits}}"
+    if name in intervals:
+        cell += f" [{intervals[name][0]:{digits}}, {intervals[name][1]:{digits}}]"
     return f"{cell}*" if has_stars and _excludes_0(result, name) else cell
 
 

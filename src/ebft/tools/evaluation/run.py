@@ -1,26 +1,58 @@
-"""The function `evaluate`, which evaluates and compares models on a config's held-out data."""
+"""Evaluation and comparison of models on the held-out data of a config, by prompts or by rows of tokens.
+
+On prompts, full completions are compared with their references; on tokens, blocks as in strided mode.
+
+N  samples of a prompt   D  feature dimension   L  tokens of a sequence
+"""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
+from ebft.anchors import BlockOptions
 from ebft.config.schema import RunConfig
-from ebft.data.lengths import longest_document
+from ebft.data.batches import DocumentCollator
+from ebft.data.conversation import Conversation, Renderer, Turn, without_end
+from ebft.data.lengths import fits_one_block, longest_document
+from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.features import check_sampled_ids
+from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
-from ebft.scores import Scores
-from ebft.tools.evaluation.measure import has_reference, measure_prompts, measure_tokens
+from ebft.prefix.forward import check_supported
+from ebft.rewards import unbiased_cfm_loss
+from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
+from ebft.strided.held_out import HeldOutMeasure
+from ebft.structured.config import check_own_kwargs, generate_kwargs
+from ebft.structured.reward import continuation_features, end_token_ids, pool_sequence
+from ebft.structured.rollouts.local import ModelBackend
+from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
+from ebft.structured.trainer import labelled_reference
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
+from ebft.tools.evaluation.task import (
+    KEY,
+    Settings,
+    Task,
+    add_downstream,
+    check_comparable,
+    load_held_out,
+    load_metrics,
+)
 
 
 def evaluate(
@@ -54,12 +86,13 @@ def evaluate(
     notes = notes_on(names, task.held_out)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    measure = measure_prompts if config.method.rows == "prompts" else measure_tokens
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
-        found.append(_measured(name, measure, task))
-        _free_memory()
+        found.append(_measured(name, task))
+        gc.collect()  # frees memory for the next model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         evaluation = summarise(names[: len(found)], found, settings, config, documents, time.perf_counter() - started)
         evaluation.notes = notes
         if after_each is not None:
@@ -67,10 +100,12 @@ def evaluate(
     return evaluation
 
 
-def _measured(name: str, measure: Callable[[Task, Subject], Scores], task: Task) -> Scores:
+def _measured(name: str, task: Task) -> Scores:
     """Return the scores of one model; its name is added to errors."""
     try:
-        return measure(task, load_subject(task.config, name, task.tokenizer))
+        subject = load_subject(task.config, name, task.tokenizer)
+        by_prompts = task.config.method.rows == "prompts"
+        return PromptMeasure(task, subject).run() if by_prompts else measure_tokens(task, subject)
     except (ModelError, NonFiniteLossError) as error:
         raise type(error)(f"--model {name}: {error}") from error
 
@@ -91,8 +126,291 @@ def check_measurable(task: Task) -> None:
         )
 
 
-def _free_memory() -> None:
-    """Free memory for the next model."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+EXACT_POSITIONS = 16  # curves have a point for each of these positions, and then one for each power of two
+
+
+class PromptMeasure:
+    """Computes the scores of a model on rows of `prompt` and `ground_truth`."""
+
+    def __init__(self, task: Task, subject: Subject) -> None:
+        self.task, self.subject = task, subject
+        self.renderer = Renderer(task.tokenizer, task.config.chat_template_kwargs)
+        self.completions = Completions(subject.policy, self.renderer, task)
+        # Without comparisons in training, replies follow the generation prompt of the chat template, as there.
+        self._compares = task.config.method.compares_features(task.config)
+        self.scores = Scores()
+
+    def run(self) -> Scores:
+        """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
+        for number, (rows, documents) in enumerate(self.task.batches()):
+            conversations = [self.renderer.of_row(row) for row in rows]
+            asked = [self.renderer.of_row(row, self._compares) for row in rows]
+            compared = [has_reference(row) and self._fits(talk) for row, talk in zip(rows, conversations)]
+            for document, conversation, has_room in zip(documents, conversations, compared):
+                if has_room:
+                    self._add_cross_entropy(document, conversation)
+            sampled = self.completions.sample(asked, f"batch {number}")
+            greedy = self.completions.greedy(asked) if self.task.metrics else [None] * len(rows)
+            found = zip(rows, documents, conversations, compared, sampled, greedy)
+            for row, document, conversation, has_room, rollouts, best in found:
+                if has_room:
+                    self._add_features(document, conversation, rollouts)
+                    self._add_rollout_nll(document, rollouts)
+                if self.task.metrics:
+                    self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
+        return self.scores
+
+    def _fits(self, conversation: Conversation) -> bool:
+        """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
+        config = unwrap_adapter(self.subject.policy).config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        # The token that ends the reference is scored too.
+        return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
+
+    def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
+        network, ebft = self.subject.network, self.task.config.ebft
+        ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
+        check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
+        prompt, own = continuation_features(network, *conversation.compared(rollouts[0].prompt_ids, ids))
+        coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
+
+        def embedded(length: int | None) -> tuple[Tensor, Tensor]:
+            """Return the embeddings of samples (1, N, D) and reference (1, D), from their first `length` tokens."""
+            phi = torch.stack([pool_sequence(prompt, features[:length], network.embed_method) for features in own])
+            return phi[None, :-1], phi[None, -1]
+
+        whole = embedded(None)
+        options = {"pass_at": self.task.settings.pass_at, "computed_in": network.computed_in}
+        self.scores.add_all(feature_scores(*whole, **coefficients, **options), [document])
+        self.scores.keep_samples(*whole, **coefficients)
+        # Powers of two only: other lengths would each be covered by a single reference.
+        for length in curve_lengths(len(conversation.reference_ids) + 1)[:-1]:
+            self.scores.add(f"{CURVE}/cfm_loss/{length}", [document], unbiased_cfm_loss(*embedded(length)))
+
+    def _add_cross_entropy(self, document: int, conversation: Conversation) -> None:
+        ids, counts = labelled_reference(conversation, mask_thinking=self.task.config.ebft.mask_thinking_ce)
+        (nll,) = token_nll(self.subject.policy, [conversation.prompt_ids + ids])
+        of_reference, counted = nll[len(nll) - len(ids) :], torch.tensor(counts)
+        self.scores.add("ce_loss", [document], [(of_reference * counted).sum()], [counted.sum()])
+        self.scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
+        self._add_positions("reference_nll", document, of_reference)
+
+    def _add_rollout_nll(self, document: int, rollouts: list[Rollout]) -> None:
+        """Add the cross-entropy of the samples under the policy and under the base model, at temperature 1."""
+        sequences = [rollout.prompt_ids + rollout.ids for rollout in rollouts]
+        with self.subject.network.frozen() as base:
+            by_base = token_nll(base, sequences)
+        for name, found in (("rollout_nll", token_nll(self.subject.policy, sequences)), ("rollout_nll_base", by_base)):
+            for rollout, nll in zip(rollouts, found):
+                self._add_positions(name, document, nll[len(nll) - len(rollout.ids) :])
+
+    def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
+        for position, value in enumerate(nll.tolist()):
+            self.scores.add(f"{CURVE}/{name}/{_bin(position)}", [document], [value])
+
+    def _add_downstream(
+        self, document: int, row: dict[str, Any], rollouts: list[Rollout], best: Rollout, raw: dict[str, Any]
+    ) -> None:
+        add_downstream(
+            self.scores,
+            self.task.metrics,
+            document,
+            row["prompt"],
+            [self._reply(rollout, row) for rollout in rollouts],
+            self._reply(best, row),
+            {**raw, **row},
+            self.task.settings.pass_at,
+        )
+
+    def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """Return a completion as text, or, for several turns, as messages starting with the first reply."""
+        if not row.get("remaining_turns"):
+            return self.completions.text(rollout.ids)
+        return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
+
+
+def has_reference(row: dict[str, Any]) -> bool:
+    """Whether a row has a reference text, which is optional with `rl: grpo`."""
+    return isinstance(row["ground_truth"], str) and bool(row["ground_truth"].strip())
+
+
+def _bin(position: int) -> int:
+    return position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
+
+
+def measure_tokens(task: Task, subject: Subject) -> Scores:
+    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`.
+
+    Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
+    """
+    ebft, settings = task.config.ebft, task.settings
+    measure = (
+        HeldOutMeasure(
+            unwrap_adapter(subject.policy),
+            subject.network,
+            replace(BlockOptions.of(ebft), n_samples_per_prompt=settings.samples, merge_rollouts=None),
+            temperature=settings.temperature,
+            seed=settings.seed,
+            tokens_per_pass=ebft.rollout_tokens_per_pass,
+            alignment_coef=ebft.alignment_coef,
+            diversity_coef=ebft.diversity_coef,
+            pass_at=settings.pass_at,
+            curves=True,
+            counts_all_labels=not task.config.method.samples_blocks,
+        )
+        if _takes_blocks(task.config, subject)
+        else None
+    )
+    collate = DocumentCollator(task.tokenizer.pad_token_id)
+    scores = Scores() if measure is None else measure.scores
+    for rows, documents in task.batches():
+        short = [measure is None or not fits_one_block(row, ebft) for row in rows]
+        if not all(short):
+            measure.add(
+                collate([row for row, is_short in zip(rows, short) if not is_short]),
+                [document for document, is_short in zip(documents, short) if not is_short],
+            )
+        _add_short(scores, subject, [(row, d) for row, d, is_short in zip(rows, documents, short) if is_short])
+    if task.metrics:
+        _add_completions(scores, task, subject)
+    return scores
+
+
+def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
+    """Whether blocks can be sampled from the models; if not, raises ModelError in strided mode and warns for SFT."""
+    try:
+        for model in (unwrap_adapter(subject.policy), subject.network.causal_lm):
+            check_supported(model)
+    except ModelError as error:
+        if config.method.samples_blocks:
+            raise
+        warnings.warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.", stacklevel=2)
+        return False
+    return True
+
+
+def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any], int]]) -> None:
+    for (row, document), nll in zip(rows, token_nll(subject.policy, [row["input_ids"] for row, _ in rows])):
+        counted = torch.tensor(row["labels"])[1:] != IGNORE
+        scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])
+        scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
+
+
+def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
+    """Add the downstream metrics of full completions of every row's prompt."""
+    completions = Completions(subject.policy, Renderer(task.tokenizer, task.config.chat_template_kwargs), task)
+    for number, (rows, documents) in enumerate(task.batches()):
+        documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
+        conversations = [_conversation(row) for row in rows if row["prompt_length"]]
+        if not conversations:
+            continue
+        sampled = completions.sample(conversations, f"batch {number}")
+        greedy = completions.greedy(conversations)
+        for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
+            add_downstream(
+                scores,
+                task.metrics,
+                document,
+                task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True),
+                [completions.text(rollout.ids) for rollout in rollouts],
+                completions.text(best.ids),
+                task.held_out.raw(document),
+                task.settings.pass_at,
+            )
+
+
+def _conversation(row: dict[str, Any]) -> Conversation:
+    """Return the prompt of a row of tokens with its completion as reference, whose text is not used."""
+    ids, prompt_length = row["input_ids"], row["prompt_length"]
+    return Conversation([Turn(ids[:prompt_length], ids[prompt_length:])], ids[:prompt_length])
+
+
+class Completions:
+    """Generates `settings.samples` sampled completions and one greedy completion per prompt with `generate()`."""
+
+    def __init__(self, policy: nn.Module, renderer: Renderer, task: Task) -> None:
+        settings, of_run = task.settings, task.config.method.sampling(task.config)
+        self._settings, self.tokenizer = settings, renderer.tokenizer
+        extra = dict(of_run.extra or {})
+        self.end_ids = frozenset(end_token_ids(policy, renderer, extra.pop("stop_token_ids", ())))
+        extra = _for_generate(extra, of_run.regex)
+        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra, **(of_run.options or {}))
+        pad = self.tokenizer.pad_token_id
+        self._sampled = ModelBackend(policy, sampling, pad)
+        self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
+        positions = getattr(unwrap_adapter(policy).config.get_text_config(), "max_position_embeddings", None)
+        self._limits = Limits(settings.max_new_tokens, settings.by_reference, positions)
+
+    def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
+        """Return the samples of each conversation; the random numbers depend on the seed and `name`."""
+        n = self._settings.samples
+        repeated = [conversation for conversation in conversations for _ in range(n)]
+        with _seeded(f"{self._settings.seed}:{name}"):
+            rollouts = roll_out(self._sampled, repeated, self._limits, self.end_ids)
+        return [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
+
+    def greedy(self, conversations: list[Conversation]) -> list[Rollout]:
+        """Return the greedy completion of each conversation."""
+        return roll_out(self._greedy, conversations, self._limits, self.end_ids)
+
+    def text(self, ids: list[int]) -> str:
+        """Decode a reply, without its end token."""
+        return self.tokenizer.decode(without_end(ids, self.end_ids), skip_special_tokens=True)
+
+
+def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
+    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for those that only vLLM supports."""
+    check_own_kwargs(kwargs)
+    known = generate_kwargs()
+    left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
+    left += ["vllm_guided_decoding_regex"] if regex is not None else []
+    if left:
+        warnings.warn(
+            f"trl.{', trl.'.join(left)}: ignored, because `ebft evaluate` samples with generate(), which does not "
+            "support it.",
+            stacklevel=2,
+        )
+    return {key: value for key, value in kwargs.items() if key in known}
+
+
+@contextmanager
+def _seeded(key: str) -> Iterator[None]:
+    """Seed the global random number generators, which `generate` uses, with `key`; restore their states afterwards."""
+    devices = list(range(torch.cuda.device_count()))
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
+        yield
+
+
+TOKENS_PER_PASS = 4096  # with a vocabulary of 150,000, the logits take 2.5 GB in float32
+
+
+def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
+    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each.
+
+    In nats, at temperature 1. Padding is on the right, which causal models do not attend to.
+    """
+    device = unwrap_adapter(model).device
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    found: dict[int, Tensor] = {}
+    for batch in _batches(order, [len(ids) for ids in sequences]):
+        rows = [torch.tensor(sequences[i], device=device) for i in batch]
+        input_ids = pad_sequence(rows, batch_first=True)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        attention_mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
+        with evaluating(model):
+            logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+            for i, row_logits, row in zip(batch, logits, rows):
+                found[i] = F.cross_entropy(row_logits[: len(row) - 1].float(), row[1:], reduction="none").cpu()
+    return [found[i] for i in range(len(sequences))]
+
+
+def _batches(order: list[int], lengths: list[int]) -> list[list[int]]:
+    """Return batches of the sequences in the given order, with at most TOKENS_PER_PASS tokens including padding."""
+    batches: list[list[int]] = []
+    for i in order:
+        if batches and (len(batches[-1]) + 1) * lengths[i] <= TOKENS_PER_PASS:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models import adapter as saved
+from ebft.models.adapter import ADAPTER_CONFIG as CONFIG
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
 from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.

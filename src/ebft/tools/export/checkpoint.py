@@ -1,4 +1,4 @@
-"""Reading the safetensors checkpoint of a model without loading it: names, shapes, dtypes, and single weights."""
+"""Reading a safetensors checkpoint without loading it, and writing one shard by shard, weight by weight."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError
+from ebft.files import file_hash, write_text
 from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
 
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -123,14 +124,16 @@ class ShardFolder:
     def has(self, name: str) -> bool:
         """Whether a shard is complete, which is verified by its checksum."""
         path = self.folder / name
-        return name in self._finished and path.is_file() and checksum(path) == self._finished[name]
+        return name in self._finished and path.is_file() and file_hash(path) == self._finished[name]
 
     def write(self, name: str, layout: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write a shard with the weights of `layout` (`write_tensors`), and record it."""
         temporary = self.folder / f"{name}.tmp"
         write_tensors(temporary, layout, weights)
-        self._finished[name] = checksum(temporary)
-        _publish(temporary, self.folder / name)
+        self._finished[name] = file_hash(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, self.folder / name)
         self._record()
 
     def finish(self) -> None:
@@ -154,24 +157,11 @@ class ShardFolder:
         write_text(self.folder / PROGRESS, json.dumps({"identity": self._identity, "shards": self._finished}, indent=2))
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file such that it is either complete or not there."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _publish(temporary, path)
-
-
 def write_index(folder: Path, shards: Mapping[str, Iterable[str]], total_size: int) -> None:
     """Write the index of a checkpoint of several shards, which transformers finds them by."""
     weight_map = {key: name for name, keys in shards.items() for key in keys}
     content = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX, json.dumps(content, indent=2) + "\n")
-
-
-def checksum(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def split(weights: Mapping[str, Tensor], max_size: int) -> Iterator[list[str]]:
@@ -203,12 +193,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -236,7 +220,9 @@ def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tu
     places, end = {}, 0
     for name in names:
         places[name] = (end, end := end + layout[name].nbytes)
-    header = _header({name: _entry(name, layout[name], places[name]) for name in names})
+    entries = {name: _entry(name, layout[name], places[name]) for name in names}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    header = text + b" " * (-len(text) % 8)
     written = set()
     with path.open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -261,9 +247,3 @@ def _entry(name: str, tensor: Tensor, place: tuple[int, int]) -> dict[str, objec
     if tensor.dtype not in _NAMES:
         raise ModelError(f"{name} has the dtype {tensor.dtype}, which cannot be written in safetensors format.")
     return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": list(place)}
-
-
-def _header(entries: dict[str, dict[str, object]]) -> bytes:
-    """The header, padded to a multiple of 8 bytes, with the framework that transformers expects."""
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)

@@ -6,11 +6,13 @@ At any time, the adapter, the weights of one part (usually one weight), and what
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,9 +20,14 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ebft.catalog import MARK
-from ebft.errors import ModelError
+from ebft.data.locate import lasting_name
+from ebft.errors import ConfigError, ModelError
+from ebft.files import file_hash, write_text
+from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
+    CONFIG,
     WEIGHTS,
     Adapter,
     BitsAndBytesRounding,
@@ -36,14 +43,15 @@ from ebft.tools.export.checkpoint import (
     Reader,
     ShardFolder,
     base_folder,
-    checksum,
     parse_size,
     shard_names,
     split,
     write_index,
-    write_text,
 )
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
+
+if TYPE_CHECKING:
+    from ebft.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,10 +108,7 @@ class MergeResult:
 
 
 def merge_adapter(
-    source: MergeSource,
-    to: Path,
-    max_shard_size: str | None = None,
-    on_shard: Callable[[int, int], None] | None = None,
+    source: MergeSource, to: Path, max_shard_size: str | None = None, on_shard: Callable[[int, int], None] | None = None
 ) -> MergeResult:
     """Write the base model with the adapter merged into its weights to the folder `to`.
 
@@ -126,12 +131,17 @@ def merge_adapter(
     shards = _layout(merge, checkpoint, size)
     folder = ShardFolder(to, _identity(source, checkpoint, shards))
     resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
-    sizes = _sizes(merge, shards)
+    outputs = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
+    sizes = [sum(outputs[key].nbytes for key in keys) for keys in shards.values()]
     _copy_other_files(base, source.tokenizer, to)
-    _copy_generation_config(source.adapter, to)
+    if (source.adapter / GENERATION_CONFIG).is_file():  # which ends replies at the end of a turn
+        shutil.copyfile(source.adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
     if len(shards) > 1:
         write_index(to, shards, sum(sizes))
-    _write_config(base_config, adapter, merge, to)
+    if merge.unties:
+        base_config.tie_word_embeddings = False
+    base_config.get_text_config().vocab_size = adapter.vocab_size
+    write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
     folder.finish()
     return MergeResult(to, sum(sizes), max(sizes), len(shards), resumed, merge.unties)
 
@@ -169,16 +179,11 @@ def _layout(merge: Merge, checkpoint: Checkpoint, max_size: int | None) -> dict[
     return dict(zip(shard_names(len(files)), files))
 
 
-def _sizes(merge: Merge, shards: dict[str, list[str]]) -> list[int]:
-    weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
-    return [sum(weights[key].nbytes for key in keys) for keys in shards.values()]
-
-
 def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, list[str]]) -> dict[str, Any]:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {name: (checkpoint.folder / name).resolve().stat() for name in checkpoint.files}
     return {
-        "adapter": [checksum(source.adapter / name) for name in ("adapter_config.json", WEIGHTS)],
+        "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
         "base": [str(checkpoint.folder), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "bits": [source.bits, str(source.dtype)],
         "shards": shards,
@@ -229,19 +234,6 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
         (to / name).unlink(missing_ok=True)  # a file that only the base model's tokenizer has would change the other
         if (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, to / name)
-
-
-def _copy_generation_config(adapter: Path, to: Path) -> None:
-    """Replace that of the base model with the one of the adapter, which ends replies at the end of a turn."""
-    if (adapter / GENERATION_CONFIG).is_file():
-        shutil.copyfile(adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
-
-
-def _write_config(config: Any, adapter: Adapter, merge: Merge, to: Path) -> None:
-    if merge.unties:
-        config.tie_word_embeddings = False
-    config.get_text_config().vocab_size = adapter.vocab_size
-    write_text(to / "config.json", json.dumps(json.loads(config.to_json_string()), indent=2) + "\n")
 
 
 class Rounding(Protocol):
@@ -382,3 +374,60 @@ def _join(part_of: dict[str, Part], names: list[str]) -> None:
             kept.copies |= other.copies
             for moved in (*other.names, *other.copies):
                 part_of[moved] = kept
+
+
+def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | None = None) -> MergeSource:
+    """The adapter in the `output_dir` of a config (or in the folder `adapter`) and its base model."""
+    if config.adapter is None and adapter is None:
+        raise ConfigError(
+            f"The config has no adapter, so {config.output_dir} contains a full model, which needs no merging."
+        )
+    folder = Path(adapter or config.output_dir).expanduser()
+    if not (folder / CONFIG).is_file():
+        hint = checkpoint_hint(folder, "ebft merge-lora CONFIG --lora-model-dir {}") or "Train the config first."
+        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
+    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
+    return MergeSource(
+        folder,
+        lasting_name(base) if base else find_base_model(config),
+        config.revision_of_model if base is None else None,
+        config.trust_remote_code,
+        tokenizer=folder,
+        bits=bits,
+        dtype=weights_dtype(config),
+    )
+
+
+def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
+    """The adapter in a folder and the base model that its configuration names.
+
+    Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
+    """
+    config = read_adapter_config(folder)
+    if _was_quantised(folder):
+        raise ModelError(
+            f"The adapter in {folder} was trained on quantised weights (adapter: qlora). Give the config of the run "
+            "instead of the folder, since the settings of the quantisation are in the config."
+        )
+    base = base or config.base_model_name_or_path
+    if not base:
+        raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
+    return MergeSource(folder, lasting_name(base), config.revision, tokenizer=folder)
+
+
+def _was_quantised(folder: Path) -> bool:
+    """Whether a run of `ebft train` with `adapter: qlora` saved this folder, by its card or its checkpoints."""
+    for record in (folder / "ebft_run.json", *folder.glob("checkpoint-*/ebft_run.json")):
+        try:
+            if json.loads(record.read_text(encoding="utf-8")).get("adapter") == "qlora":
+                return True
+        except (OSError, ValueError, AttributeError):
+            continue
+    card = folder / "README.md"
+    return card.is_file() and "QLoRA adapter" in card.read_text(encoding="utf-8", errors="replace")
+
+
+def peak_bytes() -> int:
+    """The largest resident memory of this process so far, in bytes; it includes pages of files that are mapped."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -21,8 +21,8 @@ from ebft.files import allow_readers, json_object, read_text
 from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
-from ebft.tools.evaluation.measure import has_reference, token_nll
 from ebft.tools.evaluation.models import ADAPTER_FILE
+from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
 from ebft.tools.export.checkpoint import Checkpoint
 

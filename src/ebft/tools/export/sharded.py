@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
-from ebft.files import CHECKSUMS, checksum, publish
+from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, publish
+from ebft.models.adapter import ADAPTER_CONFIG as _ADAPTER
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 from ebft.tools.export.checkpoint import parse_size
 
-_ADAPTER = "adapter_config.json"
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
-_OF_TRAINING = ("trainer_state.json", CHECKSUMS, "ebft_run.json", "ebft_final.json")
+_OF_TRAINING = (STATE, CHECKSUMS, RUN_FILE, "ebft_final.json")
 _NAMES = ("config.json", _ADAPTER)
 
 
@@ -50,7 +50,9 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     parts = _find_parts(folder)
     checkpoint = parts.parent
     to = to or checkpoint / "merged"
-    _check_target(to)
+    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
+        kind = "a symbolic link" if to.is_symlink() else "not empty"
+        raise ModelError(f"{to} is {kind}. Remove it, or choose another folder with --output.")
     _check_complete(parts)
     described = any((checkpoint / name).is_file() for name in _NAMES)
     if not described and base is None:
@@ -108,12 +110,6 @@ def _find_parts(folder: Path) -> Path:
     raise ModelError(f"{folder} has no folder {WEIGHTS}, which checkpoints of FSDP2 in parts have.")
 
 
-def _check_target(to: Path) -> None:
-    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
-        kind = "a symbolic link" if to.is_symlink() else "not empty"
-        raise ModelError(f"{to} is {kind}. Remove it, or choose another folder with --output.")
-
-
 def _check_complete(parts: Path) -> None:
     try:
         check_files(parts)
@@ -145,13 +141,9 @@ def _read(parts: Path) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):  # that there is one process only, as intended
             load(weights, storage_reader=ShardedReader(parts), no_dist=True)
     except (Exception, CheckpointException) as error:  # which is no Exception; its message has tracebacks
-        raise ModelError(f"{parts} cannot be read: {_last_line(error)}") from error
+        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise ModelError(f"{parts} cannot be read: {last}") from error
     return {name.removeprefix("model."): weight for name, weight in weights.items()}
-
-
-def _last_line(error: BaseException) -> str:
-    """The last line of an error."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _model(source: str, weights: dict[str, Tensor]) -> PreTrainedModel:

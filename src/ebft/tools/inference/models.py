@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weights import pickles, refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.run_files import run_of_model
-from ebft.tools.evaluation.models import ADAPTER_FILE, placed
+from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -65,9 +65,7 @@ class Loaded:
         """Whether the model with its adapter disabled is exactly the base model."""
         if not isinstance(self.tuned, PeftModel):
             return False
-        config = self.tuned.active_peft_config
-        is_plain = isinstance(config, LoraConfig) and config.init_lora_weights in (True, False, "gaussian")
-        return is_plain and config.bias == "none"  # trained biases are a part of the base model
+        return keeps_base(self.tuned.active_peft_config)
 
     @cached_property
     def base(self) -> PreTrainedModel:
@@ -116,13 +114,15 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     is_adapter = (folder / ADAPTER_FILE).is_file()
     base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
     has_tokenizer = any(folder.glob("tokenizer*"))
-    settings = _settings(base if is_adapter else str(folder), str(folder) if has_tokenizer else None)
+    settings = ModelSettings(
+        base_model=base if is_adapter else str(folder), tokenizer_config=str(folder) if has_tokenizer else None
+    )
     tokenizer = load_tokenizer(settings)
 
     def load_base() -> PreTrainedModel:
         if base is None:
             raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
-        return load_base_model(_settings(base, None), tokenizer)
+        return load_base_model(ModelSettings(base_model=base), tokenizer)
 
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_reward_of(folder))
 
@@ -152,10 +152,6 @@ def _is_model(folder: Path) -> bool:
     return (folder / ADAPTER_FILE).is_file() or (
         (folder / "config.json").is_file() and (any(folder.glob("*.safetensors")) or bool(pickles(folder)))
     )
-
-
-def _settings(base: str, tokenizer: str | None) -> ModelSettings:
-    return ModelSettings(base_model=base, tokenizer_config=tokenizer)
 
 
 def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Generation of replies with transformers' `generate`."""
+"""Replies of a trained model with transformers' `generate`, their rewards, and a session in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_se
 
 from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, as_texts
-from ebft.errors import ConfigError, DataError, ModelError
+from ebft.errors import DataError, ModelError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.printed import safe_console, say
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
@@ -91,24 +91,25 @@ class Sampler:
                 )
 
     def reply_ids(
-        self,
-        prompt: str | list[Message],
-        base: bool = False,
-        samples: int = 1,
-        streamer: Any = None,
-        on_token: Callable[[], None] | None = None,
+        self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
     ) -> list[list[int]]:
         """The token ids of `samples` replies, each with the token that ended it, if one did.
 
-        `on_token` is called after each token and may raise an exception, which stops the generation. Raises DataError
-        if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model computes NaN.
+        Raises DataError if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model
+        computes NaN.
         """
         ids = self.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
             causal_lm = unwrap_adapter(model)
             ends = sorted(end_token_ids(model, self.renderer))
             config = self.options.generation_config(model)
-            config.max_new_tokens = min(config.max_new_tokens, _room(self.positions, len(ids)))
+            if self.positions is not None:
+                if len(ids) >= self.positions:
+                    raise DataError(
+                        f"The prompt has {len(ids)} tokens, but the model has {self.positions} positions. Use a "
+                        "shorter prompt."
+                    )
+                config.max_new_tokens = min(config.max_new_tokens, self.positions - len(ids))
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
             if samples > 1:
                 config.num_return_sequences, config.do_sample = samples, True
@@ -121,7 +122,6 @@ class Sampler:
                 generation_config=config,
                 logits_processor=[_RefusesNaN("The base model" if base else self.loaded.name)],
                 streamer=streamer,
-                stopping_criteria=None if on_token is None else [_calls(on_token)],
             )
         return [_cut(row[len(ids) :].tolist(), ends) for row in output]
 
@@ -145,31 +145,10 @@ class _RefusesNaN(LogitsProcessor):
         return scores
 
 
-def _calls(on_token: Callable[[], None]) -> Callable[..., torch.Tensor]:
-    """A stopping criterion of transformers that never stops a sequence, and calls a function after each token."""
-
-    def criterion(ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        on_token()
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    return criterion
-
-
-def _room(limit: int | None, length: int) -> int:
-    if limit is None:
-        return 2**31
-    if length >= limit:
-        raise DataError(f"The prompt has {length} tokens, but the model has {limit} positions. Use a shorter prompt.")
-    return limit - length
-
-
 def _cut(ids: list[int], ends: list[int]) -> list[int]:
     """The ids up to and including the first end token; what follows is padding."""
     end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
     return ids[: end + 1]
-
-
-MOST_SAMPLES = 256  # which are generated as one batch
 
 
 @dataclass(frozen=True)
@@ -188,10 +167,6 @@ class Scorer:
     """Samples replies and scores them with `FeatureMatchingReward`, whose feature network is the base model."""
 
     def __init__(self, sampler: Sampler, samples: int) -> None:
-        if not 1 <= samples <= MOST_SAMPLES:
-            raise ConfigError(f"samples: invalid value {samples!r:.100}; expected an integer from 1 to {MOST_SAMPLES}.")
-        if samples > 1 and sampler.options.temperature == 0:
-            raise ConfigError("temperature: 0 gives equal samples, whose rewards are equal too. Set samples: 1.")
         self._sampler, self._samples = sampler, samples
 
     @cached_property
@@ -204,17 +179,11 @@ class Scorer:
             model, loaded.tokenizer, self._samples, chat_template_kwargs=loaded.template, copy=False, **options
         )
 
-    def __call__(
-        self,
-        prompt: str | list[Message],
-        reference: str,
-        base: bool = False,
-        on_token: Callable[[], None] | None = None,
-    ) -> ScoredReplies:
+    def __call__(self, prompt: str | list[Message], reference: str, base: bool = False) -> ScoredReplies:
         """Sample replies to a prompt and score them against a reference text; see `Sampler.reply_ids`."""
         n = self._samples
         self._check_length(prompt, reference)
-        ids = self._sampler.reply_ids(prompt, base, n, on_token=on_token)
+        ids = self._sampler.reply_ids(prompt, base, n)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
         match = self.reward.last
         return ScoredReplies(

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -54,27 +53,22 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
     Raises LaunchError if they cannot be started or one was killed, ConfigError for options that the launcher does not
     accept, KeyboardInterrupt if a signal arrives before they have started.
     """
-    start = _prepared(plan.launcher, launcher_arguments(plan, words))
-    with (
-        _launch_folder() as folder,
-        _variables(environment(plan) | {FOLDER: str(folder), PARENT: str(os.getpid())}),
-        _quiet(),
-    ):
-        command = typed_command(["ebft", *words, *plan.options.words()])
-        (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        with received_signals() as received:
-            ended = _run(start, folder, received)
-        return _status(ended, folder, bool(received))
-
-
-def _prepared(launcher: str, arguments: list[str]) -> Callable[[], None]:
-    """The call of the launcher with its parsed arguments."""
-    parsed = parsed_arguments(launcher, arguments)
-    if launcher == ACCELERATE:
+    parsed = parsed_arguments(plan.launcher, launcher_arguments(plan, words))
+    if plan.launcher == ACCELERATE:
         from accelerate.commands.launch import launch_command as run
     else:
         from torch.distributed.run import run
-    return lambda: run(parsed)
+    with (
+        tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created,
+        _variables(environment(plan) | {FOLDER: created, PARENT: str(os.getpid())}),
+        _quiet(),
+    ):
+        folder = Path(created)
+        command = typed_command(["ebft", *words, *plan.options.words()])
+        (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
+        with received_signals() as received:
+            ended = _run(lambda: run(parsed), folder, received)
+        return _status(ended, folder, bool(received))
 
 
 def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
@@ -165,15 +159,6 @@ def _of_signal(number: int, who: str, was_signalled: bool) -> int:
         reason = ", for example because memory ran out" if number == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(number).name}{reason}.", status=128 + number)
     return 128 + number
-
-
-@contextlib.contextmanager
-def _launch_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="ebft-launch-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

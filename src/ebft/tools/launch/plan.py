@@ -46,14 +46,7 @@ class LaunchOptions:
 
     def words(self) -> list[str]:
         """The options as words of a command, with those for the launcher last."""
-        named = {
-            "--launcher": self.launcher,
-            "--num-processes": self.num_processes,
-            "--num-machines": self.num_machines,
-            "--machine-rank": self.machine_rank,
-            "--main-process-ip": self.main_process_ip,
-            "--main-process-port": self.main_process_port,
-        }
+        named = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name != "passed_on"}
         given = [word for name, value in named.items() if value is not None for word in (name, str(value))]
         return [*given, *(["--", *self.passed_on] if self.passed_on else [])]
 

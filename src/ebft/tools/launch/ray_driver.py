@@ -104,9 +104,11 @@ def _connect(config: RunConfig) -> None:
     if uses_cluster():
         ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
         return
+    each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
     ray.init(
         address="local",
-        num_cpus=_cpus(config),
+        # Those of the machine, or more, so that any number of processes can be tested.
+        num_cpus=max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers)),
         object_store_memory=_OBJECT_STORE,
         include_dashboard=False,
         runtime_env=setup,
@@ -150,12 +152,6 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
         )
     say(f"The cluster has too few resources so far, and training waits for them: {needed}.", err=True)
     return resources
-
-
-def _cpus(config: RunConfig) -> int:
-    """The CPUs of a local Ray: those of the machine, or more, so that any number of processes can be tested."""
-    each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
-    return max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers))
 
 
 def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> Any:
@@ -213,10 +209,7 @@ def _forward(number: int, control: Any, is_first: bool) -> None:
     if is_first:
         if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
             raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-        say(
-            "\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.",
-            err=True,
-        )
+        say("\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.", err=True)
     elif number == signal.SIGINT:
         raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
 

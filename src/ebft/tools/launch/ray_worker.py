@@ -7,8 +7,7 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +140,10 @@ def _enter(folder: str) -> None:
 def _report_result(result: TrainResult, rank: int) -> None:
     """Report the last metrics, with a checkpoint that names the model's folder: Ray keeps no others."""
     metrics = plain(result.metrics) | {"step": result.trainer.state.global_step}
-    with _pointer(result.output_dir) as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, POINTER).write_text(json.dumps({"output_dir": os.path.abspath(result.output_dir)}) + "\n")
         checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
         ray.train.report(metrics, checkpoint=checkpoint)
-
-
-@contextmanager
-def _pointer(output_dir: str) -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, POINTER).write_text(json.dumps({"output_dir": os.path.abspath(output_dir)}) + "\n")
-        yield folder
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The file of `ebft train --sweep`: lists of values, whose combinations are runs.
+"""`ebft train --sweep FILE`: the runs that the file describes, trained and evaluated one after another.
 
 A mapping of keys to lists is a grid: every combination of one value per key. A list of mappings names the combinations.
 """
@@ -39,20 +39,30 @@ _SPACE = re.compile(r"\s")
 _OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
 
 
-@dataclass(frozen=True)
-class Combination:
-    """The values of one run by their keys, and its name, which is that of its folder."""
+@dataclass
+class SweepRun:
+    """One run of a sweep: the values by their keys, and its name, which is that of its folder.
+
+    `state` is "not started", "finished", "failed" or "stopped". `metrics` and their `intervals` are those of
+    `ebft evaluate`, empty if that failed; `measured` identifies the model and the settings that they belong to.
+    """
 
     name: str
     values: dict[str, Any]
+    output_dir: str = ""
+    state: str = "not started"
+    exit_status: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+    measured: str = ""
 
     def overrides(self) -> list[str]:
         """The values as overrides of the config."""
         return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
 
 
-def read_sweep(path: Path, most: int = MOST_RUNS) -> list[Combination]:
-    """The combinations of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
+def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
+    """The runs of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
     found = _read(path)
     if isinstance(found, dict) and found:
         combinations = list(_grid(path, found, most))
@@ -69,9 +79,7 @@ def read_sweep(path: Path, most: int = MOST_RUNS) -> list[Combination]:
         if counts[_canonical(values)] > 1:
             raise ConfigError(f"{path}: the combination {_name(values)} occurs more than once. Remove one of them.")
     names = Counter(map(_name, combinations))
-    return [
-        Combination(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in combinations
-    ]
+    return [SweepRun(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in combinations]
 
 
 def _read(path: Path) -> Any:
@@ -172,24 +180,6 @@ _POLL = 0.1  # seconds
 _FAILED = 1
 
 
-@dataclass
-class SweepRun:
-    """One run of a sweep: `state` is "not started", "finished", "failed" or "stopped".
-
-    `metrics` and their `intervals` are those of `ebft evaluate`, empty if that failed; `measured` identifies the model
-    and the settings that they belong to.
-    """
-
-    name: str
-    values: dict[str, Any]
-    output_dir: str
-    state: str = "not started"
-    exit_status: int | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    intervals: dict[str, list[float]] = field(default_factory=dict)
-    measured: str = ""
-
-
 class Sweep:
     """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`, checked before the first one starts.
 
@@ -200,19 +190,21 @@ class Sweep:
         self,
         config: Path,
         overrides: Sequence[str],
-        combinations: Sequence[Combination],
+        runs: Sequence[SweepRun],
         options: LaunchOptions,
         check: Callable[[Sequence[str]], RunConfig],
     ) -> None:
         self.config, self.overrides, self.options = config, list(overrides), options
-        self._combinations = {combination.name: combination for combination in combinations}
-        _check_overrides(overrides, combinations)
-        configs = [
-            _checked(check, combination.name, [*overrides, *combination.overrides()]) for combination in combinations
-        ]
+        self.runs = list(runs)
+        swept = {key for run in runs for key in run.values}
+        for word in overrides:
+            key = word.partition("=")[0].strip()
+            if key in swept:
+                raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
+        configs = [_checked(check, run.name, self._overrides(run)) for run in runs]
         self.folder = Path(configs[0].output_dir)
-        self.runs = [SweepRun(one.name, one.values, str(self.folder / one.name)) for one in combinations]
-        for run in self.runs:
+        for run in runs:
+            run.output_dir = str(self.folder / run.name)
             self._check_held_out(run)
 
     def words(self, run: SweepRun) -> list[str]:
@@ -296,12 +288,14 @@ class Sweep:
         return table
 
     def _overrides(self, run: SweepRun) -> list[str]:
-        return [*self.overrides, *self._combinations[run.name].overrides()]
+        return [*self.overrides, *run.overrides()]
 
     def _measuring(self, run: SweepRun) -> list[str]:
         """The overrides for the evaluation of a run: without swept values that would change what is measured."""
-        swept = self._combinations[run.name].overrides()
-        return [*self.overrides, *(word for word in swept if word.partition("=")[0].split(".")[0] not in _MEASURE)]
+        return [
+            *self.overrides,
+            *(word for word in run.overrides() if word.partition("=")[0].split(".")[0] not in _MEASURE),
+        ]
 
     def _check_held_out(self, run: SweepRun) -> None:
         try:
@@ -358,14 +352,6 @@ def _checked(check: Callable[[Sequence[str]], RunConfig], name: str, overrides: 
         return check(overrides)
     except EBFTError as error:
         raise ConfigError(f"The run {name} of the sweep: {error}") from None
-
-
-def _check_overrides(overrides: Sequence[str], combinations: Sequence[Combination]) -> None:
-    swept = {key for combination in combinations for key in combination.values}
-    for word in overrides:
-        key = word.partition("=")[0].strip()
-        if key in swept:
-            raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
 
 
 def _identity(config: RunConfig, folder: Path) -> str:

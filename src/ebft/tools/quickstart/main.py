@@ -5,7 +5,6 @@ import math
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
 from ebft.run.training import train
+from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.quickstart import smollm2, tiny
 from ebft.tools.quickstart.measure import (
     changes,
@@ -118,17 +118,15 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
         if (output / file).exists():  # there are no curves without matplotlib
             console.print(f"{what + ':':26}{output / file}", highlight=False)
     if shutil.which("ebft") is None:
-        _show("\nTo have the command `ebft` in this shell:", activate_line())
+        activate = os.path.relpath(Path(sys.prefix) / "bin" / "activate")
+        _show("\nTo have the command `ebft` in this shell:", f"source {activate}")
     _show("\nTrain on your own rows {input, output}:", train_line(run, "my_rows.jsonl", ROWS))
     _show("or on your own text, a folder of files:", train_line(run, "my_texts/", TEXT))
-    _show("Evaluate the adapter beside the base model:", evaluate_line(output, run))
-    _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt, _dtype(run)))
+    options = [*run.overrides, "--output", str(output / "evaluation.json")]
+    _show("Evaluate the adapter beside the base model:", command_line("evaluate", run.config_file, options))
+    dtype = str(weights_dtype(load_config(run.config_file, run.overrides))).removeprefix("torch.")
+    _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt, dtype))
     console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
-
-
-def activate_line() -> str:
-    """What puts this environment's commands on the path."""
-    return f"source {os.path.relpath(Path(sys.prefix) / 'bin' / 'activate')}"
 
 
 def train_line(run: Run, path: str, kind: str) -> str:
@@ -137,11 +135,6 @@ def train_line(run: Run, path: str, kind: str) -> str:
     own = [f"datasets.0.path={path}", f"datasets.0.type={kind}", *held_out, "output_dir=outputs/mine"]
     kept = [line for line in run.overrides if not line.startswith(("datasets", "test_datasets", "output_dir"))]
     return command_line("train", run.config_file, [*kept, *own])
-
-
-def evaluate_line(output: Path, run: Run) -> str:
-    """The command that measures the base model and the trained adapter."""
-    return command_line("evaluate", run.config_file, [*run.overrides, "--output", str(output / "evaluation.json")])
 
 
 def python_lines(adapter: Path, prompt: str, dtype: str) -> str:
@@ -156,10 +149,6 @@ def python_lines(adapter: Path, prompt: str, dtype: str) -> str:
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48)[0]))",
         )
     )
-
-
-def _dtype(run: Run) -> str:
-    return str(weights_dtype(load_config(run.config_file, run.overrides))).removeprefix("torch.")
 
 
 def _show(what: str, lines: str) -> None:
@@ -271,18 +260,8 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
-        "commit": _commit(),
+        "commit": output_of("git", "-C", str(PACKAGE), "rev-parse", "HEAD"),
     }
-
-
-def _commit() -> str | None:
-    """The checked-out commit; None outside a git checkout or without git."""
-    here = Path(__file__).parent
-    try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return found.stdout.strip()
 
 
 def save_summary(

@@ -15,8 +15,9 @@ from typing import Any
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
+from ebft.tools.fetch import examples_folder
 
-CONFIGS = (Path(__file__).parents[1] / "examples" / "quickstart").resolve()  # a link to the examples, in a clone
+CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone
 _MADE = ("data", "init", "base", "ebft", "samples.txt", "summary.json", "curves.png")
 
 

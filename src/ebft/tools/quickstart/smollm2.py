@@ -138,11 +138,7 @@ MOST_OF_A_FILE = {"train": 10, "held_out": 6}  # functions, so that no large fil
 MOST_PROMPT, BODY = 70, (16, 48)  # tokens
 FEWEST_ROWS = 16
 GROUPS = 12  # of 8 held-out functions each
-TEST = {
-    "max_files": 120,
-    "groups": 2,
-    "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"],
-}
+TEST = {"max_files": 120, "groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
 
 def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:

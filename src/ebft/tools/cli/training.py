@@ -1,10 +1,14 @@
-"""`ebft train CONFIG [key=value ...]`."""
+"""`ebft train CONFIG [key=value ...]`, its sweeps and its dashboard, which is also that of `ebft tui FOLDER`."""
 
 import difflib
+import os
 import shlex
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,85 +20,21 @@ from ebft.config.load import load_config, read_values
 from ebft.config.schema import RunConfig
 from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, RunError
+from ebft.monitor.run_files import EVALUATION, REPORT, rollout_files
 from ebft.printed import safe_console, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
-from ebft.run_files import EVALUATION, REPORT, rollout_files
-from ebft.tools.cli.arguments import ConfigFile, Overrides
+from ebft.run_files import check_run
+from ebft.tools.cli.arguments import ConfigFile, Overrides, RunFolder, option
 from ebft.tools.cli.console import polite
-from ebft.tools.cli.tui import train_with_dashboard
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, Sweep, read_sweep
 
 PANEL = "Several processes"
 _PASSED_ON = "ebft.options_for_the_launcher"  # in the context of the command
 _SLIP = 0.75  # similarity of an unknown option to a known one that is suggested
-
-
-def _option(name: str, metavar: str | None, text: str) -> Any:
-    return typer.Option(name, metavar=metavar, help=text, show_default=False, rich_help_panel=PANEL)
-
-
-Launcher = Annotated[
-    str | None,
-    _option(
-        "--launcher",
-        "NAME",
-        "accelerate, torchrun, or python for one process. Default: accelerate if several processes are started. "
-        "Options after -- are passed on to it.",
-    ),
-]
-NumProcesses = Annotated[
-    int | None,
-    _option(
-        "--num-processes",
-        "N",
-        "Number of processes on all machines together. Default: one per visible GPU, one on CPU.",
-    ),
-]
-NumMachines = Annotated[
-    int | None, _option("--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1.")
-]
-MachineRank = Annotated[
-    int | None, _option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one.")
-]
-MainProcessIp = Annotated[
-    str | None, _option("--main-process-ip", "ADDRESS", "Address of machine 0, the same on all machines.")
-]
-MainProcessPort = Annotated[
-    int | None,
-    _option(
-        "--main-process-port",
-        "PORT",
-        "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
-    ),
-]
-SweepFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--sweep",
-        metavar="FILE",
-        help="Train every combination of a YAML file one after another, each in its own folder in output_dir, and "
-        "compare them on the held-out rows. The file maps keys to lists of values, or lists mappings, one per run. "
-        "The same command again skips finished runs and resumes others.",
-        show_default=False,
-    ),
-]
-MaxRuns = Annotated[
-    int,
-    typer.Option(
-        "--max-runs",
-        metavar="N",
-        min=1,
-        help=f"Largest number of runs of --sweep. Default: {MOST_RUNS}.",
-        show_default=False,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    _option("--dry-run", None, "Print the command that starts the processes, or the runs of a sweep, and exit."),
-]
+_launch_option = partial(option, rich_help_panel=PANEL)
 
 
 class LaunchingCommand(TyperCommand):
@@ -133,38 +73,20 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     with warnings.catch_warnings(record=True) as found:
         run_config = load_config(config, overrides)
         plan = plan_launch(options, run_config)
-        _check_passed_on(plan)
+        if plan.options.passed_on:
+            from ebft.tools.launch.agent import check_passed_on  # imports the launcher, which is slow
+
+            check_passed_on(plan)
         check_runnable(run_config, plan.processes if plan.launcher else None)
     for warning in found if plan.launcher is None else ():
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
     return run_config, plan
 
 
-def _check_passed_on(plan: Plan) -> None:
-    if plan.options.passed_on:
-        from ebft.tools.launch.agent import check_passed_on  # imports the launcher, which is slow
-
-        check_passed_on(plan)
-
-
-def announce(plan: Plan) -> None:
-    """Print how the run is started, if there is a choice."""
-    if plan.note:
-        say(plan.note, err=True)
-
-
-def show(plan: Plan, words: Sequence[str]) -> None:
-    """Print the command that starts `ebft WORDS`."""
-    from ebft.tools.launch.agent import command_line
-
-    say(command_line(plan, words))
-
-
 def start(plan: Plan, words: Sequence[str]) -> int:
     """Start the processes of `ebft WORDS`, wait for them, and return their exit status."""
     from ebft.tools.launch.agent import launch
 
-    announce(plan)
     return launch(plan, words)
 
 
@@ -172,24 +94,6 @@ def train_sweep(
     file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool, tui: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
-    _check_sweep(options, tui)
-    runs = Sweep(config, overrides, read_sweep(file, most), options, lambda words: _checked(config, words, options))
-    if dry_run:
-        for run in runs.runs:
-            say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
-            say(shlex.join([sys.executable, "-m", "ebft", *runs.words(run)]))
-        return 0
-    status = runs.train_all(lambda line: say(line, err=True))
-    safe_console(soft_wrap=False).print(runs.table())
-    return status
-
-
-def _checked(config: Path, overrides: Sequence[str], options: LaunchOptions) -> RunConfig:
-    with warnings.catch_warnings(action="ignore"):  # each run gives its own
-        return checked_plan(config, overrides, options)[0]
-
-
-def _check_sweep(options: LaunchOptions, tui: bool) -> None:
     if tui:
         raise ConfigError(
             "--tui shows one run. Train without it, and follow a run of the sweep with `ebft tui FOLDER`."
@@ -198,6 +102,20 @@ def _check_sweep(options: LaunchOptions, tui: bool) -> None:
         raise ConfigError("--sweep runs on one machine. Remove --num-machines, or start its runs one by one.")
     if is_launched():
         raise ConfigError("--sweep launches its runs itself. Start it without a launcher, with --num-processes.")
+
+    def check(words: Sequence[str]) -> RunConfig:
+        with warnings.catch_warnings(action="ignore"):  # each run gives its own
+            return checked_plan(config, words, options)[0]
+
+    runs = Sweep(config, overrides, read_sweep(file, most), options, check)
+    if dry_run:
+        for run in runs.runs:
+            say(f"# {run.name}{': finished' if runs.is_finished(run) else ''}")
+            say(shlex.join([sys.executable, "-m", "ebft", *runs.words(run)]))
+        return 0
+    status = runs.train_all(lambda line: say(line, err=True))
+    safe_console(soft_wrap=False).print(runs.table())
+    return status
 
 
 @polite
@@ -214,15 +132,61 @@ def train(
             "Requires the package textual.",
         ),
     ] = False,
-    sweep: SweepFile = None,
-    max_runs: MaxRuns = MOST_RUNS,
-    dry_run: DryRun = False,
-    launcher: Launcher = None,
-    num_processes: NumProcesses = None,
-    num_machines: NumMachines = None,
-    machine_rank: MachineRank = None,
-    main_process_ip: MainProcessIp = None,
-    main_process_port: MainProcessPort = None,
+    sweep: Annotated[
+        Path | None,
+        option(
+            "--sweep",
+            "FILE",
+            "Train every combination of a YAML file one after another, each in its own folder in output_dir, and "
+            "compare them on the held-out rows. The file maps keys to lists of values, or lists mappings, one per run. "
+            "The same command again skips finished runs and resumes others.",
+        ),
+    ] = None,
+    max_runs: Annotated[
+        int, option("--max-runs", "N", f"Largest number of runs of --sweep. Default: {MOST_RUNS}.", min=1)
+    ] = MOST_RUNS,
+    dry_run: Annotated[
+        bool,
+        _launch_option(
+            "--dry-run", None, "Print the command that starts the processes, or the runs of a sweep, and exit."
+        ),
+    ] = False,
+    launcher: Annotated[
+        str | None,
+        _launch_option(
+            "--launcher",
+            "NAME",
+            "accelerate, torchrun, or python for one process. Default: accelerate if several processes are started. "
+            "Options after -- are passed on to it.",
+        ),
+    ] = None,
+    num_processes: Annotated[
+        int | None,
+        _launch_option(
+            "--num-processes",
+            "N",
+            "Number of processes on all machines together. Default: one per visible GPU, one on CPU.",
+        ),
+    ] = None,
+    num_machines: Annotated[
+        int | None,
+        _launch_option("--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1."),
+    ] = None,
+    machine_rank: Annotated[
+        int | None,
+        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one."),
+    ] = None,
+    main_process_ip: Annotated[
+        str | None, _launch_option("--main-process-ip", "ADDRESS", "Address of machine 0, the same on all machines.")
+    ] = None,
+    main_process_port: Annotated[
+        int | None,
+        _launch_option(
+            "--main-process-port",
+            "PORT",
+            "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
+        ),
+    ] = None,
 ) -> None:
     """Train a model with the settings of a config.
 
@@ -251,17 +215,17 @@ def train(
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
     if dry_run:
-        show(plan, ["train", *words])
-    elif tui:
+        from ebft.tools.launch.agent import command_line
+
+        say(command_line(plan, ["train", *words]))
+        return
+    if tui:
         raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))
-    elif plan.launcher == RAY:
-        announce(plan)
-        train_in_ray(run_config, config, overrides or [])
-    elif plan.launcher is not None:
+    if plan.note:
+        say(plan.note, err=True)
+    if plan.launcher not in (None, RAY):
         raise typer.Exit(start(plan, ["train", *words]))
-    else:
-        announce(plan)
-        train_here(run_config, config, overrides or [])
+    (train_here if plan.launcher is None else train_in_ray)(run_config, config, overrides or [])
 
 
 def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> None:
@@ -315,16 +279,13 @@ def what_next(config: RunConfig, folder: Path) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
-        asking = ["inference", str(folder), *(["--completion"] if _is_plain_text(config) else [])]
+        # A model that has learned from text alone does not answer in a chat format.
+        is_plain = all(str(entry.type).partition(".")[0] in PLAIN_TEXT for entry in config.datasets or [])
+        asking = ["inference", str(folder), *(["--completion"] if is_plain else [])]
         commands += [asking, *(_merging(config, folder) if config.adapter is not None else [])]
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
-
-
-def _is_plain_text(config: RunConfig) -> bool:
-    """Whether all rows are text without a chat format, which the model has not learned to answer in then."""
-    return all(str(entry.type).partition(".")[0] in PLAIN_TEXT for entry in config.datasets or [])
 
 
 def _merging(config: RunConfig, folder: Path) -> list[list[str]]:
@@ -342,3 +303,70 @@ def leave_process_group() -> None:
 
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+_OUTPUT_LINES = 12  # of the training process, shown if it fails
+_LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
+
+
+@polite
+def tui(folder: RunFolder) -> None:
+    """Follow a run in a terminal dashboard, from the files in its output folder.
+
+    The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
+    not affect it. Requires the package textual: pip install 'ebft[tui]'.
+
+    Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
+
+    Examples:
+
+    ebft tui outputs/run
+
+    ebft train run.yaml --tui
+    """
+    check_terminal("ebft tui")
+    check_run(folder)
+    from ebft.tools.dashboard.tui import Dashboard
+
+    Dashboard(folder).run()
+
+
+def check_terminal(command: str) -> None:
+    """Raise RunError if the dashboard cannot be shown."""
+    if find_spec("textual") is None:
+        raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
+
+
+def train_with_dashboard(arguments: list[str], folder: Path) -> int:
+    """Run `ebft train ARGUMENTS` in another process beside the dashboard; returns the exit status.
+
+    If the dashboard fails, this waits for the training process instead, and passes Ctrl-C on to it.
+    """
+    check_terminal("ebft train --tui")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise RunError(
+            "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
+            "--tui and run `ebft tui` in another terminal."
+        )
+    from ebft.tools.dashboard.tui import Training, TrainingDashboard
+
+    training = Training(arguments, folder)
+    try:
+        result = TrainingDashboard(folder, training).run()
+    except Exception:  # errors of the dashboard must not end the training
+        traceback.print_exc()
+        result = None
+    if training.is_running() and result == "left":
+        say(
+            f"Training goes on in process {training.pid}, with its output in {training.log}. Follow it with "
+            f"`ebft tui {folder}`, stop it with `kill -INT {training.pid}`."
+        )
+        return 0
+    if training.is_running() and result is None:
+        say(f"The dashboard ended. Waiting for training (process {training.pid}, output in {training.log}).")
+    status = training.wait()
+    for line in training.output(_LAST_LINES if status == 0 else _OUTPUT_LINES):
+        say(line, err=status != 0)
+    return status

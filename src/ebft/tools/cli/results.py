@@ -1,0 +1,316 @@
+"""Commands that show what a run has produced: `ebft show`, `ebft report`, `ebft evaluate`, `ebft inference`."""
+
+import difflib
+import json
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft.config.load import load_config
+from ebft.errors import ConfigError, DataError, RunError
+from ebft.monitor.run_files import read_object
+from ebft.printed import printable_json, safe_console, say
+from ebft.run_files import check_rollouts, check_run
+from ebft.tools.cli.arguments import (
+    BaseModel,
+    ConfigFile,
+    ConfigOrFolder,
+    LoraModelDir,
+    Overrides,
+    RunFolder,
+    complete_model,
+    complete_term,
+    option,
+    read_source,
+)
+from ebft.tools.cli.console import listing, polite
+from ebft.tools.dashboard.report import write_report
+from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
+
+COUNT, COUNT_INTERACTIVE = 5, 200
+
+
+@listing
+def show(
+    folder: RunFolder,
+    best: Annotated[bool, typer.Option("--best", help="The best rollouts by --sort, best first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="The worst rollouts by --sort, worst first.")] = False,
+    sort: Annotated[
+        str | None,
+        option(
+            "--sort",
+            "TERM",
+            "A term: reward (default), alignment, diversity, advantage, length, or rewards/NAME of a reward "
+            "function. Higher is better, except for diversity. Implies --best without --worst.",
+            complete_term,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, option("--step", "N", "Only rollouts of optimizer step N, counted from 1 as in the logs.")
+    ] = None,
+    count: Annotated[
+        int | None,
+        option(
+            ("--count", "-n"),
+            "N",
+            f"Number of rollouts. Default: {COUNT}, or {COUNT_INTERACTIVE} with --interactive.",
+            min=1,
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Show whole prompts instead of their last 400 characters.")] = (
+        False
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    interactive: Annotated[bool, typer.Option("--interactive", "-i", help="Browse in a pager.")] = False,
+) -> None:
+    """Show the rollouts of a run with their references and the terms of their rewards.
+
+    Requires rollouts.jsonl in the folder: set ebft.log_completions: true (strided mode) or trl.log_completions: true
+    (structured mode, GRPO).
+
+    Examples:
+
+    ebft show outputs/run
+
+    ebft show outputs/run --worst --sort alignment --count 20
+
+    ebft show outputs/run --step 10 --best --json
+    """
+    if best and worst:
+        raise RunError("--best and --worst exclude each other. Keep one of them.")
+    if interactive and as_json:
+        raise RunError("--interactive and --json exclude each other. Keep one of them.")
+    if interactive and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise RunError("--interactive requires a terminal. Leave it out to print the rollouts.")
+    check_rollouts(folder)
+    order = "worst" if worst else "best" if best or sort else "newest"
+    count = count or (COUNT_INTERACTIVE if interactive else COUNT)
+    found = all_samples(folder, step)
+    samples = take(found if as_json else without_repetitions(found), order, sort or REWARD, count)
+    if not samples:
+        raise RunError(_nothing(folder, step, sort if order != "newest" else None))
+    if as_json:
+        # Without `copies`, since the list contains every copy of a completion.
+        found = [{name: value for name, value in asdict(each).items() if name != "copies"} for each in samples]
+        print(printable_json(json.dumps(found, indent=2, ensure_ascii=False)))
+        return
+    console = safe_console(soft_wrap=True, highlight=False)
+    os.environ.setdefault("LESS", "-R")  # shows colours
+    with console.pager(styles=True) if interactive else nullcontext():
+        for sample in samples:
+            console.print(sample_text(sample, full), end="\n\n")
+
+
+def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
+    """Why no rollout was found, with what there is instead."""
+    steps, terms = set(), {}
+    for sample in all_samples(folder):
+        steps.add(sample.step)
+        terms |= dict.fromkeys(sample.terms)
+    if not steps:
+        return f"{folder} has no rollouts yet, or its files cannot be read."
+    if step is not None and step not in steps:
+        return f"{folder} has no rollouts of step {step}. It has steps {min(steps)} to {max(steps)}."
+    near = difflib.get_close_matches(str(sort), terms, n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return f"--sort: no rollout has a term {sort!r}. {meant}Choose from {', '.join(terms)}."
+
+
+@polite
+def report(
+    folder: RunFolder,
+    evaluation: Annotated[
+        Path | None,
+        option(
+            "--evaluation",
+            "FILE.json",
+            "Include this result of `ebft evaluate --output`. Default: evaluation.json in the folder, if any.",
+        ),
+    ] = None,
+) -> None:
+    """Write report.html into the output folder of a run: curves, samples, health messages, config and evaluation.
+
+    `ebft train` writes it at the end of a run. The page is a single file without external resources.
+
+    Examples:
+
+    ebft report outputs/run
+
+    ebft evaluate run.yaml --output outputs/run/evaluation.json && ebft report outputs/run
+    """
+    check_run(folder)
+    if evaluation is not None and not evaluation.is_file():
+        raise RunError(f"--evaluation: the file {evaluation} does not exist. Write it with `ebft evaluate --output`.")
+    if evaluation is not None and not _is_evaluation(evaluation):
+        raise RunError(f"--evaluation: {evaluation} is not a result of `ebft evaluate --output`.")
+    try:
+        path = write_report(folder, evaluation)
+    except OSError as error:
+        raise RunError(f"The report cannot be written to {folder} ({error}).") from error
+    say(path)
+
+
+@polite
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[
+        list[str] | None,
+        option(
+            "--model",
+            "PATH",
+            "Folder or Hub id of a model or an adapter; can be repeated. Default: base_model, and the trained "
+            "model in output_dir if there is one. Differences are relative to the first model.",
+            complete=complete_model,
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        option(
+            "--metric",
+            "MODULE.FUNCTION",
+            "Additional metric: a function (prompt, completions, row) -> float, as in evaluation.metrics.",
+        ),
+    ] = None,
+    output: Annotated[Path | None, option("--output", "FILE.json", "Write all results to this file.")] = None,
+    plot: Annotated[Path | None, option("--plot", "FILE.png", "Plot curves and histograms to this file.")] = None,
+) -> None:
+    """Evaluate and compare models on the held-out data of a config.
+
+    All models are evaluated on the same documents, with the same random numbers, in the feature space of the config's
+    base_model.
+
+    Examples:
+
+    ebft evaluate run.yaml --model outputs/run --model outputs/sft --output result.json
+
+    ebft evaluate run.yaml evaluation.samples=8 --metric my_module.passes_tests
+    """
+    run_config = load_config(config, overrides or [])
+    if metric:
+        run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
+    from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
+    from ebft.tools.evaluation.run import evaluate  # imports torch, which is not needed for help and config errors
+
+    if plot is not None:
+        check_plots(plot)
+    for path in filter(None, (output, plot)):
+        check_writable(path)
+    if output is not None and output.is_file() and output.stat().st_size and not _is_evaluation(output):
+        raise ConfigError(
+            f"--output {output}: the file exists and is not the result of an evaluation. Choose another file."
+        )
+    save = None if output is None else lambda so_far: so_far.save(output)
+    evaluation = evaluate(run_config, model, after_each=save)
+    for table in filter(None, (evaluation.table(), evaluation.differences_table())):
+        safe_console(soft_wrap=False).print(table)
+    if output is not None:
+        say(f"Results written to {output}")
+    if plot is not None:
+        save_plots(evaluation, plot)
+        say(f"Plots written to {plot}")
+
+
+def _is_evaluation(path: Path) -> bool:
+    return "models" in (read_object(path) or {})
+
+
+FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
+
+
+@listing
+def inference(
+    source: ConfigOrFolder,
+    overrides: Overrides = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
+    completion: Annotated[
+        bool, typer.Option("--completion", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
+    base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
+    base_model: BaseModel = None,
+    lora_model_dir: LoraModelDir = None,
+    reference: Annotated[
+        str | None,
+        option("--reference", "TEXT", "Show the feature-matching rewards of --samples replies against this text."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option("--samples", metavar="N", min=1, max=256, help="Number of replies scored with --reference.")
+    ] = 4,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
+    ] = 256,
+    temperature: Annotated[
+        float | None,
+        option(
+            "--temperature", None, "Sampling temperature; 0 is greedy. Default: the model's generation config.", min=0.0
+        ),
+    ] = None,
+    top_p: Annotated[float | None, option("--top-p", None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, option("--top-k", None, "Top-k sampling.", min=0)] = None,
+    seed: Annotated[int | None, option("--seed", None, "Random seed, set before every reply.", min=0)] = None,
+) -> None:
+    """Sample from a trained model, its adapter on or off.
+
+    Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal.
+    The model answers in its chat format if its tokenizer has a chat template.
+
+    Examples:
+
+    ebft inference run.yaml
+
+    ebft inference outputs/run --prompt "What is a monad?" --compare
+
+    ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
+    """
+    config, folder = read_source(source, overrides, lora_model_dir)
+    if config is not None and base_model is not None:
+        raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
+    if reference is not None and not reference.strip():
+        raise ConfigError("--reference: the text is empty.")
+    if reference is not None and samples > 1 and temperature == 0:
+        raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
+    if base and compare:
+        raise ConfigError("--base and --compare exclude each other: --compare shows both models.")
+    if prompt is not None and not prompt.strip():
+        raise ConfigError("--prompt: the text is empty.")
+    asked = prompt if prompt is not None else _from_stdin()
+    from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
+    from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
+
+    loaded = model_in_folder(str(folder), base_model) if config is None else model_of_run(config, folder)
+    if base or compare:
+        with loaded.model(base=True):  # fails now if there is no base model
+            pass
+    sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
+    chats = loaded.tokenizer.chat_template is not None and not completion
+    scorer = Scorer(sampler, samples) if reference is not None else None
+    if scorer is not None:
+        say(f"Reward settings: {loaded.reward_settings}", err=True)
+        if loaded.reward.get("use_whitening") and 1 < samples < FEWEST_WHITENED:
+            say(
+                f"Note: rewards with use_whitening are relative to the {samples} samples that they are whitened with. "
+                f"With fewer than {FEWEST_WHITENED}, they only tell which sample is closer to the reference. Increase "
+                "--samples, best to n_samples_per_prompt of the run.",
+                err=True,
+            )
+    session = Session(sampler, chats, base, compare, scorer, reference)
+    if asked is None:
+        session.run()
+    else:
+        session.answer(asked)
+
+
+def _from_stdin() -> str | None:
+    """The prompt on the standard input, or None if it is a terminal."""
+    if sys.stdin.isatty():
+        return None
+    text = sys.stdin.read().rstrip("\n")
+    if not text.strip():
+        raise DataError("The standard input is empty. Give a prompt with --prompt, or start the command in a terminal.")
+    return text

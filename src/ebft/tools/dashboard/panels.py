@@ -1,0 +1,299 @@
+"""What the terminal dashboard shows: line plots, drawn with braille characters (two by four dots each), and texts."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from ebft.printed import printable
+from ebft.run_files import logs_rollouts, samples_rollouts, settings_in_effect
+from ebft.tools.dashboard.live import Curve, LiveRun, Range, Series, clock, range_text
+from ebft.tools.dashboard.rollouts import Sample, duration, value_text
+
+COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
+HEALTHY = "on #12351f"  # background of the healthy range
+_LABEL = 10  # characters of the labels of the vertical axis
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a character, by column and row
+
+
+def plot(curve: Curve, width: int, height: int) -> Text:
+    """Draw a curve in `height` lines of `width` characters: a title, the plot, and the steps below it."""
+    rows, columns = height - 2, width - _LABEL
+    title = title_of(curve, width)
+    points = [value for series in curve.series.values() for value in series.values]
+    if rows < 1 or columns < 4 or not points:
+        return title
+    low, high = limits(points, curve.healthy)
+    steps = [step for series in curve.series.values() for step in series.steps]
+    canvas = _Canvas(columns, rows)
+    for number_of, series in enumerate(curve.series.values()):
+        canvas.draw(columns_of(series, columns * 2, min(steps), max(steps)), low, high, number_of)
+    start, end = f"{min(steps):.0f}", f"step {max(steps):.0f}"
+    space = max(1, columns - len(start) - len(end))
+    axis = Text(" " * _LABEL + start + " " * space + end, style="dim", no_wrap=True)
+    return Text("\n").join([title, *_rows(canvas, curve, low, high), axis])
+
+
+def title_of(curve: Curve, width: int) -> Text:
+    """The name, the last values and the healthy range of a curve in one line; the first value outside is in red."""
+    text = Text(curve.title, style="bold", no_wrap=True)
+    for index, (label, value) in enumerate(curve.values().items()):
+        color = COLORS[index % len(COLORS)]
+        low, high = curve.healthy or (None, None)
+        outside = (low is not None and value < low) or (high is not None and value > high)
+        name = "" if label == curve.title else f"{label} "
+        text.append(f"  {name}{number(value)}", style="not bold red" if outside else f"not bold {color}")
+    if curve.wanted:
+        text.append(f" {curve.wanted}", style="not bold dim")
+    if curve.healthy is not None:
+        text.append(f"  [{range_text(curve.healthy)}]", style="not bold green")
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def columns_of(series: Series, count: int, first: float, last: float) -> list[float | None]:
+    """Means of the values of a series in `count` equal ranges of steps from `first` to `last`; None where none is."""
+    sums, counts = [0.0] * count, [0] * count
+    scale = (count - 1) / (last - first) if last > first else 0.0
+    for step, value in zip(series.steps, series.values):
+        column = min(count - 1, max(0, round((step - first) * scale)))
+        sums[column] += value
+        counts[column] += 1
+    return [total / size if size else None for total, size in zip(sums, counts)]
+
+
+class _Canvas:
+    def __init__(self, columns: int, rows: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.dots = [[0] * columns for _ in range(rows)]
+        self.owner = [[0] * columns for _ in range(rows)]
+
+    def draw(self, values: list[float | None], low: float, high: float, owner: int) -> None:
+        """Draw a line through the values, one per column of dots, across columns without one."""
+        previous: tuple[int, int] | None = None
+        for x, value in enumerate(values):
+            if value is None:
+                continue
+            y = round((high - value) / (high - low) * (self.rows * 4 - 1))
+            for between_x, between_y in _line(previous or (x, y), (x, y)):
+                self._set(between_x, between_y, owner)
+            previous = (x, y)
+
+    def _set(self, x: int, y: int, owner: int) -> None:
+        self.dots[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
+        self.owner[y // 4][x // 2] = owner
+
+
+def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+    (x0, y0), (x1, y1) = start, end
+    length = max(abs(x1 - x0), abs(y1 - y0), 1)
+    return [(round(x0 + (x1 - x0) * t / length), round(y0 + (y1 - y0) * t / length)) for t in range(length + 1)]
+
+
+def _rows(canvas: _Canvas, curve: Curve, low: float, high: float) -> list[Text]:
+    """The lines of the plot with the labels of the vertical axis and the healthy range as background."""
+    shaded = band(curve.healthy, low, high)
+    lines = []
+    for row in range(canvas.rows):
+        middle = high - (row + 0.5) / canvas.rows * (high - low)
+        label = number(high if row == 0 else low) if row in (0, canvas.rows - 1) else ""
+        line = Text(f"{label:>{_LABEL - 1}} ", style="dim", no_wrap=True)
+        background = Style.parse(HEALTHY) if shaded and shaded[0] <= middle <= shaded[1] else Style()
+        cells = zip(canvas.dots[row], canvas.owner[row])
+        for owner, found in groupby(cells, key=lambda cell: cell[1]):
+            text = "".join(chr(0x2800 + dots) if dots else " " for dots, _ in found)
+            line.append(text, style=Style(color=COLORS[owner % len(COLORS)], dim=False) + background)
+        lines.append(line)
+    return lines
+
+
+def limits(values: list[float], healthy: Range | None) -> tuple[float, float]:
+    """Return the lowest and the highest value of the axis for `values` (at least one).
+
+    A bound of the healthy range is included if it is not further away than twice the spread of the values.
+    """
+    low, high = min(values), max(values)
+    spread = high - low or abs(high) or 1.0
+    if healthy is not None:
+        bounds = [bound for bound in healthy if bound is not None and low - 2 * spread <= bound <= high + 2 * spread]
+        low, high = min([low, *bounds]), max([high, *bounds])
+    margin = (high - low or abs(high) or 1.0) * 0.05
+    bottom = low - margin if low < 0 else max(0.0, low - margin)  # no negative labels for norms and losses
+    return bottom, high + margin
+
+
+def band(healthy: Range | None, low: float, high: float) -> tuple[float, float] | None:
+    """Return the part of the healthy range within the limits of an axis, or None if there is none."""
+    if healthy is None:
+        return None
+    start = low if healthy[0] is None else max(low, healthy[0])
+    end = high if healthy[1] is None else min(high, healthy[1])
+    return (start, end) if start < end else None
+
+
+def number(value: float) -> str:
+    """A number with three significant digits (four from 1,000)."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if not 9.995e-4 <= size < 9999.5:
+        return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
+    # Half a unit of the last digit below a power of ten, so that 0.9996 is 1.00 and not 1.000.
+    bounds = ((9.995e-3, 5), (9.995e-2, 4), (0.9995, 3), (9.995, 2), (99.95, 1))
+    digits = next((digits for bound, digits in bounds if size < bound), 0)
+    return f"{value:.{digits}f}"
+
+
+STATES = {
+    "running": ("running", "bold green"),
+    "finished": ("finished", "bold blue"),
+    "stopped": ("stopped", "bold yellow"),
+    "failed": ("failed", "bold white on red"),
+    "lost": ("ended without a final state", "bold white on red"),
+    "unknown": ("waiting for files", "bold yellow"),
+}
+_SPEEDS = (
+    ("throughput/generated_tokens_per_s", "{:,.0f} tok/s"),
+    ("throughput/documents_per_s", "{:.2f} docs/s"),
+    ("memory/peak_gib", "{:.1f} GiB peak"),
+)
+_PROMPT_LINES, _TEXT_LINES = 3, 6
+_TERM, _MIN_TEXT = 9, 30  # characters of a term's column, and of the text at least
+_NARROW = 60  # characters; the header is shorter below
+_STALE = 300.0  # seconds without an update that are shown
+
+
+def header(live: LiveRun, width: int) -> Text:
+    """Three lines: name, state, progress and times; a progress bar; method, speeds and memory."""
+    label, style = STATES.get(live.state, (printable(live.state).replace("\n", " "), "bold"))
+    if live.is_missing:
+        label, style = "folder not found", "bold white on red"
+    left = Text.assemble((printable(live.folder.absolute().name), "bold"), "  ", (f" {label} ", style))
+    total = live.max_steps
+    right = Text(f"step {live.step:g}" + (f"/{total}" if total else ""))
+    run, remaining = live.seconds_run(), live.seconds_left()
+    right.append("" if run is None or width < _NARROW else f"  elapsed {duration(run)}")
+    right.append("" if remaining is None else f"  ETA {duration(remaining)}", style="bold")
+    first = _spread(left, right, width)
+    done = round(min(1.0, live.step / total if total else 0.0) * width)
+    bar = Text.assemble(("━" * done, "green"), ("━" * (width - done), "grey30"), no_wrap=True)
+    return Text("\n").join([first, bar, _facts(live, width)])
+
+
+def _spread(left: Text, right: Text, width: int) -> Text:
+    left.truncate(max(8, width - right.cell_len - 1), overflow="ellipsis")
+    return Text.assemble(left, " " * max(1, width - left.cell_len - right.cell_len), right, no_wrap=True)
+
+
+def _facts(live: LiveRun, width: int) -> Text:
+    latest = live.metrics.latest
+    facts = [text.format(latest[name]) for name, text in _SPEEDS if name in latest]
+    each = live.seconds_per_step()
+    facts = ([] if each is None else [f"{each:.3g} s/step"]) + facts
+    if live.state == "running" and live.seconds_since_update() > _STALE:
+        facts.append(f"no update for {duration(live.seconds_since_update())}")
+    if live.corrupted:
+        facts.append(f"{live.corrupted} unreadable lines")
+    left, right = Text(printable(str(live.run.get("method") or "")), style="dim"), Text("  ".join(facts))
+    return _spread(left, right, width)
+
+
+def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> RenderableType:
+    """The newest samples: each prompt, then the reference above its completions with the terms of their rewards."""
+    if not samples:
+        return Text(_no_rollouts(config), style="dim")
+    parts: list[RenderableType] = []
+    for (step, place, prompt, reference), found in groupby(samples, key=lambda sample: sample.origin):
+        group = list(found)
+        parts.append(Text(f"step {step}" + (f", {place}" if place else ""), style="bold"))
+        if prompt:
+            parts.append(Text(_end(prompt, _PROMPT_LINES, width * _PROMPT_LINES), style="dim"))
+        names = list(dict.fromkeys(name for sample in group for name in sample.terms))
+        names = names[: max(1, (width - _MIN_TEXT) // (_TERM + 1))]
+        table = Table(expand=True, box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim")
+        table.add_column("reference, then completions", ratio=1, overflow="fold")
+        for name in names:
+            table.add_column(name.rpartition("/")[2][:_TERM], width=_TERM, justify="right", no_wrap=True)
+        if reference is not None:
+            table.add_row(Text(_start(reference, _TEXT_LINES, _TEXT_LINES * width), style="green"))
+        for sample in group:
+            text = Text(_start(sample.completion, _TEXT_LINES, _TEXT_LINES * width), style="cyan")
+            table.add_row(text, *(value_text(name, sample.terms.get(name)) for name in names))
+        parts += [table, Text("")]
+    return Group(*parts)
+
+
+def _no_rollouts(config: dict[str, Any]) -> str:
+    if config and not samples_rollouts(config):
+        return "The method of this run samples no rollouts."
+    is_logged, _ = logs_rollouts(config)
+    if is_logged:
+        return "No rollouts yet: waiting for the first step."
+    return (
+        "No rollouts yet. They are shown if ebft.log_completions (strided mode) or trl.log_completions (structured "
+        "mode, GRPO) is true."
+    )
+
+
+def _start(text: str, lines: int, characters: int) -> str:
+    text = printable(text)
+    shown = "\n".join(text.split("\n")[:lines])[:characters]
+    return shown + ("" if shown == text else " ...")
+
+
+def _end(text: str, lines: int, characters: int) -> str:
+    text = printable(text)
+    shown = "\n".join(text.rstrip("\n").split("\n")[-lines:])[-characters:]
+    return ("" if shown == text.rstrip("\n") else "... ") + shown
+
+
+def health(live: LiveRun, newest: int | None = None) -> RenderableType:
+    """The health messages, newest first, each with what to do; the error of a run that failed above them."""
+    parts: list[RenderableType] = []
+    if live.run.get("error"):
+        parts.append(Text(f"Error: {printable(str(live.run['error']))}\n", style="red"))
+    for message in list(reversed(live.health))[:newest]:
+        since = message.get("since")
+        when = f"step {message.get('step')}" + (f" (since step {since})" if since is not None else "")
+        text = Text.assemble((f"{clock(message.get('time'))}  {when}  ", "dim"), (_of(message, "name"), "bold yellow"))
+        text.append(f"\n{_of(message, 'message')}")
+        if message.get("remedy"):
+            text.append(f"\n{_of(message, 'remedy')}", style="italic dim")
+        parts.append(Text.assemble(text, "\n"))
+    return Group(*parts) if parts else Text("No health messages.", style="dim")
+
+
+def _of(message: dict[str, Any], key: str) -> str:
+    return printable(str(message.get(key) or ""))
+
+
+def log(live: LiveRun, lines: int) -> Text:
+    """The last lines of the log; of a line that was rewritten, such as a progress bar, the last version."""
+    if not live.log:
+        return Text("No log: console output is recorded in train.log by `ebft train --tui`.", style="dim")
+    shown = [printable(line.rstrip("\r").rpartition("\r")[2].replace("\t", "    ")) for line in list(live.log)[-lines:]]
+    return Text("\n".join(shown), no_wrap=True, overflow="ellipsis")
+
+
+def settings(live: LiveRun) -> RenderableType:
+    """The config options that differ from their defaults, the process and the versions."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key in ("model", "output_dir", "host", "pid"):
+        if key in live.run:
+            table.add_row(key, Text(printable(str(live.run[key]))))
+    for title in ("changed", "versions"):
+        values = settings_in_effect(live.run) if title == "changed" else live.run.get(title)
+        if isinstance(values, dict) and values:
+            table.add_row("")
+            heading = "config (not default)" if title == "changed" else title
+            table.add_row(Text(heading, style="dim not bold"))
+            for key, value in values.items():
+                table.add_row(Text(printable(str(key))), Text(printable(str(value))))
+    return table
