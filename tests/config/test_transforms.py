@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
-from ebft.data.transforms.names import built_in, check_transform
+from ebft.data.transforms import TRANSFORMS, built_in, check_transform
 from ebft.errors import DataError
 
 MODES = {
@@ -16,7 +15,8 @@ MODES = {
     "comparisons": [{"reward_model": True}],
     "steps": [{"process_reward_model": True}],
 }
-NAMES = [(f"{name}.{key}", rows) for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()]
+NAMES = [(name, found.rows[0]) for name, found in TRANSFORMS.items() if found.file != "preferences"]
+TWINS = {name: found.twin for name, found in TRANSFORMS.items() if found.twin}
 
 
 @pytest.mark.parametrize(("name", "rows"), NAMES)
@@ -54,23 +54,21 @@ def test_what_cannot_be_used_says_why(make, keys, name, message):
 
 
 def test_counterparts_give_the_other_rows():
-    rows = {f"{name}.{key}": rows for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()}
-    for name, other in EQUIVALENT_TRANSFORMS.items():
-        assert {rows[name], rows[other]} == {"tokens", "prompts"}
+    for name, other in TWINS.items():
+        assert {TRANSFORMS[name].rows, TRANSFORMS[other].rows} == {("tokens",), ("prompts",)}
 
 
-@pytest.mark.parametrize("name", [*EQUIVALENT_TRANSFORMS, "ebft_opencode"])
+@pytest.mark.parametrize("name", [*TWINS, "ebft_opencode"])
 @pytest.mark.parametrize("section", ["datasets", "test_datasets"])
 def test_a_counterpart_stands_in_with_one_warning(make, name, section):
-    module, function = built_in(name)
-    given = BUILT_IN_TRANSFORMS[module][function]
+    (given,) = TRANSFORMS[built_in(name)].rows
     for keys in MODES["prompts" if given == "tokens" else "tokens"]:
         entries = [{"path": path, "type": name} for path in ("a", "b")]
         first = {} if section == "datasets" else {"datasets": [{"path": "c", "type": "own.transform"}]}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             config = make(**first, **{section: entries}, **keys)
-        used = EQUIVALENT_TRANSFORMS[f"{module}.{function}"]
+        used = TWINS[built_in(name)]
         assert [entry.type for entry in getattr(config, section)] == [used, used]
         messages = [text for text in (str(warning.message) for warning in caught) if ".type: " in text]
         assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} is replaced with {used}: ")
@@ -82,7 +80,7 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
 
 @pytest.mark.parametrize("name", ["ebft_pretrain.transform", "completion", "ebft_reasoning.transform_answer_only"])
 def test_what_has_no_counterpart_stays(make, name):
-    given = BUILT_IN_TRANSFORMS[built_in(name)[0]][built_in(name)[1]]
+    (given,) = TRANSFORMS[built_in(name)].rows
     config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
     assert config.datasets[0].type == name
     with pytest.raises(DataError, match="returns rows of"):
@@ -93,7 +91,7 @@ def test_checking_imports_nothing_heavy():
     code = """
 import sys
 from ebft.config.schema import RunConfig
-from ebft.data.transforms.names import check_transform
+from ebft.data.transforms import check_transform
 from ebft.errors import DataError
 config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
 rows = config.required_rows

@@ -6,9 +6,9 @@ import pytest
 
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
-from ebft.data.keys import EQUIVALENT_TRANSFORMS
 from ebft.data.load import load_datasets
 from ebft.data.prompts import load_prompts
+from ebft.data.transforms import TRANSFORMS
 
 METHODS = {
     "plain": {},
@@ -72,7 +72,7 @@ def same(tokens, prompts):
 
 
 @pytest.mark.parametrize(
-    "type", [name for name, other in EQUIVALENT_TRANSFORMS.items() if EQUIVALENT_TRANSFORMS[other] == name]
+    "type", [name for name, found in TRANSFORMS.items() if found.twin and TRANSFORMS[found.twin].twin == name]
 )
 def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
     make = MAKE.get(type.split(".")[0], chat)

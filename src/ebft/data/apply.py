@@ -16,8 +16,7 @@ from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.tables import map_rows
-from ebft.data.transforms import find_transform
-from ebft.data.transforms.names import wanted_rows
+from ebft.data.transforms import find_transform, wanted_rows
 from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, EBFTError, cause

@@ -19,14 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import RowCounts, apply_transform
 from ebft.data.chats import normaliser, template_columns, with_system
-from ebft.data.keys import DataSettings, PreferenceColumns
+from ebft.data.keys import DataSettings
 from ebft.data.lengths import COMPLETION_TOO_LONG, DROPPED, NO_COMPLETION, NO_PROMPT
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import TOOLS, ChatTemplate, row_kwargs, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.tokens import Tokens, ids_after
+from ebft.data.transforms import PreferenceColumns, wanted_rows
 from ebft.data.transforms.labels import Places
-from ebft.data.transforms.names import wanted_rows
 from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import continued_ids, text_of
 from ebft.errors import DataError

@@ -18,7 +18,7 @@ from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.messages import Message, messages_of
 from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
 from ebft.data.tables import map_rows
-from ebft.data.transforms.names import wanted_rows
+from ebft.data.transforms import wanted_rows
 from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 

@@ -18,7 +18,7 @@ from ebft.data.apply import Check, RowCounts, apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import DROPPED, NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
 from ebft.data.load import LoadedRows, load_sections
-from ebft.data.transforms.names import wanted_rows
+from ebft.data.transforms import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
 

@@ -29,7 +29,7 @@ from ebft.data.diagnose import explain, header_problem
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.locate import locate
 from ebft.data.tables import raise_if_full
-from ebft.data.transforms.names import reads_lines
+from ebft.data.transforms import reads_lines
 from ebft.errors import DataError, cause, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
 

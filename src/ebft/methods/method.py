@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ebft.config.section import Section
-from ebft.data.keys import Rows
+from ebft.data.transforms import Rows
 
 if TYPE_CHECKING:
     from datasets import Dataset

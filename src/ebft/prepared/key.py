@@ -23,7 +23,7 @@ from ebft.config.axolotl import WITHOUT_EFFECT
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section
 from ebft.data.sources import source_fingerprint
-from ebft.data.transforms.names import built_in, own_transform
+from ebft.data.transforms import built_in, own_transform
 from ebft.files import file_hash
 
 FORMAT = 1  # of the stored folder

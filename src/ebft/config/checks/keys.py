@@ -15,7 +15,7 @@ from ebft.config.checks.axolotl import carried_problems, resolve_carried
 from ebft.config.checks.data import chat_templates, entry_conflicts, idle_keys, idle_stream_keys, stream_problems
 from ebft.config.checks.processes import fsdp_problems
 from ebft.config.tool_keys import RayKeys
-from ebft.data.transforms.names import equivalent_transform, trains_on
+from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.methods import contradictory_selection, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
