@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from ebft.data.apply import FEATURES, RowCounts
+from ebft.data.apply import FEATURES
 from ebft.data.lengths import (
     EMPTY,
     NO_REFERENCE,
@@ -19,6 +19,7 @@ from ebft.data.lengths import (
     fits_one_block,
     longest_document,
 )
+from ebft.data.row_counts import RowCounts
 
 
 def cut(config, *rows):

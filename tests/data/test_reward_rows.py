@@ -156,7 +156,7 @@ def test_bos_is_before_the_prompt():
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = reward.transform(None, entry)[0](ROW, tokenizer=tokenizer)
+    row = reward.stepwise_supervised(None, entry)[0](ROW, tokenizer=tokenizer)
     assert [tokenizer.decode(token) for token in row["input_ids"]] == ["<|im_start|>", *"Q:ab\nc\n"]
     assert row["labels"] == [-100, -100, -100, -100, -100, 1, -100, 0]
 

@@ -18,8 +18,8 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.schema import RunConfig
-from ebft.data.lengths import SectionReport
 from ebft.data.load import LoadedRows
+from ebft.data.row_counts import SectionReport
 from ebft.data.tables import discard
 from ebft.errors import DataError
 from ebft.files import file_hash

@@ -103,7 +103,7 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         assert not wrong, f"labels that are not the tokens: {wrong}"
         return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
-        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
+        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw))
         if row["reason"]:
             return Dropped(row["reason"])
         names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)
@@ -126,7 +126,7 @@ def transformed(config, tokenizer, raw):
 
 def _references(config, tokenizer, raw, all_turns) -> list[Found] | Dropped:
     """The prompt and the references of structured mode."""
-    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
+    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw))
     if packed["reason"]:
         return Dropped(packed["reason"])
     talk = conversation(tokenizer, json.loads(packed["row"]))

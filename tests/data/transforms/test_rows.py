@@ -57,7 +57,7 @@ def test_an_end_in_the_prompt_is_kept(some_tokenizer, make_config, prompt, ends)
     config = RunConfig.from_dict(
         {"base_model": "x", "rl": "dpo", "datasets": [{"path": "x", "type": "chatml.intel"}], "sequence_len": 64}
     )
-    row = PreferenceRow(config, some_tokenizer)({"prompt": prompt, "chosen": "y", "rejected": "z"}, "row 0")
+    row = PreferenceRow(config, some_tokenizer)({"prompt": prompt, "chosen": "y", "rejected": "z"})
     assert row["prompt_ids"] == expected
 
 
@@ -70,7 +70,7 @@ def preference_row(tokenizer, row, method="dpo", type="passthrough"):
         "micro_batch_size": 2,
     }
     config = RunConfig.from_dict(values)
-    return PreferenceRow(config, tokenizer)(row, "row 0")
+    return PreferenceRow(config, tokenizer)(row)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,12 @@ from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING
 from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 Render = ChatTemplate
 
-# Counts of the report of data.
-LEFT_OUT = "with thinking of earlier turns, which the chat template leaves out"
-UNTHINKING = (
-    "with turns that are trained on without their thinking, which the chat template leaves out of earlier turns; "
-    "ebft_strided_chat.transform_all_turns keeps it"
-)
 ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("AEBFTA", "ZEBFTZ")  # without a common start or end
 _CERTAIN = 20  # characters of a text that is not in the rendering by chance
