@@ -12,8 +12,7 @@ from ebft.config.section import Section
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
-from ebft.data.keys import DataKeys
-from ebft.data.stream_keys import StreamKeys, StreamSettings
+from ebft.data.keys import DataKeys, StreamKeys, StreamSettings
 from ebft.data.transforms import RequiredRows
 from ebft.methods import METHODS, Method, own_keys, selected_method
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings

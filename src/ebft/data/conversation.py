@@ -18,11 +18,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.json_files import without_missing
-from ebft.data.messages import Message, as_texts, is_context
-from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
+from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_kwargs
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
-from ebft.data.transforms.labels import Places, turn_parts
 from ebft.data.transforms.rows import continued_ids
+from ebft.data.turns import Places, turn_parts
 from ebft.errors import DataError
 
 Prompt = str | list[Message]

@@ -17,15 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
-from ebft.data.messages import Message, messages_of
-from ebft.data.rendering import TOOLS, ChatTemplate, row_kwargs, split_by_template, split_markers, warn_of_split_markers
+from ebft.data.messages import TOOLS, Message, messages_of, row_kwargs
+from ebft.data.omissions import Omissions
+from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.row_counts import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT, RowCounts
 from ebft.data.tokens import Tokens, ids_after
 from ebft.data.transforms import wanted_rows
-from ebft.data.transforms.labels import Places
-from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.preferences import COMPLETIONS, STYLES
 from ebft.data.transforms.rows import continued_ids
+from ebft.data.turns import Places
 from ebft.errors import DataError
 
 Text = str | list[Message]

@@ -13,12 +13,11 @@ from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.messages import Message, messages_of
-from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message, messages_of, row_kwargs
+from ebft.data.omissions import Omissions
 from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
 from ebft.data.tables import map_rows
 from ebft.data.transforms import wanted_rows
-from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.options import EBFTSection
 from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
-from ebft.data.stream_rows import StreamRows
+from ebft.data.stream import StreamRows
 from ebft.data.transforms.rows import IGNORE
 from ebft.strided.config import BLOCK_OPTIONS
 from ebft.strided.layout import Documents, StridedLayout

@@ -23,11 +23,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.chats import chat_of, reply_column, template_columns, tools_of, with_system
-from ebft.data.messages import Message, answers, before_last_answer, content_text, replies
-from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.messages import (
+    Message,
+    answers,
+    before_last_answer,
+    chat_of,
+    content_text,
+    replies,
+    reply_column,
+    row_kwargs,
+    template_columns,
+    tools_of,
+    with_system,
+)
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import THINKING, Tokens, split_thinking, thinking_spans, with_thinking
-from ebft.data.transforms.labels import Piece, Places, TurnChecks, TurnLabels, labelled, turn_labels, turn_parts
 from ebft.data.transforms.rows import (
     encode,
     first_present,
@@ -36,6 +46,7 @@ from ebft.data.transforms.rows import (
     text_of,
     without_labels,
 )
+from ebft.data.turns import Piece, Places, TurnChecks, TurnLabels, labelled, turn_labels, turn_parts
 from ebft.errors import DataError
 from ebft.nemo_gym.keys import path_in
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ebft.data.chats import normaliser, template_columns, with_system
-from ebft.data.messages import Message, messages_of
+from ebft.data.messages import Message, messages_of, normaliser, template_columns, with_system
 from ebft.data.transforms import PreferenceColumns
 from ebft.data.transforms.rows import text_of
 from ebft.errors import DataError
@@ -173,7 +172,7 @@ def _column(example: Row, name: str) -> Any:
 
 
 def _chat(example: Row, name: str, normal: Normaliser | None = None) -> list[Message]:
-    """The messages of a column; `normal` gives them the keys and roles of chat templates (`ebft.data.chats`)."""
+    """The messages of a column; `normal` gives them the keys and roles of chat templates (`ebft.data.messages`)."""
     value = _column(example, name)
     if normal is not None and isinstance(value, list):
         value = [normal(message, number) for number, message in enumerate(value)]

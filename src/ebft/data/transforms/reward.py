@@ -12,11 +12,10 @@
 
 from typing import Any
 
-from ebft.data.chats import tools_of
-from ebft.data.messages import Message, content_text, messages_of
-from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.messages import Message, content_text, messages_of, row_kwargs, tools_of
+from ebft.data.omissions import Omissions
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens
-from ebft.data.transforms.omissions import Omissions
 from ebft.data.transforms.rows import IGNORE, encode, first_present, text_of
 from ebft.errors import DataError
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.long_texts import LONGEST, token_ids
-from ebft.data.tokens import ids_after, mask_after, thinking_spans
+from ebft.data.tokens import LONGEST, ids_after, mask_after, thinking_spans, token_ids
 from ebft.errors import DataError
 
 IGNORE = -100  # label of tokens that are ignored in the loss

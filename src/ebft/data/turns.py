@@ -12,11 +12,10 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ebft.config.shapes import EOS
-from ebft.data.chats import role_names
-from ebft.data.messages import Message, is_context, replies
+from ebft.data.messages import Message, is_context, replies, role_names
+from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import TAGS, split_thinking
-from ebft.data.transforms.omissions import Omissions
 from ebft.errors import DataError
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
