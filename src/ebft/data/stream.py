@@ -1,5 +1,9 @@
 """Rows of exactly `sequence_len` tokens from a stream of documents, each with the position after it.
 
+The raw rows of the sources are read in blocks, which are what is in memory at once. The rows of a block are shuffled
+among themselves, so that the position of a row is the position of its block in the sources, and its place in the block:
+resuming reads one block again, and no more.
+
 Documents are concatenated. One that does not fit into the rest of a row continues in the next row, as a document of its
 own, so that no token is left out and no row is padded.
 """
@@ -20,19 +24,16 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import tokeniser
-from ebft.data.diagnose import explain
+from ebft.data.file_formats import exact_files, explain, files_by_split, kinds_of, reader_options
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.keys import StreamSettings
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.sources import (
-    exact_files,
-    files_by_split,
     is_url,
-    kinds_of,
+    load_hub,
     local_path,
     named_files,
     names_a_format,
-    reader_options,
     remote_builders,
     saved_parts,
     saved_to_disk,
@@ -215,7 +216,7 @@ def open_source(entry: Any) -> IterableDataset:
         return _open_files(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = local_path(entry)
     if path is None:
-        return _open_hub(entry)
+        return load_hub(entry, streaming=True)
     if path.is_dir() and saved_to_disk(path):
         return _one(saved_parts(path), entry).to_iterable_dataset()
     return _open_files(path, entry, kind=entry.ds_type)
@@ -261,17 +262,6 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
         return load_dataset(found[0], data_files=files, split="train", streaming=True, **options)
     except Exception as error:  # builders raise the errors of their parsers
         raise DataError(f"{entry.path}: cannot be read ({cause(error)}).") from error
-
-
-def _open_hub(entry: Any) -> IterableDataset:
-    options = {"data_files": entry.data_files, "revision": entry.revision}
-    try:
-        return load_dataset(entry.path, entry.name, split=entry.split, streaming=True, **options)
-    except Exception as error:  # Hub, builder and parser errors have no common base class
-        raise DataError(
-            f"datasets.path: {entry.path!r} was interpreted as a Hub id and could not be opened: {cause(error)} "
-            "(name, split, revision and data_files of the entry are passed to load_dataset unchanged)."
-        ) from error
 
 
 SKIPPED: dict[str, Any] = {}  # takes the place of a row that an earlier run has trained on
