@@ -74,7 +74,7 @@ def apply_transform(
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
     # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
-    packed = [field for field, kind in features.items() if kind == List(Value("int32"))]
+    packed = [field for field, kind in features.items() if kind == IDS]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     name = named(entry)
@@ -181,12 +181,14 @@ class _Step:
         return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
 
 
+IDS = List(Value("int32"))
+WITH_REASON = {"reason": Value("string"), "document": Value("int64")}  # the columns of rows that a check can drop
 FEATURES = Features(
     {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
+        "input_ids": IDS,
+        "labels": IDS,
         "prompt_length": Value("int32"),
-        "turn_spans": List(List(Value("int32"))),
+        "turn_spans": List(IDS),
         "document": Value("int64"),
     }
 )
@@ -237,7 +239,8 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
     if labels != input_ids:
         _check_range([label for label in labels if label != IGNORE], "labels", vocabulary)
     length = _real_length(row, len(input_ids))
-    prompt_length = row.get("prompt_length", _leading_masked(labels))
+    first_label = next((index for index, label in enumerate(labels) if label != IGNORE), 0)
+    prompt_length = row.get("prompt_length", first_label)
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
         raise DataError(f"prompt_length must be a non-negative integer, got {prompt_length!r}.")
     if prompt_length > length:
@@ -280,11 +283,6 @@ def _check_range(ids: list[int], field: str, vocabulary: int) -> None:
             f"{field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
             f"tokenizer that the transform receives{f', and {IGNORE} for ignored labels' if field == 'labels' else ''}."
         )
-
-
-def _leading_masked(labels: list[int]) -> int:
-    """Index of the first label: the default of `prompt_length`; 0 for a row without labels."""
-    return next((index for index, label in enumerate(labels) if label != IGNORE), 0)
 
 
 def _real_length(row: Mapping[str, Any], length: int) -> int:

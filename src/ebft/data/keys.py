@@ -1,4 +1,4 @@
-"""Config keys of datasets, of the length of rows and of seeds, and the rows that a run requires."""
+"""Config keys of datasets, of streams, of the length of rows and of seeds."""
 
 from abc import abstractmethod
 from collections.abc import Iterable

@@ -41,14 +41,6 @@ class LoadedRows(NamedTuple):
         return self.map(lambda rows: rows.remove_columns(columns))
 
 
-class Section(NamedTuple):
-    """The usable rows of a section, with the column `document`, its report, and the first document of each entry."""
-
-    rows: Dataset
-    report: SectionReport
-    firsts: list[int]
-
-
 def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
     """The training rows and the evaluation rows of `load_token_rows`."""
     rows = load_token_rows(config, tokenizer)
@@ -70,8 +62,8 @@ def load_section_of_tokens(
     config: DataSettings, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Dataset, SectionReport]:
     """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
-    found = _load_section(config, section, token_rows(config, tokenizer))
-    return found.rows.remove_columns("document"), found.report
+    rows, report, _ = _load_section(config, section, token_rows(config, tokenizer))
+    return rows.remove_columns("document"), report
 
 
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
@@ -134,15 +126,18 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Datase
     Raises DataError if the config holds no data out.
     """
     if config.test_datasets:
-        return _load_section(config, "test_datasets", load_entry).rows
+        return _load_section(config, "test_datasets", load_entry)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    found = _load_section(config, "datasets", load_entry)
-    return _hold_out(found.rows, found.report.documents, config)[1]
+    rows, report, _ = _load_section(config, "datasets", load_entry)
+    return _hold_out(rows, report.documents, config)[1]
 
 
-def _load_section(config: DataSettings, section: str, load_entry: LoadEntry) -> Section:
-    """The usable rows of all entries, and the report of all documents, usable or not."""
+def _load_section(
+    config: DataSettings, section: str, load_entry: LoadEntry
+) -> tuple[Dataset, SectionReport, list[int]]:
+    """The usable rows of all entries, with the column `document`, the report of all documents, usable or not, and the
+    first document of each entry."""
     parts, counts, documents, sources = [], RowCounts(), 0, []
     entries = getattr(config, section)
     for entry in entries:
@@ -159,7 +154,7 @@ def _load_section(config: DataSettings, section: str, load_entry: LoadEntry) -> 
         raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config)}")
     if os.environ.get("RANK", "0") == "0":
         say(found.with_example(), err=True)
-    return Section(joined, found, [first for _, first in sources])
+    return joined, found, [first for _, first in sources]
 
 
 def _advice(config: DataSettings) -> str:

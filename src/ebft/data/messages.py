@@ -1,4 +1,4 @@
-"""Chats of any shape as messages with `role` and `content`: the one place that reads them, before every transform.
+"""Chats as lists of messages: their checks and contents, and the chats of rows of any shape, before every transform.
 
 The keys of a dataset name the column, the keys of a message, the roles, and the place of the thinking. Messages with
 `from` and `value` (ShareGPT) are recognised without them.
@@ -10,11 +10,18 @@ from typing import Any
 
 from ebft.config.shapes import ShapeKeys
 from ebft.data.tokens import join_thinking, split_thinking
-from ebft.data.transforms.rows import first_present, text_of
+from ebft.data.transforms.rows import first_present, optional_text, text_of
 from ebft.errors import DataError
 
 Message = dict[str, Any]
 
+# Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
+ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
+# Other names of roles, unless the dataset uses them differently.
+_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
+_CALL = "function_call"  # the role of messages whose content is the JSON text of tool calls
+_SHAREGPT = {"role": "from", "content": "value"}
+_FIX = "Set `field_messages` of the entry to its name."
 _SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
 _TEXTS = ("text", "input_text", "output_text", None)  # types of parts of contents that are texts
 _MEDIA = ("image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file")
@@ -28,6 +35,11 @@ def messages_of(messages: Any, where: str) -> list[Message]:
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
     return as_texts(messages)
+
+
+def text_or_messages(value: Any, where: str) -> str | list[Message]:
+    """A text, empty for None, or the messages in another value as in `messages_of`."""
+    return value or "" if value is None or isinstance(value, str) else messages_of(value, where)
 
 
 def as_texts(messages: Iterable[Message]) -> list[Message]:
@@ -130,16 +142,6 @@ def content_text(message: Message) -> str:
     return message.get("content", "")
 
 
-# Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
-ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
-# Other names of roles, unless the dataset uses them differently.
-_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
-_CALL = "function_call"  # the role of messages whose content is the JSON text of tool calls
-_SHAREGPT = {"role": "from", "content": "value"}
-_SYSTEM = "system"  # column of the system message, if the dataset names none
-_FIX = "Set `field_messages` of the entry to its name."
-
-
 def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`.
 
@@ -156,16 +158,11 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     if isinstance(found, list):
         found = [normal(message, number) for number, message in enumerate(found)]
     messages = messages_of(found, where)
-    if entry.field_system is None and not entry.drop_system_message and _lacks_system(messages, example):
-        return [{"role": "system", "content": text_of(example, _SYSTEM)}, *messages]
+    if entry.field_system is None and not entry.drop_system_message and messages and messages[0]["role"] != "system":
+        system = optional_text(example, "system")
+        if system.strip():
+            return [{"role": "system", "content": system}, *messages]
     return with_system(messages, example, entry)
-
-
-def _lacks_system(messages: list[Message], example: dict[str, Any]) -> bool:
-    """Whether a chat has no system message, but its row does."""
-    if not messages or messages[0]["role"] == "system" or _SYSTEM not in example:
-        return False
-    return bool(text_of(example, _SYSTEM).strip())
 
 
 def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
@@ -207,9 +204,11 @@ def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
             f"arguments, got {message.get('content')!r:.60}."
         )
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
-    rest = {key: value for key, value in message.items() if key != "content"}
-    calls = [{"type": "function", "function": function} for function in functions]
-    return {**rest, "role": "assistant", "tool_calls": calls}
+    del message["content"]
+    return message | {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": function} for function in functions],
+    }
 
 
 def role_names(entry: ShapeKeys) -> dict[str, str]:
@@ -271,12 +270,7 @@ def with_system(messages: list[Message], example: dict[str, Any], entry: Any) ->
 
 def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
     """The descriptions of tools of a row, None if it has none."""
-    found = example.get(entry.field_tools)
-    if isinstance(found, str):
-        try:
-            found = json.loads(found) if found.strip() else None
-        except ValueError as error:
-            raise DataError(f"column {entry.field_tools!r} (field_tools) is not valid JSON ({error}).") from error
+    found = _json_column(example, entry.field_tools, f"column {entry.field_tools!r} (field_tools)")
     if not found:
         return None
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
@@ -292,12 +286,7 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
 
     Arrow gives a row the arguments of all rows, with the value None, which are left out.
     """
-    found = example.get(ROW_KWARGS)
-    if isinstance(found, str):
-        try:
-            found = json.loads(found) if found.strip() else None
-        except ValueError as error:
-            raise DataError(f"column {ROW_KWARGS!r} is not valid JSON ({error}).") from error
+    found = _json_column(example, ROW_KWARGS, f"column {ROW_KWARGS!r}")
     if not isinstance(found, Mapping | None):
         raise DataError(
             f"column {ROW_KWARGS!r} must contain a mapping of arguments of the chat template, such as "
@@ -307,6 +296,17 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
     for other in others:
         merged = {**(other or {}), **merged}
     return merged
+
+
+def _json_column(example: Mapping[str, Any], column: str, where: str) -> Any:
+    """The value of a column, or of the JSON text in it; None if it is missing or an empty text."""
+    found = example.get(column)
+    if not isinstance(found, str):
+        return found
+    try:
+        return json.loads(found) if found.strip() else None
+    except ValueError as error:
+        raise DataError(f"{where} is not valid JSON ({error}).") from error
 
 
 def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from os.path import commonprefix
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import apply_transform
+from ebft.data.apply import IDS, WITH_REASON, apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
-from ebft.data.messages import TOOLS, Message, messages_of, row_kwargs
+from ebft.data.messages import TOOLS, Message, row_kwargs, text_or_messages
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.row_counts import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT, RowCounts
@@ -30,11 +30,9 @@ from ebft.errors import DataError
 
 Text = str | list[Message]
 
-_IDS = List(Value("int32"))
-_OTHERS = {"reason": Value("string"), "document": Value("int64")}  # an empty reason if the row is kept
 FEATURES = {
-    "preferences": Features({"prompt_ids": _IDS, "chosen_ids": _IDS, "rejected_ids": _IDS, **_OTHERS}),
-    "labelled": Features({"prompt_ids": _IDS, "completion_ids": _IDS, "label": Value("bool"), **_OTHERS}),
+    "preferences": Features({"prompt_ids": IDS, "chosen_ids": IDS, "rejected_ids": IDS, **WITH_REASON}),
+    "labelled": Features({"prompt_ids": IDS, "completion_ids": IDS, "label": Value("bool"), **WITH_REASON}),
 }
 
 
@@ -62,7 +60,7 @@ class PreferenceRow:
             raise DataError(
                 f"the field {missing[0]!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
             )
-        prompt, *completions = (_text(row[name], name) for name in ("prompt", *names))
+        prompt, *completions = (text_or_messages(row[name], name) for name in ("prompt", *names))
         if len({type(text) for text in (prompt, *completions) if not _is_empty(text)}) > 1:
             raise DataError(f"prompt, {' and '.join(names)} must all be text, or all lists of messages")
         labels = {name: _label(row[name]) for name in others}
@@ -109,12 +107,6 @@ class PreferenceRow:
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
         return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
-
-
-def _text(value: Any, name: str) -> Text:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return messages_of(value, name)
 
 
 def _is_empty(text: Text) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import apply_transform, named
+from ebft.data.apply import WITH_REASON, apply_transform, named
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message, messages_of, row_kwargs
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message, messages_of, row_kwargs, text_or_messages
 from ebft.data.omissions import Omissions
 from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
 from ebft.data.tables import map_rows
@@ -117,8 +117,7 @@ FEATURES = Features(
         "row": Value("string"),
         "columns": Value("string"),
         "kind": Value("string"),
-        "reason": Value("string"),
-        "document": Value("int64"),
+        **WITH_REASON,
     }
 )
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
@@ -154,7 +153,11 @@ class PromptRow:
 
     def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
         self._check_names(row)
-        fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
+        fields = {
+            **row,
+            "prompt": text_or_messages(row["prompt"], "prompt"),
+            "ground_truth": self._reference(row.get("ground_truth")),
+        }
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
@@ -229,12 +232,6 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
-
-
-def _prompt(value: Any) -> str | list[Message]:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return messages_of(value, "prompt")
 
 
 def _says_something(prompt: str | list[Message]) -> bool:

@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from datasets import Features, List, Value
+from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ebft.data.apply import IDS, WITH_REASON
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.row_counts import NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
 from ebft.data.transforms import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
-
-_OWN = {"reason": Value("string"), "document": Value("int64")}
-_IDS = List(Value("int32"))
 
 
 def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
@@ -40,7 +38,7 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
         margin = _margin(row)
         return {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin, "reason": reason}
 
-    features = Features({"chosen_ids": _IDS, "rejected_ids": _IDS, "margin": Value("float64"), **_OWN})
+    features = Features({"chosen_ids": IDS, "rejected_ids": IDS, "margin": Value("float64"), **WITH_REASON})
     loaded = load_sections(config, transformed_rows(config, tokenizer, check, features)).without("document")
     has_margin = any(np.any(rows["margin"]) for rows in (loaded.train, loaded.evaluation) if rows is not None)
     return loaded if has_margin else loaded.without("margin")
@@ -72,7 +70,7 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
         reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
         return {"input_ids": ids[kept], "labels": labels[kept], "reason": reason}
 
-    features = Features({"input_ids": _IDS, "labels": _IDS, **_OWN})
+    features = Features({"input_ids": IDS, "labels": IDS, **WITH_REASON})
     return load_sections(config, transformed_rows(config, tokenizer, check, features)).without("document")
 
 

@@ -2,6 +2,15 @@
 
 Such tokenizers (SentencePiece with a dummy prefix, as of Llama 2) give a text other ids on its own than inside of a
 longer text. Others give the same ids, except where tokens would span the boundary.
+
+A long text is tokenised in windows that overlap, since the tokenizers library keeps about 200 bytes per character of a
+text until all of it is tokenised. Windows are joined at a place where both have a token boundary, with equal tokens and
+some thousand characters of context on either side in both. If there is no such place, the window becomes longer, in the
+end the whole text. Normalisers and pre-tokenisers work on words, so that what is equal around a place is equal in the
+whole text. A model without a pre-tokeniser joins tokens at any distance, but only to texts of its vocabulary: windows
+are then joined at spaces, if no text of the vocabulary continues after a space.
+
+Thinking in the text of a reply is found by its tags.
 """
 
 from __future__ import annotations

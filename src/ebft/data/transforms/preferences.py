@@ -15,7 +15,7 @@ from typing import Any
 
 from ebft.data.messages import Message, messages_of, normaliser, template_columns, with_system
 from ebft.data.transforms import PreferenceColumns
-from ebft.data.transforms.rows import text_of
+from ebft.data.transforms.rows import optional_text, text_of
 from ebft.errors import DataError
 
 Row = Mapping[str, Any]
@@ -108,8 +108,10 @@ def _texts(style: Style, function: str, names: tuple[str, ...], example: Row) ->
             completions = [_first_text(example, name, f"{name}_response") for name in names]
         else:
             completions = [_first_text(example, name) for name in names]
-    system = text_of(example, "system") if "system" in example else ""
-    return {"prompt": style.prompt(prompt, system), **dict(zip(names, map(style.completion, completions)))}
+    return {
+        "prompt": style.prompt(prompt, optional_text(example, "system")),
+        **dict(zip(names, map(style.completion, completions))),
+    }
 
 
 def _chats(function: str, entry: Any, example: Row) -> dict[str, Any]:
