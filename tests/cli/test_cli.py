@@ -50,7 +50,7 @@ LIGHT = """
 import os, sys
 import ebft, ebft.config, ebft.tools.cli
 from ebft.config.schema import RunConfig
-from ebft.data.transforms.names import check_transform
+from ebft.data.transforms import check_transform
 from ebft.errors import DataError
 
 for arguments in ("--help", "train --help", "vllm-serve --help", "fetch", "fetch --help"):

@@ -2,15 +2,15 @@
 
 import pytest
 
-from ebft.data.keys import BUILT_IN_TRANSFORMS, EQUIVALENT_TRANSFORMS
-from ebft.data.transforms.names import built_in, check_transform
+from ebft.data.transforms import TRANSFORMS, built_in, check_transform
 from ebft.errors import DataError
 from tests.config.conftest import warned
 
 MODES = {"tokens": [{"rl": None}, {"rl": "ebft", "ebft": {"mode": "strided"}}],
          "prompts": [{"rl": "grpo"}, {"rl": "ebft"}], "comparisons": [{"reward_model": True}],
          "steps": [{"process_reward_model": True}]}  # fmt: skip
-NAMES = [(f"{name}.{key}", rows) for name, functions in BUILT_IN_TRANSFORMS.items() for key, rows in functions.items()]
+NAMES = [(name, found.rows[0]) for name, found in TRANSFORMS.items() if found.file != "preferences"]
+TWINS = {name: found.twin for name, found in TRANSFORMS.items() if found.twin}
 
 
 def test_built_in_transforms_fit_their_modes(make):
@@ -20,8 +20,6 @@ def test_built_in_transforms_fit_their_modes(make):
         for keys in MODES["prompts" if rows == "tokens" else "tokens"]:
             with pytest.raises(DataError, match=f"datasets.type: '{name}' returns rows of .* trains on rows of"):
                 check_transform(name, make(**keys).required_rows)
-    for name, other in EQUIVALENT_TRANSFORMS.items():
-        assert {dict(NAMES)[name], dict(NAMES)[other]} == {"tokens", "prompts"}
 
 
 @pytest.mark.parametrize(("keys", "name", "message"), [
@@ -39,16 +37,20 @@ def test_what_cannot_be_used_says_why(make, keys, name, message):
         check_transform(name, make(**keys).required_rows)
 
 
-@pytest.mark.parametrize("name", [*EQUIVALENT_TRANSFORMS, "ebft_opencode"])
+def test_counterparts_give_the_other_rows():
+    for name, other in TWINS.items():
+        assert {TRANSFORMS[name].rows, TRANSFORMS[other].rows} == {("tokens",), ("prompts",)}
+
+
+@pytest.mark.parametrize("name", [*TWINS, "ebft_opencode"])
 @pytest.mark.parametrize("section", ["datasets", "test_datasets"])
 def test_a_counterpart_stands_in_with_one_warning(make, name, section):
-    module, function = built_in(name)
-    given = BUILT_IN_TRANSFORMS[module][function]
+    (given,) = TRANSFORMS[built_in(name)].rows
     for keys in MODES["prompts" if given == "tokens" else "tokens"]:
         entries = [{"path": path, "type": name} for path in ("a", "b")]
         first = {} if section == "datasets" else {"datasets": [{"path": "c", "type": "own.transform"}]}
         config, messages = warned(make, **first, **{section: entries}, **keys)
-        used = EQUIVALENT_TRANSFORMS[f"{module}.{function}"]
+        used = TWINS[built_in(name)]
         assert [entry.type for entry in getattr(config, section)] == [used, used]
         messages = [text for text in messages if ".type: " in text]
         assert len(messages) == 1 and messages[0].startswith(f"{section}.type: {name} is replaced with {used}: ")
@@ -60,7 +62,7 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
 
 @pytest.mark.parametrize("name", ["ebft_pretrain.transform", "completion", "ebft_reasoning.transform_answer_only"])
 def test_what_has_no_counterpart_stays(make, name):
-    given = BUILT_IN_TRANSFORMS[built_in(name)[0]][built_in(name)[1]]
+    (given,) = TRANSFORMS[built_in(name)].rows
     config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
     assert config.datasets[0].type == name
     with pytest.raises(DataError, match="returns rows of"):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ebft.data.chats import chat_of, tools_of
 from ebft.data.keys import DatasetEntry
+from ebft.data.messages import chat_of, tools_of
 from ebft.errors import DataError
 from tests.data.conftest import assistant, user
 

@@ -131,6 +131,6 @@ def test_templates_that_cannot_be_rendered(chatml, text, problem, monkeypatch):
 def test_a_row_that_takes_long_is_named(monkeypatch, capsys):
     slow = lambda row, tokenizer: time.sleep(0.4) or row
     monkeypatch.setattr("ebft.config.user_code.FIRST", 0.1)
-    step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, set(), lambda row, where: dict(row), [], 0)
+    step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, dict)
     step.row({"text": "a"}, 3)
     assert "rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err

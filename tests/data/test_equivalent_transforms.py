@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 from ebft.data.conversation import Renderer
-from ebft.data.keys import EQUIVALENT_TRANSFORMS
 from ebft.data.load import load_datasets
 from ebft.data.prompts import load_prompts
+from ebft.data.transforms import TRANSFORMS
 from tests.data.conftest import assistant, config_of, tokenised, user
 
 METHODS = {
@@ -55,7 +55,7 @@ def same(tokens, prompts):
 
 
 @pytest.mark.parametrize(
-    "type", [name for name, other in EQUIVALENT_TRANSFORMS.items() if EQUIVALENT_TRANSFORMS[other] == name]
+    "type", [name for name, found in TRANSFORMS.items() if found.twin and TRANSFORMS[found.twin].twin == name]
 )
 def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
     path = write_jsonl([MAKE.get(type.split(".")[0], chat)(number) for number in range(10)])

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ebft.data import long_texts
-from ebft.data.long_texts import token_ids, token_ranges
+from ebft.data import tokens
+from ebft.data.tokens import token_ids, token_ranges
 from ebft.data.transforms.rows import encode
 from ebft.errors import DataError
 
@@ -85,11 +85,11 @@ def whole(tokenizer, text):
 @pytest.fixture
 def small(monkeypatch):
     """Windows are so small that a text has many; returns a list with the number of characters of each."""
-    monkeypatch.setattr(long_texts, "LONGEST", 6000)
+    monkeypatch.setattr(tokens, "LONGEST", 6000)
     monkeypatch.setattr("ebft.data.transforms.rows.LONGEST", 6000)
-    monkeypatch.setattr(long_texts, "_CONTEXT", 1000)
+    monkeypatch.setattr(tokens, "_CONTEXT", 1000)
     sizes: list[int] = []
-    monkeypatch.setattr(long_texts, "_check_memory", sizes.append)
+    monkeypatch.setattr(tokens, "_check_memory", sizes.append)
     return sizes
 
 
@@ -134,11 +134,11 @@ def test_a_window_with_few_tokens(small):
 
 def test_memory_is_bounded_and_what_needs_more_is_refused(monkeypatch):
     tokenizer, sizes = made("GPT-4"), []
-    check = long_texts._check_memory
-    monkeypatch.setattr(long_texts, "_check_memory", lambda size: sizes.append(size) or check(size))
+    check = tokens._check_memory
+    monkeypatch.setattr(tokens, "_check_memory", lambda size: sizes.append(size) or check(size))
     text = CODE * 5
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
-    assert len(text) > 2 * long_texts.LONGEST and max(sizes) == long_texts.LONGEST
+    assert len(text) > 2 * tokens.LONGEST and max(sizes) == tokens.LONGEST
     monkeypatch.setattr("os.sysconf", lambda name: 2**13)  # 64 MiB
     with pytest.raises(DataError, match=r"have to be tokenised at once.* has 0 GiB. Split the row into several"):
         token_ids(tokenizer, "x" * 600_000)

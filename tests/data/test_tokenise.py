@@ -6,8 +6,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.data.apply import tokenise
-from ebft.data.keys import BUILT_IN_TRANSFORMS as BUILT_IN
-from ebft.data.transforms import find_transform
+from ebft.data.transforms import TRANSFORMS, find_transform
 from ebft.errors import DataError
 
 
@@ -121,12 +120,13 @@ def test_transform_that_returns_no_pair(run_own):
         run_own("def transform(cfg, **kwargs):\n    return lambda example: {}\n")
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", [name for name, found in TRANSFORMS.items() if found.file != "preferences"])
 def test_built_in_names(name):
-    if "transform" in BUILT_IN[name]:
-        assert find_transform(name) is find_transform(f"{name}.transform")
-    found = [find_transform(f"{name}.{key}").__name__.replace("ebft_strided_chat", name) for key in BUILT_IN[name]]
-    assert found == [f"{name}_{key}".replace("_transform", "") for key in BUILT_IN[name]]
+    module, _, function = name.partition(".")
+    if function == "transform":
+        assert find_transform(name) is find_transform(module)
+    found = find_transform(name).__name__.replace("ebft_strided_chat", module)
+    assert found == f"{module}_{function}".replace("_transform", "")
 
 
 AXOLOTL = "is a prompt strategy of axolotl that is not built in"

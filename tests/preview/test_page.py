@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 from rich.console import Console
 
-from ebft.data.lengths import SectionReport
+from ebft.data.row_counts import SectionReport
 from ebft.methods.views import Block, Part, RowView, Token
 from ebft.tools.preview import legend, page, show_reports, show_row
 

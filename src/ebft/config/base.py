@@ -9,8 +9,7 @@ from ebft.config.options import EBFTSection
 from ebft.config.section import Section
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.config.trl import TRLSection
-from ebft.data.keys import DataKeys
-from ebft.data.stream_keys import StreamKeys, StreamSettings
+from ebft.data.keys import DataKeys, StreamKeys, StreamSettings
 from ebft.methods import METHODS
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,30 +15,17 @@ from ebft.config.section import Section
 from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
+from ebft.data.omissions import take_left_out
+from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts
 from ebft.data.tables import map_rows
-from ebft.data.transforms import find_transform
-from ebft.data.transforms.names import wanted_rows
-from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING, take_left_out
+from ebft.data.transforms import find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, EBFTError, cause
 
-NAMED = 3  # documents that are named per reason
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
-# Converts a transformed row, given its fields and its location for messages, to columns.
-Check = Callable[[Mapping[str, Any], str], dict[str, Any]]
-
-
-class RowCounts(Counter):
-    """Number of rows by reason, with the first documents of each reason."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.documents: dict[str, list[int]] = defaultdict(list)
-
-    def note(self, reason: str, documents: list[int]) -> None:
-        """Remember some of the documents of a reason, without counting them."""
-        known = self.documents[reason]
-        known += [document for document in dict.fromkeys(documents) if document not in known][: NAMED - len(known)]
+# Converts a transformed row to columns, of which `reason` says why the row is dropped, empty if it is kept. A DataError
+# that it raises is reported with the transform and the row.
+Check = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class ConfigView(Mapping):
@@ -73,12 +60,13 @@ def apply_transform(
     check: Check,
     features: Features,
     first_document: int,
-    counts: RowCounts | None = None,
+    counts: RowCounts,
 ) -> Dataset:
     """The result of `check` for each row of the entry's transform, with `document`, the number of the raw row.
 
-    `features` are the columns; numbers start at `first_document`. Rows with thinking that the chat template leaves out
-    are added to `counts`. Raises DataError that names the transform and row.
+    `features` are the columns; numbers start at `first_document`. Rows whose `reason` is one of `DROPPED` are left out.
+    They, and rows with thinking that the chat template leaves out, are added to `counts`. Raises DataError that names
+    the transform and row.
     """
     transform_fn, map_kwargs = _build(entry, config)
     removed = map_kwargs.pop("remove_columns", [])
@@ -86,11 +74,11 @@ def apply_transform(
     removed = {removed} if isinstance(removed, str) else set(removed)
     fields = [field for field in features if field != "document"]
     # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
-    packed = [field for field, kind in features.items() if kind == List(Value("int32"))]
+    packed = [field for field, kind in features.items() if kind == IDS]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     name = named(entry)
-    step = _Step(name, transform_fn, tokenizer, removed, check, fields, first_document, clean, packed)
+    step = _Step(name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
         "with_indices": True,
@@ -105,21 +93,17 @@ def apply_transform(
             )
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
-    found = np.asarray(rows[_NOTED], dtype=object)
-    for what in (LEFT_OUT, UNTHINKING) if counts is not None else ():
-        documents = np.unique(np.asarray(rows["document"])[found == what])
-        if len(documents):
-            counts[what] += len(documents)
-            counts.note(what, documents.tolist())
-    return rows.remove_columns(_NOTED)
-
-
-def row_function(
-    entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check
-) -> Callable[[dict[str, Any], int], dict[str, Any]]:
-    """The function that `apply_transform` calls for each row and its number, for transforms of single rows."""
-    transform_fn, _ = _build(entry, config)
-    return _Step(named(entry), transform_fn, tokenizer, set(), check, [], 0).row
+    found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
+    for what in (LEFT_OUT, UNTHINKING):
+        if (found == what).any():
+            counts.add(what, np.unique(documents[found == what]).tolist())
+    rows = rows.remove_columns(_NOTED)
+    if "reason" not in features:
+        return rows
+    reasons = np.asarray(rows["reason"])
+    for reason in (*DROPPED, TRUNCATED):
+        counts.add(reason, documents[reasons == reason].tolist())
+    return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED))).remove_columns("reason")
 
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
@@ -139,35 +123,26 @@ def named(entry: Any) -> str:
     return f"{entry.path}, {entry.split}: transform {entry.type!r}"
 
 
+@dataclass
 class _Step:
     """One call of `Dataset.map`: applies the transform, adds the row to its errors, and checks its fields."""
 
-    def __init__(
-        self,
-        name: str,
-        transform_fn: Callable,
-        tokenizer: PreTrainedTokenizerBase,
-        removed: set[str],
-        check: Check,
-        fields: list[str],
-        first_document: int,
-        clean: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-        packed: Sequence[str] = (),
-    ) -> None:
-        self.name, self.transform_fn, self.tokenizer = name, transform_fn, tokenizer
-        self.removed, self.check, self.fields, self.first_document = removed, check, fields, first_document
-        self.clean, self.packed = clean, packed
+    name: str
+    transform_fn: Callable
+    tokenizer: PreTrainedTokenizerBase
+    check: Check
+    first_document: int = 0
+    removed: Collection[str] = ()
+    fields: Sequence[str] = ()
+    clean: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    packed: Sequence[str] = ()
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
         where = f"{self.name}, row {index}"
-        checked = self.check(self._call(self.clean(dict(example)), where), where)
+        checked = self._checked(self._call(self.clean(dict(example)), where), where)
         for field in self.packed:
             checked[field] = np.asarray(checked[field], dtype=np.int32)
-        return {
-            **checked,
-            "document": self.first_document + index,
-            _NOTED: take_left_out(),
-        }
+        return {**checked, "document": self.first_document + index, _NOTED: take_left_out()}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
@@ -181,11 +156,17 @@ class _Step:
         noted = take_left_out()
         checked = []
         for number, row in enumerate(rows):
-            checked.append(self.check(row, f"{where}, result {number}") | {_NOTED: take_left_out() or noted})
+            checked.append(self._checked(row, f"{where}, result {number}") | {_NOTED: take_left_out() or noted})
         # If the number of rows changed, the raw row of a result is unknown, and the batch counts as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
         columns = {field: [row[field] for row in checked] for field in [*self.fields, _NOTED]}
         return {**columns, "document": [self.first_document + index for index in documents]}
+
+    def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        try:
+            return self.check(row)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
 
     def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
         try:
@@ -200,12 +181,14 @@ class _Step:
         return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
 
 
+IDS = List(Value("int32"))
+WITH_REASON = {"reason": Value("string"), "document": Value("int64")}  # the columns of rows that a check can drop
 FEATURES = Features(
     {
-        "input_ids": List(Value("int32")),
-        "labels": List(Value("int32")),
+        "input_ids": IDS,
+        "labels": IDS,
         "prompt_length": Value("int32"),
-        "turn_spans": List(List(Value("int32"))),
+        "turn_spans": List(IDS),
         "document": Value("int64"),
     }
 )
@@ -217,61 +200,63 @@ def tokenise(
     config: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     first_document: int = 0,
-    counts: RowCounts | None = None,
+    counts: RowCounts | None = None,  # to add to
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length`, `turn_spans` and `document`, the number of the raw row.
 
     `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
     end of a row is removed. Raises DataError that names the transform, the row and the field.
     """
-    return apply_transform(raw, entry, config, tokenizer, _check(config, tokenizer), FEATURES, first_document, counts)
+    check, counts = _check(config, tokenizer), RowCounts() if counts is None else counts
+    return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
 
 
 def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
-    """Return the function that `tokenise` calls for each raw row and its number in the source."""
-    return row_function(entry, config, tokenizer, _check(config, tokenizer))
+    """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
+    return _Step(named(entry), _build(entry, config)[0], tokenizer, _check(config, tokenizer)).row
 
 
 def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
     return partial(_checked, hint=wanted_rows(config.required_rows), vocabulary=len(tokenizer))
 
 
-def _checked(row: Mapping[str, Any], where: str, hint: str, vocabulary: int) -> dict[str, Any]:
+def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:
     """The fields of one row, without padding. Raises DataError that names a missing or malformed field."""
     for field in ("input_ids", "labels"):
         if field not in row and "prompt" in row and "ground_truth" in row:
-            raise DataError(f"{where}: the transform returned prompt and ground_truth, but {hint}")
+            raise DataError(f"the transform returned prompt and ground_truth, but {hint}")
         if field not in row:
             raise DataError(
-                f"{where}: the field {field!r} is missing; the transform returned {', '.join(row)}. Training on tokens "
+                f"the field {field!r} is missing; the transform returned {', '.join(row)}. Training on tokens "
                 "requires input_ids and labels, and prompt_length for rows with a prompt."
             )
-    input_ids, labels = (_integers(row[field], field, where) for field in ("input_ids", "labels"))
+    input_ids, labels = (_integers(row[field], field) for field in ("input_ids", "labels"))
     if len(labels) != len(input_ids):
-        raise DataError(f"{where}: labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
-    _check_range(input_ids, "input_ids", vocabulary, where)
+        raise DataError(f"labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
+    _check_range(input_ids, "input_ids", vocabulary)
     if labels != input_ids:
-        _check_range([label for label in labels if label != IGNORE], "labels", vocabulary, where)
-    length = _real_length(row, len(input_ids), where)
-    prompt_length = row.get("prompt_length", _leading_masked(labels))
+        _check_range([label for label in labels if label != IGNORE], "labels", vocabulary)
+    length = _real_length(row, len(input_ids))
+    first_label = next((index for index, label in enumerate(labels) if label != IGNORE), 0)
+    prompt_length = row.get("prompt_length", first_label)
     if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
-        raise DataError(f"{where}: prompt_length must be a non-negative integer, got {prompt_length!r}.")
+        raise DataError(f"prompt_length must be a non-negative integer, got {prompt_length!r}.")
     if prompt_length > length:
         raise DataError(
-            f"{where}: prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
+            f"prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
             "before the reference, which follows them in input_ids."
         )
     return {
         "input_ids": input_ids if length == len(input_ids) else input_ids[:length],
         "labels": labels if length == len(labels) else labels[:length],
         "prompt_length": prompt_length,
-        "turn_spans": _turn_spans(row.get("turn_spans"), length, where),
+        "turn_spans": _turn_spans(row.get("turn_spans"), length),
     }
 
 
-def _turn_spans(values: Any, length: int, where: str) -> list[list[int]]:
+def _turn_spans(values: Any, length: int) -> list[list[int]]:
     """The (start, end) pairs of a row of `length` tokens. Raises DataError unless they are in order and within it."""
     values = values.tolist() if hasattr(values, "tolist") else [] if values is None else values
     try:
@@ -285,41 +270,36 @@ def _turn_spans(values: Any, length: int, where: str) -> list[list[int]]:
         or [0, *places, length] != sorted([0, *places, length])
     ):
         raise DataError(
-            f"{where}: turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order "
+            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order "
             f"and without overlaps, got {str(values)[:60]}."
         )
     return pairs
 
 
-def _check_range(ids: list[int], field: str, vocabulary: int, where: str) -> None:
+def _check_range(ids: list[int], field: str, vocabulary: int) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         outside = min(ids) if min(ids) < 0 else max(ids)
         raise DataError(
-            f"{where}: {field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
+            f"{field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
             f"tokenizer that the transform receives{f', and {IGNORE} for ignored labels' if field == 'labels' else ''}."
         )
 
 
-def _leading_masked(labels: list[int]) -> int:
-    """Index of the first label: the default of `prompt_length`; 0 for a row without labels."""
-    return next((index for index, label in enumerate(labels) if label != IGNORE), 0)
-
-
-def _real_length(row: Mapping[str, Any], length: int, where: str) -> int:
+def _real_length(row: Mapping[str, Any], length: int) -> int:
     if "attention_mask" not in row:
         return length
-    mask = _integers(row["attention_mask"], "attention_mask", where)
+    mask = _integers(row["attention_mask"], "attention_mask")
     real = sum(mask)
     if len(mask) != length or mask != [1] * real + [0] * (length - real):
         raise DataError(
-            f"{where}: attention_mask must be ones followed by zeros, with the length of input_ids. Do not pad on the "
+            "attention_mask must be ones followed by zeros, with the length of input_ids. Do not pad on the "
             "left; rows do not need padding."
         )
     return real
 
 
-def _integers(values: Any, field: str, where: str) -> list[int]:
+def _integers(values: Any, field: str) -> list[int]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise DataError(f"{where}: {field} must be a list of token ids, got {str(values)[:60]}.")
+        raise DataError(f"{field} must be a list of token ids, got {str(values)[:60]}.")
     return values

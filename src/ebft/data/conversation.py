@@ -18,11 +18,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.json_files import without_missing
-from ebft.data.messages import Message, as_texts, is_context
-from ebft.data.rendering import REPLY, TOOLS, ChatTemplate, row_kwargs
+from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_kwargs
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
-from ebft.data.transforms.labels import Places, turn_parts
 from ebft.data.transforms.rows import continued_ids
+from ebft.data.turns import Places, turn_parts
 from ebft.errors import DataError
 
 Prompt = str | list[Message]
@@ -155,7 +155,8 @@ class Renderer:
                     "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
             return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
-        messages = [*as_texts([*prompt, reply]), *_up_to_last_reply(remaining)]
+        last = max((index for index, message in enumerate(remaining) if is_reply(message)), default=-1)
+        messages = [*as_texts([*prompt, reply]), *remaining[: last + 1]]
         following = range(len(prompt) + 1, len(messages))
         replies = [len(prompt), *(index for index in following if is_reply(messages[index]))]
         if any(second == first + 1 for first, second in zip(replies, replies[1:])):
@@ -280,11 +281,6 @@ def is_reply(message: Message) -> bool:
 def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
     """`ids` without a terminating end token; at most one is removed."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids
-
-
-def _up_to_last_reply(messages: list[Message]) -> list[Message]:
-    last = max((index for index, message in enumerate(messages) if is_reply(message)), default=-1)
-    return messages[: last + 1]
 
 
 def _json(row: Mapping[str, Any], name: str) -> Any:

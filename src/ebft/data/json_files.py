@@ -292,13 +292,11 @@ class Types:
 
     def features(self) -> dict[str, Any]:
         """The features of the columns, in the order in which they were found."""
-        return {name: _feature(kinds) for name, kinds in self._found.items()}
-
-
-def _feature(kinds: set[type]) -> Any:
-    if len(kinds) < 2 and kinds <= _ARROW.keys():
-        return Value(_ARROW[next(iter(kinds), str)])
-    return JsonText()
+        one_type = lambda kinds: len(kinds) < 2 and kinds <= _ARROW.keys()
+        return {
+            name: Value(_ARROW[next(iter(kinds), str)]) if one_type(kinds) else JsonText()
+            for name, kinds in self._found.items()
+        }
 
 
 def stored(values: list[Any], feature: Any) -> list[Any]:
@@ -355,15 +353,14 @@ def _cleaner(feature: Any, calls: Names) -> Clean | None:
 
 def _of_mapping(features: Mapping[str, Any], whole: Names, calls: Names) -> Clean | None:
     """The same for mappings, in which everything below the keys `whole` is cleaned."""
-    found = {key: _below(feature) if key in whole else _cleaner(feature, calls) for key, feature in features.items()}
+    found = {
+        key: _cleaner(feature, calls) if key not in whole else without_missing if _has_struct(feature) else None
+        for key, feature in features.items()
+    }
     parts = {key: clean for key, clean in found.items() if clean is not None}
     if not parts:
         return None
     return lambda value: None if value is None else {**value, **{key: parts[key](value[key]) for key in parts}}
-
-
-def _below(feature: Any) -> Clean | None:
-    return without_missing if _has_struct(feature) else None
 
 
 def _has_struct(feature: Any) -> bool:

@@ -1,146 +1,25 @@
-"""Config keys of datasets, of the length of rows and of seeds, and the rows that a run requires."""
+"""Config keys of datasets, of streams, of the length of rows and of seeds."""
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
-from ebft.config.options import EBFTSection
-from ebft.config.section import STRICT, NotBlank, Section, paths
-from ebft.config.shapes import PromptFormat, ShapeKeys, without_empty_names
+from ebft.config.section import NotBlank, Section, or_null, paths
+from ebft.config.shapes import PromptFormat, ShapeKeys
+from ebft.data.transforms import LABELS, MODULES, OTHER_TYPES, PreferenceColumns, RequiredRows
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_LENGTH = 2**25  # tokens; no model takes more
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
-# input_ids and labels; prompt and ground_truth; chosen_ids and rejected_ids; input_ids and the labels of steps; prompt,
-# chosen and rejected; prompt, completion and label.
-Rows = Literal["tokens", "prompts", "comparisons", "steps", "preferences", "labelled"]
-
-# Modules of `ebft.data.transforms` for the `type` of a dataset, with their functions and the rows that each returns. A
-# module name alone means its `transform`.
-BUILT_IN_TRANSFORMS: dict[str, dict[str, Rows]] = {
-    "ebft_pretrain": {"transform": "tokens"},
-    "ebft_strided_structured": {"transform": "tokens", "transform_prompts": "prompts"},
-    "ebft_strided_chat": {"transform": "tokens", "transform_last_turn": "tokens", "transform_all_turns": "tokens"},
-    "ebft_opencode": {"transform": "prompts", "transform_strided": "tokens"},
-    "ebft_chat_multiturn": {
-        "transform": "prompts",
-        "transform_last_turn": "prompts",
-        "transform_all_turns": "prompts",
-    },
-    "ebft_reasoning": {
-        "transform": "prompts",
-        "transform_answer_only": "prompts",
-        "transform_split_thinking": "prompts",
-        "transform_strided": "tokens",
-    },
-    "completion": {"transform": "tokens"},
-    "chat_template": {"transform": "tokens"},
-    "alpaca": {"transform": "tokens", "transform_prompts": "prompts"},
-    "alpaca_chat": {"transform": "tokens", "transform_prompts": "prompts"},
-    "user_defined": {"transform": "tokens", "transform_prompts": "prompts"},
-    "input_output": {"transform": "tokens"},
-    "nemo_gym": {"transform": "prompts"},
-    "bradley_terry": {"chat_template": "comparisons"},
-    "stepwise_supervised": {"transform": "steps"},
-}
-PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
-
-# Names of transforms in axolotl that are different here.
-OTHER_TYPES = {
-    "sharegpt": "chat_template",
-    "alpaca_chat.load_qa": "alpaca_chat.transform",
-    "passthrough.default": "passthrough",
-    "orpo.chat_template.argilla": "chat_template.argilla",
-}
-
-# Transforms that return the other kind of rows from the same columns, with the same turns trained on. They are used if
-# a run needs that kind, so that one dataset works with every method.
-EQUIVALENT_TRANSFORMS: dict[str, str] = {
-    "ebft_strided_structured.transform": "ebft_strided_structured.transform_prompts",
-    "ebft_strided_structured.transform_prompts": "ebft_strided_structured.transform",
-    "ebft_opencode.transform": "ebft_opencode.transform_strided",
-    "ebft_opencode.transform_strided": "ebft_opencode.transform",
-    "ebft_strided_chat.transform": "ebft_chat_multiturn.transform_all_turns",
-    "ebft_strided_chat.transform_last_turn": "ebft_chat_multiturn.transform_last_turn",
-    "ebft_strided_chat.transform_all_turns": "ebft_chat_multiturn.transform_all_turns",
-    "ebft_chat_multiturn.transform": "chat_template.transform",
-    "ebft_chat_multiturn.transform_last_turn": "ebft_strided_chat.transform_last_turn",
-    "ebft_chat_multiturn.transform_all_turns": "ebft_strided_chat.transform_all_turns",
-    "chat_template.transform": "ebft_chat_multiturn.transform_all_turns",
-    "alpaca.transform": "alpaca.transform_prompts",
-    "alpaca.transform_prompts": "alpaca.transform",
-    "alpaca_chat.transform": "alpaca_chat.transform_prompts",
-    "alpaca_chat.transform_prompts": "alpaca_chat.transform",
-    "user_defined.transform": "user_defined.transform_prompts",
-    "user_defined.transform_prompts": "user_defined.transform",
-    "ebft_reasoning.transform": "ebft_reasoning.transform_strided",
-    "ebft_reasoning.transform_strided": "ebft_reasoning.transform",
-}
-
-# Formats of preference data, in `ebft.data.preferences`, with the rows that each gives: pairs of a chosen and a
-# rejected completion, or single completions with a label.
-_PAIRS: tuple[Rows, ...] = ("preferences",)
-_LABELLED: tuple[Rows, ...] = ("labelled",)
-_OF_TEXTS: dict[str, tuple[Rows, ...]] = {
-    "default": _PAIRS,
-    "intel": (*_PAIRS, *_LABELLED),
-    "icr": _PAIRS,
-    "argilla": _LABELLED,
-    "argilla_chat": (*_PAIRS, *_LABELLED),
-    "prompt_pairs": (*_PAIRS, *_LABELLED),
-    "ultra": (*_PAIRS, *_LABELLED),
-}
-USER_DEFINED = "preference_columns"  # the name of `type: {field_prompt: ...}`
-PREFERENCE_FORMATS: dict[str, tuple[Rows, ...]] = {
-    "chat_template.default": _PAIRS,
-    "chat_template.argilla_chat": _PAIRS,
-    "chat_template.argilla": _PAIRS,
-    **{f"chatml.{name}": rows for name, rows in _OF_TEXTS.items()},
-    **{f"llama3.{name}": rows for name, rows in _OF_TEXTS.items()},
-    "passthrough": (*_PAIRS, *_LABELLED),
-    USER_DEFINED: (*_PAIRS, *_LABELLED),
-}
-
-
-class PreferenceColumns(Section):
-    """The columns and texts of preference data, as the `type` of a dataset; `{prompt}` is replaced with the column."""
-
-    model_config = {**STRICT, "frozen": True}  # hashable, as names of transforms are
-
-    field_prompt: NotBlank = Field("prompt", description="Column of the prompt.")
-    field_system: NotBlank = Field("system", description="Column of the system message, for {system} in prompt_format.")
-    field_chosen: NotBlank | None = Field(None, description="Column of the preferred completion; if unset, chosen.")
-    field_rejected: NotBlank | None = Field(None, description="Column of the other completion; if unset, rejected.")
-    field_completion: NotBlank | None = Field(None, description="rl: kto: column of the text; if unset, completion.")
-    field_label: NotBlank | None = Field(None, description="rl: kto: column of true or false; if unset, label.")
-    prompt_format: str = Field("{prompt}", description="Text of the prompt, with {prompt} and optionally {system}.")
-    chosen_format: str | None = Field(None, description="Text with {chosen}; if unset, the column as it is.")
-    rejected_format: str | None = Field(None, description="Text with {rejected}; if unset, the column as it is.")
-    completion_format: str | None = Field(None, description="rl: kto: text with {completion}.")
-
-    def __repr__(self) -> str:
-        given = ", ".join(f"{name}: {getattr(self, name)!r}" for name in sorted(self.model_fields_set))
-        return f"{{{given}}}"
-
-    __str__ = __repr__
-
-    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
-
-    @model_validator(mode="after")
-    def _formats_name_their_column(self) -> "PreferenceColumns":
-        for name in ("prompt", "chosen", "rejected", "completion"):
-            text = getattr(self, f"{name}_format")
-            if text is not None and f"{{{name}}}" not in text:
-                raise ValueError(f"{name}_format: {text!r} does not contain {{{name}}}. Add it where the text belongs.")
-        return self
-
-
-# Keys of the turns that SFT and strided mode train on; an empty one of the first three can be meant as in axolotl.
-LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
-
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
@@ -248,7 +127,7 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
 
     @model_validator(mode="after")
     def _keys_of_chats_in_pairs(self) -> "DatasetEntry":
-        if self.type in [name for name in PREFERENCE_FORMATS if name.startswith("chat_template.")]:
+        if self.type in ("chat_template.default", "chat_template.argilla_chat", "chat_template.argilla"):
             return self
         for key in ("field_chosen", "field_rejected"):
             if getattr(self, key) is not None:
@@ -264,7 +143,7 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         defaults = {key: field.default for key, field in StepKeys.model_fields.items()}
         given = sorted(key for key, default in defaults.items() if getattr(self, key) != default)
         module = str(self.type).partition(".")[0]
-        if given and module in BUILT_IN_TRANSFORMS and module != "stepwise_supervised":
+        if given and module in MODULES and module != "stepwise_supervised":
             raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
         return self
 
@@ -370,17 +249,6 @@ class SeedKeys(Section):
     )
 
 
-@dataclass(frozen=True)
-class RequiredRows:
-    """The rows that a method trains on."""
-
-    kind: Rows
-    method: str  # its name, for messages
-    needs_reference: bool  # whether every row of prompts must have one
-    block: EBFTSection | None  # options of the blocks, if every row must have room for one
-    chat_template_kwargs: dict[str, Any] | None  # for rendering prompts
-
-
 class DataSettings(DataKeys, SeedKeys):
     """Every key that loading data reads (transforms may read any key of a run), and the rows to load."""
 
@@ -388,3 +256,129 @@ class DataSettings(DataKeys, SeedKeys):
     @abstractmethod
     def required_rows(self) -> RequiredRows:
         """The rows that the run's method trains on."""
+
+
+class StreamEntry(Section):
+    """One element of `pretraining_dataset:`, an entry of `datasets:` with `type: completion` in other words."""
+
+    path: NotBlank = Field(description="As in datasets: Hub id, file, folder, URL, or builder name (json, text, ...).")
+    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
+    split: NotBlank = Field("train", description="Split to read.")
+    text_column: NotBlank | None = Field(None, description="The same as datasets.field; if unset, text or content.")
+    type: Literal["pretrain", "completion"] = Field(
+        "pretrain", description="Both mean type: completion, raw text and the end token."
+    )
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None,
+        description="Share of the documents, relative to the other entries, whose documents then alternate; if no "
+        "entry has a weight, each is read to its end before the next.",
+    )
+    skip: int = Field(0, ge=0, description="Number of rows at the beginning that are left out.")
+    data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
+        None, description="Format of files. If unset, inferred from the file extension."
+    )
+    revision: str | None = Field(None, description="Hub revision of the dataset.")
+    trust_remote_code: bool = Field(False, description="Only false, as in datasets.")
+
+    _entry_path = paths("path")
+
+    def as_dataset(self) -> DatasetEntry:
+        """The same entry as one of `datasets`."""
+        values = self.model_dump(exclude={"text_column", "type"}, exclude_unset=True)
+        return DatasetEntry(**values, type="completion", field=self.text_column)
+
+
+def _one_or_more(schema: dict[str, Any]) -> None:
+    """A path or a single entry can be given without a list."""
+    schema["anyOf"] += [{"type": "string"}, {"type": "object"}]
+
+
+class StreamKeys(Section):
+    """Streams of raw text."""
+
+    pretraining_dataset: Annotated[list[StreamEntry], Field(min_length=1)] | None = Field(
+        None,
+        description="SFT: streams of raw text to train on instead of datasets: a list of entries, one entry, or a "
+        "path. The same as datasets with type: completion and streaming: true.",
+        json_schema_extra=_one_or_more,
+    )
+    streaming: bool = Field(
+        False,
+        description="SFT: read datasets of type: completion while training runs, instead of preparing all rows before "
+        "it. Documents are concatenated, and cut into rows of exactly sequence_len tokens. Needs max_steps.",
+    )
+    streaming_multipack_buffer_size: int = Field(
+        10_000,
+        ge=1,
+        description="streaming: number of documents that are in memory, and are shuffled together if "
+        "shuffle_merged_datasets is true.",
+    )
+    pretrain_multipack_buffer_size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="The same as streaming_multipack_buffer_size."
+    )
+    pretrain_multipack_attn: bool = Field(
+        True,
+        description="streaming: documents of a row do not attend to each other. If false, a row is one text, for "
+        "models that cannot keep documents apart.",
+    )
+
+    @field_validator("pretraining_dataset", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        value = {"path": value} if isinstance(value, str) else value
+        return [value] if isinstance(value, dict) else value
+
+
+# Takes the place of `datasets`, which is required, until the entries of `pretraining_dataset` have been checked.
+_TO_BE_MOVED = DatasetEntry(path="pretraining_dataset", type="completion")
+
+
+class StreamSettings(StreamKeys, DataSettings):
+    """Every key that loading data reads, prepared or as a stream."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema["required"] = [key for key in schema["required"] if key != "datasets"]
+        schema["properties"]["datasets"] = or_null(schema["properties"]["datasets"])
+        return schema | {"anyOf": [{"required": ["datasets"]}, {"required": ["pretraining_dataset"]}]}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _instead_of_datasets(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("pretraining_dataset") is None or data.get("datasets") is not None:
+            return data
+        return {**data, "datasets": [_TO_BE_MOVED]}
+
+    @model_validator(mode="after")
+    def _as_datasets(self) -> Self:
+        """Move the entries of `pretraining_dataset` to `datasets`, so that there is one list of what is trained on."""
+        if self.pretraining_dataset is None:
+            return self
+        if self.datasets[0] is not _TO_BE_MOVED:
+            raise ValueError(
+                "pretraining_dataset and datasets are both set. Move the entries of pretraining_dataset to datasets, "
+                "with type: completion, and set streaming: true; or remove one of them."
+            )
+        if not self.streaming and "streaming" in self.model_fields_set:
+            raise ValueError(
+                "pretraining_dataset is a stream, but streaming is false. Remove streaming, or rename "
+                "pretraining_dataset to datasets, with type: completion, to prepare all rows before training."
+            )
+        self.datasets = [entry.as_dataset() for entry in self.pretraining_dataset]
+        self.pretraining_dataset, self.streaming = None, True
+        return self
+
+    @model_validator(mode="after")
+    def _one_buffer(self) -> Self:
+        size = self.pretrain_multipack_buffer_size
+        if size is None:
+            return self
+        if "streaming_multipack_buffer_size" in self.model_fields_set and self.streaming_multipack_buffer_size != size:
+            raise ValueError(
+                "streaming_multipack_buffer_size and pretrain_multipack_buffer_size are two names of the same key. "
+                "Keep one of them."
+            )
+        self.streaming_multipack_buffer_size, self.pretrain_multipack_buffer_size = size, None
+        return self

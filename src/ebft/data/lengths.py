@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,51 +14,25 @@ from datasets import Dataset
 
 from ebft.anchors import count_row_blocks
 from ebft.config.options import EBFTSection
-from ebft.data.apply import FEATURES, RowCounts
-from ebft.data.tables import map_rows, rows_at_once
-from ebft.data.transforms.omissions import LEFT_OUT, UNTHINKING
-from ebft.data.transforms.rows import IGNORE
-
-# Reasons for dropping rows, worded to follow "dropped 12 ".
-EMPTY = "without text"
-NO_REFERENCE = "without a reference"
-PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
-TOO_LONG = "longer than sequence_len"
-REPEATED = "equal to an earlier row"
-TOO_SHORT = "too short for one block"
-TAIL = "ends of long documents too short for one block"
-ONE_TOKEN = "with a single token"
-NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
-NO_PROMPT = "without a prompt"
-NO_REPLY = "without a chosen or a rejected reply"
-REPLY_TOO_LONG = "whose chosen or rejected text exceeds sequence_len"
-NO_STEP = "without a labelled step within sequence_len"
-REFERENCE_TOO_LONG = "whose prompt and reference do not fit within sequence_len"
-NO_COMPLETION = "without a completion (or with only one of chosen and rejected)"
-COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_len"
-DROPPED = (
+from ebft.data.apply import FEATURES
+from ebft.data.row_counts import (
     EMPTY,
-    NO_PROMPT,
     NO_REFERENCE,
+    NOTHING_TO_PREDICT,
+    ONE_TOKEN,
     PROMPT_TOO_LONG,
-    REFERENCE_TOO_LONG,
-    NO_COMPLETION,
-    COMPLETION_TOO_LONG,
+    REPEATED,
+    SPLIT,
+    TAIL,
     TOO_LONG,
     TOO_SHORT,
-    TAIL,
-    ONE_TOKEN,
-    NOTHING_TO_PREDICT,
-    NO_REPLY,
-    REPLY_TOO_LONG,
-    NO_STEP,
-    REPEATED,
+    TRUNCATED,
+    RowCounts,
 )
-# Other counts.
-TRUNCATED = "truncated at sequence_len"
-SPLIT = "cut into windows of sequence_len"
+from ebft.data.tables import map_rows, rows_at_once
+from ebft.data.transforms.rows import IGNORE
+
 _TOKENS = ("input_ids", "labels")
-_NO_CONTENTS = ("document", "reason")  # where a row comes from, and whether it was truncated
 
 
 def fits_one_block(row: dict[str, Any], ebft: Any) -> bool:
@@ -77,10 +49,9 @@ def cut_and_drop(
     and rows with a prompt are truncated; "raise" drops them, for the caller to raise an error. Rows without room for
     `block` are dropped, or those without a token to predict if it is None.
     """
-    step = _Cutter(sequence_len, block, too_long)  # it counts rows, so this runs in one process
     kept = map_rows(
         rows.with_format("arrow"),
-        step,
+        _Cutter(sequence_len, block, too_long, counts),  # it counts rows, so this runs in one process
         batched=True,
         batch_size=rows_at_once(rows),
         remove_columns=rows.column_names,
@@ -88,22 +59,17 @@ def cut_and_drop(
         desc="Cutting rows",
     )
     kept.reset_format()
-    counts.update(step.counts)
-    for reason, documents in step.documents.items():
-        counts.note(reason, documents)
     return kept
 
 
 class _Cutter:
     """A batched map function that counts cut and dropped rows."""
 
-    def __init__(self, sequence_len: int, block: EBFTSection | None, too_long: str | None) -> None:
-        self.sequence_len, self.block, self.strategy = sequence_len, block, too_long
+    def __init__(self, sequence_len: int, block: EBFTSection | None, too_long: str | None, counts: RowCounts) -> None:
+        self.sequence_len, self.block, self.strategy, self.counts = sequence_len, block, too_long, counts
         self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if self.block is None else (TOO_SHORT, TAIL)
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = self.block is None or not self.block.mask_thinking_ce
-        self.counts: Counter = Counter()
-        self.documents: dict[str, list[int]] = defaultdict(list)
 
     def __call__(self, batch: pa.Table) -> dict[str, list]:
         out: dict[str, list] = {field: [] for field in FEATURES}
@@ -136,29 +102,25 @@ class _Cutter:
         if self.needs_labels and not _learns(cut["labels"]):
             return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else NO_REFERENCE)
         if length > self.sequence_len:
-            self._count(row, TRUNCATED)
+            self.counts.add(TRUNCATED, [row["document"]])
         if prompt_length >= self.sequence_len:  # the end of a chat was cut, but earlier turns are trained on
             return [_up_to_last_turn(cut)]
         return [cut]
 
     def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self._count(row, SPLIT)
+        self.counts.add(SPLIT, [row["document"]])
         kept = []
         for start in range(0, len(row["input_ids"]), self.sequence_len):
             window = _window(row, start, start + self.sequence_len)
             if self.fits(window) and _learns(window["labels"]):
                 kept.append(window)
             else:
-                self._count(row, self.tail)
+                self.counts.add(self.tail, [row["document"]])
         return kept
 
     def _drop(self, row: dict[str, Any], reason: str) -> list[dict[str, Any]]:
-        self._count(row, reason)
+        self.counts.add(reason, [row["document"]])
         return []
-
-    def _count(self, row: dict[str, Any], reason: str) -> None:
-        self.counts[reason] += 1
-        self.documents[reason].append(row["document"])
 
 
 def _arrays(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
@@ -194,21 +156,16 @@ def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
-    """The rows without those that are equal to an earlier one in all but `_NO_CONTENTS`, which are counted."""
-    seen: set[bytes] = set()
-    kept: list[int] = []
+    """The rows without those that are equal to an earlier one in all but `document`, which are counted."""
+    first: dict[bytes, int] = {}  # the number of the first row with each hash
     dropped: list[int] = []
     for number, row in enumerate(rows):
-        document = row["document"]
-        row = {name: value for name, value in row.items() if name not in _NO_CONTENTS}
-        digest = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).digest()
-        (dropped if digest in seen else kept).append(document if digest in seen else number)
-        seen.add(digest)
-    if not dropped:
-        return rows
-    counts[REPEATED] += len(dropped)
-    counts.note(REPEATED, dropped)
-    return rows.select(kept)
+        document = row.pop("document")
+        found = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).digest()
+        if first.setdefault(found, number) != number:
+            dropped.append(document)
+    counts.add(REPEATED, dropped)
+    return rows.select(list(first.values())) if dropped else rows
 
 
 def token_counts(rows: Any, column: str = "input_ids") -> list[int]:
@@ -239,53 +196,3 @@ def _longest(rows: Any) -> int | None:
         prompt = ["prompt_ids"] if "prompt_ids" in columns else []
         return max(most(*prompt, name) for name in ("chosen_ids", "rejected_ids"))
     return None
-
-
-@dataclass(frozen=True)
-class SectionReport:
-    """The documents and rows of `datasets` or `test_datasets`.
-
-    `counts` are the numbers of rows by reason; `examples` names some documents of each reason by source and row.
-    """
-
-    section: str
-    documents: int
-    rows: int
-    counts: dict[str, int]
-    examples: dict[str, list[str]]
-
-    def __str__(self) -> str:
-        notes = [
-            f"{self.counts[what]:,} {what}"
-            for what in (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
-            if self.counts.get(what)
-        ]
-        dropped = [f"{self.counts[reason]:,} {reason}" for reason in DROPPED if self.counts.get(reason)]
-        line = f"{self.section}: {_counted(self.documents, 'document')} produced {_counted(self.rows, 'row')}"
-        if notes:
-            line += f" ({', '.join(notes)})"
-        return f"{line}; dropped {', '.join(dropped)}" if dropped else line
-
-    def with_example(self) -> str:
-        """The report as text, with the source and row of a document that was dropped, if there is one."""
-        example = next((self.examples[reason][0] for reason in DROPPED if self.examples.get(reason)), None)
-        return str(self) if example is None else f"{self} (for example {example})"
-
-
-def report(section: str, documents: int, rows: int, counts: RowCounts, sources: list[tuple[str, int]]) -> SectionReport:
-    """The report of a section; `sources` are its sources, with the number of the first document of each."""
-    examples = {
-        reason: [_location(document, sources) for document in found]
-        for reason, found in counts.documents.items()
-        if counts[reason]
-    }
-    return SectionReport(section, documents, rows, {name: n for name, n in counts.items() if n}, examples)
-
-
-def _location(document: int, sources: list[tuple[str, int]]) -> str:
-    name, first = next((name, first) for name, first in reversed(sources) if first <= document)
-    return f"{name}, row {document - first}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,16 +1,19 @@
 """Loading rows for training and evaluation from the `datasets:` section of a config; here rows of tokens."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import RowCounts, tokenise
+from ebft.data.apply import Check, apply_transform, tokenise
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import TOO_LONG, SectionReport, cut_and_drop, report, without_repeated
+from ebft.data.lengths import cut_and_drop, without_repeated
+from ebft.data.row_counts import TOO_LONG, RowCounts, SectionReport
 from ebft.data.sources import read_source
 from ebft.data.tables import discard, shuffle_rows
 from ebft.errors import DataError, shortened
@@ -21,20 +24,21 @@ from ebft.processes import is_main_process
 LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
 
 
-class Section(NamedTuple):
-    """The usable rows of a section, with the column `document`, its report, and the first document of each entry."""
-
-    rows: Dataset
-    report: SectionReport
-    firsts: list[int]
-
-
 class LoadedRows(NamedTuple):
     """The training rows, the evaluation rows (None if the config holds no data out), and a report per section."""
 
     train: Dataset
     evaluation: Dataset | None
     reports: list[SectionReport]
+
+    def map(self, function: Callable[[Dataset], Dataset]) -> LoadedRows:
+        """The rows converted by a function of the rows of a section."""
+        evaluation = None if self.evaluation is None else function(self.evaluation)
+        return self._replace(train=function(self.train), evaluation=evaluation)
+
+    def without(self, *columns: str) -> LoadedRows:
+        """The rows without these columns."""
+        return self.map(lambda rows: rows.remove_columns(columns))
 
 
 def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
@@ -51,18 +55,15 @@ def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) ->
     end) pairs of the trained turns; if empty, `prompt_length` to the end). `val_set_size` holds out whole documents, so
     the windows of one document stay together. Raises DataError if a source cannot be read or no usable rows are left.
     """
-    train, evaluation, reports = load_sections(config, token_rows(config, tokenizer), hint(config))
-    evaluation = None if evaluation is None else evaluation.remove_columns("document")
-    return LoadedRows(train.remove_columns("document"), evaluation, reports)
+    return load_sections(config, token_rows(config, tokenizer)).without("document")
 
 
 def load_section_of_tokens(
     config: DataSettings, tokenizer: PreTrainedTokenizerBase, section: str
 ) -> tuple[Dataset, SectionReport]:
     """The rows of tokens of `datasets` or `test_datasets` alone, in the order of their documents, and their report."""
-    load_entry = token_rows(config, tokenizer)
-    found = _load_section(config, section, load_entry, hint(config))
-    return found.rows.remove_columns("document"), found.report
+    rows, report, _ = _load_section(config, section, token_rows(config, tokenizer))
+    return rows.remove_columns("document"), report
 
 
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
@@ -81,6 +82,15 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
     return load_entry
 
 
+def transformed_rows(
+    config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features
+) -> LoadEntry:
+    """Return a function that loads the rows that `check` makes of the results of a source's transform."""
+    return lambda entry, raw, first_document, counts: apply_transform(
+        raw, entry, config, tokenizer, check, features, first_document, counts
+    )
+
+
 def _exceeded(row: str, long: int, sequence_len: int) -> str:
     """The message of the error for `long` rows of a source, of which `row` is the first."""
     others = "does 1 other row" if long == 2 else f"do {long - 1:,} other rows"
@@ -90,16 +100,16 @@ def _exceeded(row: str, long: int, sequence_len: int) -> str:
     )
 
 
-def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> LoadedRows:
+def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
     """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
 
     Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
-    `load_entry` makes usable rows, with the column `document`, from one source; `hint` is the advice if none are left.
+    `load_entry` makes usable rows, with the column `document`, from one source.
     """
-    train, of_train, firsts = _load_section(config, "datasets", load_entry, hint)
+    train, of_train, firsts = _load_section(config, "datasets", load_entry)
     evaluation, reports = None, [of_train]
     if config.test_datasets:
-        evaluation, of_evaluation, _ = _load_section(config, "test_datasets", load_entry, hint)
+        evaluation, of_evaluation, _ = _load_section(config, "test_datasets", load_entry)
         reports.append(of_evaluation)
     elif config.val_set_size:
         train, evaluation = _hold_out(train, of_train.documents, config)
@@ -110,21 +120,24 @@ def load_sections(config: DataSettings, load_entry: LoadEntry, hint: str) -> Loa
     return LoadedRows(train, evaluation, reports)
 
 
-def load_held_out_section(config: DataSettings, load_entry: LoadEntry, hint: str) -> Dataset:
+def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Dataset:
     """Only the evaluation rows, in the order of their documents: of `test_datasets`, or held out of `datasets`.
 
     Raises DataError if the config holds no data out.
     """
     if config.test_datasets:
-        return _load_section(config, "test_datasets", load_entry, hint).rows
+        return _load_section(config, "test_datasets", load_entry)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    found = _load_section(config, "datasets", load_entry, hint)
-    return _hold_out(found.rows, found.report.documents, config)[1]
+    rows, report, _ = _load_section(config, "datasets", load_entry)
+    return _hold_out(rows, report.documents, config)[1]
 
 
-def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hint: str) -> Section:
-    """The usable rows of all entries, and the report of all documents, usable or not."""
+def _load_section(
+    config: DataSettings, section: str, load_entry: LoadEntry
+) -> tuple[Dataset, SectionReport, list[int]]:
+    """The usable rows of all entries, with the column `document`, the report of all documents, usable or not, and the
+    first document of each entry."""
     parts, counts, documents, sources = [], RowCounts(), 0, []
     entries = getattr(config, section)
     for entry in entries:
@@ -135,23 +148,41 @@ def _load_section(config: DataSettings, section: str, load_entry: LoadEntry, hin
     joined = concatenate_datasets(parts)
     if config.dataset_exact_deduplication:
         joined = without_repeated(joined, counts)
-    found = report(section, documents, len(joined), counts, sources)
+    found = counts.report(section, documents, len(joined), sources)
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
-        raise DataError(f"{paths}: {found}. No usable rows are left: {hint}")
+        raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config)}")
     if is_main_process():
         say(found.with_example(), err=True)
-    return Section(joined, found, [first for _, first in sources])
+    return joined, found, [first for _, first in sources]
 
 
-def hint(config: DataSettings) -> str:
-    block = config.required_rows.block
+def _advice(config: DataSettings) -> str:
+    """What to change if no rows are left."""
+    required, length = config.required_rows, f"sequence_len: {config.sequence_len}"
+    if required.kind == "comparisons":
+        return f"provide pairs whose texts have at most {length} tokens, or increase it."
+    if required.kind == "steps":
+        return f"provide rows with a labelled step within {length}, or increase it."
+    if required.kind in ("preferences", "labelled"):
+        return (
+            "provide rows whose prompt and completions are not empty, and fit within "
+            f"{length} together, or increase it."
+        )
+    if required.kind == "prompts" and not required.needs_reference:
+        return f"provide rows with a prompt that is shorter than {length}, or increase it."
+    if required.kind == "prompts":
+        return (
+            f"provide rows with a prompt and a reference that fit within {length} together, including all turns of a "
+            "conversation, or increase it."
+        )
+    block = required.block
     if block is None:
         return "provide rows with text and a reference, or increase sequence_len."
     return (
         f"a block needs context_length: {block.context_length} (or the prompt plus min_completion_prefix: "
-        f"{block.min_completion_prefix}) plus generate_max_len: {block.generate_max_len} tokens within sequence_len: "
-        f"{config.sequence_len}. Decrease the first three, increase sequence_len, or use longer texts."
+        f"{block.min_completion_prefix}) plus generate_max_len: {block.generate_max_len} tokens within {length}. "
+        "Decrease the first three, increase sequence_len, or use longer texts."
     )
 
 

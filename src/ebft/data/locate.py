@@ -27,7 +27,13 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
             _check_shadowing(path, name, key)
         return path
     if kind == "model" and name in MODELS:
-        return _fetched(name, key)
+        folder = fetched_folder(name)
+        if folder is None:
+            raise ModelError(
+                f"{key}: {name!r} is a model of `ebft fetch`, but it is not on this machine yet. Run "
+                f"`ebft fetch {name}` first."
+            )
+        return folder
     if looks_local(name):
         raise error(
             f"{key}: the local path {shortened(name)!r} does not exist "
@@ -88,16 +94,6 @@ def _check_shadowing(path: Path, name: str, key: str) -> None:
             f"{key}: the folder {path.absolute()} takes precedence over the model {name} of `ebft fetch`, but contains "
             "no model. Rename or remove the folder, or start the command in another one."
         )
-
-
-def _fetched(name: str, key: str) -> Path:
-    folder = fetched_folder(name)
-    if folder is None:
-        raise ModelError(
-            f"{key}: {name!r} is a model of `ebft fetch`, but it is not on this machine yet. Run "
-            f"`ebft fetch {name}` first."
-        )
-    return folder
 
 
 def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:

@@ -5,21 +5,19 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import RowCounts, apply_transform, named
+from ebft.data.apply import WITH_REASON, apply_transform, named
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED, NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.messages import Message, messages_of
-from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS, row_kwargs
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message, messages_of, row_kwargs, text_or_messages
+from ebft.data.omissions import Omissions
+from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
 from ebft.data.tables import map_rows
-from ebft.data.transforms.names import wanted_rows
-from ebft.data.transforms.omissions import Omissions
+from ebft.data.transforms import wanted_rows
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once
@@ -42,10 +40,8 @@ def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
     count for each reason. `val_set_size` holds out whole documents, so the turns of one chat stay together. Raises
     DataError if a source cannot be read, sources are incompatible, or no usable rows are left.
     """
-    train, evaluation, reports = load_sections(config, prompt_rows(config, tokenizer), hint(config))
-    columns = _columns(train, evaluation)
-    evaluation = None if evaluation is None else _unpacked(evaluation, columns)
-    return LoadedRows(_unpacked(train, columns), evaluation, reports)
+    packed = load_sections(config, prompt_rows(config, tokenizer))
+    return packed.map(partial(_unpacked, columns=_columns(packed.train, packed.evaluation)))
 
 
 def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
@@ -55,15 +51,15 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
         check = PromptRow(config, tokenizer, entry.chat_template_kwargs)
         rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
-        for kind in sorted(set(rows["kind"]) - {""}):
+        for kind in sorted(set(rows["kind"])):
             sources.setdefault(kind, named(entry))
-        _refuse_mixture(sources)
-        reasons = np.asarray(rows["reason"])
-        documents = np.asarray(rows["document"])
-        for reason in DROPPED:
-            counts[reason] += int((reasons == reason).sum())
-            counts.note(reason, documents[reasons == reason].tolist())
-        return rows.select(np.flatnonzero(reasons == ""))
+        if len(sources) > 1:
+            (kind, source), (other_kind, other) = list(sources.items())[:2]
+            raise DataError(
+                f"cannot mix different kinds of prompts: {source} returns {kind}, {other} returns "
+                f"{other_kind}. Use text for all prompts, or messages whose content is text."
+            )
+        return rows
 
     return load_entry
 
@@ -71,25 +67,6 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
 def unpack_rows(rows: Dataset) -> Dataset:
     """Unpack rows to one column for each field that any of them has."""
     return _unpacked(rows, _columns(rows))
-
-
-def hint(config: DataSettings) -> str:
-    if not config.required_rows.needs_reference:
-        return f"provide rows with a prompt that is shorter than sequence_len: {config.sequence_len}, or increase it."
-    return (
-        "provide rows with a prompt and a reference that fit within sequence_len: "
-        f"{config.sequence_len} together, including all turns of a conversation, or increase it."
-    )
-
-
-def _refuse_mixture(sources: dict[str, str]) -> None:
-    if len(sources) < 2:
-        return
-    (kind, source), (other_kind, other) = list(sources.items())[:2]
-    raise DataError(
-        f"cannot mix different kinds of prompts: {source} returns {kind}, {other} returns "
-        f"{other_kind}. Use text for all prompts, or messages whose content is text."
-    )
 
 
 def _columns(*datasets: Dataset | None) -> list[str]:
@@ -140,8 +117,7 @@ FEATURES = Features(
         "row": Value("string"),
         "columns": Value("string"),
         "kind": Value("string"),
-        "reason": Value("string"),
-        "document": Value("int64"),
+        **WITH_REASON,
     }
 )
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
@@ -175,15 +151,13 @@ class PromptRow:
         self.needs_reference = required.needs_reference
         self.hint = wanted_rows(required)
 
-    def __call__(self, row: Mapping[str, Any], where: str) -> dict[str, str]:
-        try:
-            return self._packed(row)
-        except DataError as error:
-            raise DataError(f"{where}: {error}") from error
-
-    def _packed(self, row: Mapping[str, Any]) -> dict[str, str]:
+    def __call__(self, row: Mapping[str, Any]) -> dict[str, str]:
         self._check_names(row)
-        fields = {**row, "prompt": _prompt(row["prompt"]), "ground_truth": self._reference(row.get("ground_truth"))}
+        fields = {
+            **row,
+            "prompt": text_or_messages(row["prompt"], "prompt"),
+            "ground_truth": self._reference(row.get("ground_truth")),
+        }
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
@@ -258,12 +232,6 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
-
-
-def _prompt(value: Any) -> str | list[Message]:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return messages_of(value, "prompt")
 
 
 def _says_something(prompt: str | list[Message]) -> bool:

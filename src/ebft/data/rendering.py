@@ -30,8 +30,6 @@ from ebft.data.tokens import (
 )
 from ebft.errors import DataError, ModelError, cause
 
-# Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
-ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
 SECONDS = 120  # of computing that rendering a chat may take
 _too_slow: set[str] = set()  # templates
@@ -319,28 +317,6 @@ def _as_object(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
-
-
-def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The template's arguments for a row: those of its column, a dict or JSON text, then `others`, the first wins.
-
-    Arrow gives a row the arguments of all rows, with the value None, which are left out.
-    """
-    found = example.get(ROW_KWARGS)
-    if isinstance(found, str):
-        try:
-            found = json.loads(found) if found.strip() else None
-        except ValueError as error:
-            raise DataError(f"column {ROW_KWARGS!r} is not valid JSON ({error}).") from error
-    if not isinstance(found, Mapping | None):
-        raise DataError(
-            f"column {ROW_KWARGS!r} must contain a mapping of arguments of the chat template, such as "
-            f'{{"enable_thinking": false}}, or JSON text of one, got {found!r:.60}.'
-        )
-    merged = {key: value for key, value in (found or {}).items() if value is not None}
-    for other in others:
-        merged = {**(other or {}), **merged}
-    return merged
 
 
 # <|im_start|>, <｜User｜>, <start_of_turn>, <s>, [INST]. Words in angle brackets, such as <think>, are plain text.

@@ -11,19 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, List, Value
+from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import Check, RowCounts, apply_transform
+from ebft.data.apply import IDS, WITH_REASON
 from ebft.data.keys import DataSettings
-from ebft.data.lengths import DROPPED, NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
-from ebft.data.load import LoadedRows, load_sections
-from ebft.data.transforms.names import wanted_rows
+from ebft.data.load import LoadedRows, load_sections, transformed_rows
+from ebft.data.row_counts import NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
+from ebft.data.transforms import wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError
-
-_OWN = {"reason": Value("string"), "document": Value("int64")}  # why a row is dropped, empty if it is kept
-_IDS = List(Value("int32"))
 
 
 def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
@@ -33,30 +30,24 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
     """
     hint = wanted_rows(config.required_rows)
 
-    def check(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def check(row: Mapping[str, Any]) -> dict[str, Any]:
         names = ("chosen_ids", "rejected_ids")
-        chosen, rejected = (_ids(row, name, where, hint, len(tokenizer)) for name in names)
+        chosen, rejected = (_ids(row, name, hint, len(tokenizer)) for name in names)
         too_long = max(len(chosen), len(rejected)) > config.sequence_len
         reason = NO_REPLY if not (chosen and rejected) else REPLY_TOO_LONG if too_long else ""
-        margin = _margin(row, where)
+        margin = _margin(row)
         return {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin, "reason": reason}
 
-    advice = f"provide pairs whose texts have at most sequence_len: {config.sequence_len} tokens, or increase it."
-    features = Features({"chosen_ids": _IDS, "rejected_ids": _IDS, "margin": Value("float64"), **_OWN})
-    loaded = _load(config, tokenizer, check, features, advice)
-    found = [rows for rows in (loaded.train, loaded.evaluation) if rows is not None]
-    if any(np.any(rows["margin"]) for rows in found):
-        return loaded
-    evaluation = None if loaded.evaluation is None else loaded.evaluation.remove_columns("margin")
-    return LoadedRows(loaded.train.remove_columns("margin"), evaluation, loaded.reports)
+    features = Features({"chosen_ids": IDS, "rejected_ids": IDS, "margin": Value("float64"), **WITH_REASON})
+    loaded = load_sections(config, transformed_rows(config, tokenizer, check, features)).without("document")
+    has_margin = any(np.any(rows["margin"]) for rows in (loaded.train, loaded.evaluation) if rows is not None)
+    return loaded if has_margin else loaded.without("margin")
 
 
-def _margin(row: Mapping[str, Any], where: str) -> float:
+def _margin(row: Mapping[str, Any]) -> float:
     margin = row.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(
-            f"{where}: margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it."
-        )
+        raise DataError(f"margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it.")
     return float(margin)
 
 
@@ -64,14 +55,14 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
     """Rows of `input_ids` and `labels`, which are below `num_labels` or -100; cut to `sequence_len` tokens."""
     hint = wanted_rows(config.required_rows)
 
-    def check(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        ids, labels = _ids(row, "input_ids", where, hint, len(tokenizer)), _list(row, "labels", where, hint)
+    def check(row: Mapping[str, Any]) -> dict[str, Any]:
+        ids, labels = _ids(row, "input_ids", hint, len(tokenizer)), _list(row, "labels", hint)
         if len(ids) != len(labels):
-            raise DataError(f"{where}: {len(ids)} input_ids and {len(labels)} labels; they must be equally many.")
+            raise DataError(f"{len(ids)} input_ids and {len(labels)} labels; they must be equally many.")
         wrong = [label for label in labels if label != IGNORE and not 0 <= label < num_labels]
         if wrong:
             raise DataError(
-                f"{where}: the label {wrong[0]} is not one of the {num_labels} classes 0 to {num_labels - 1}. Set "
+                f"the label {wrong[0]} is not one of the {num_labels} classes 0 to {num_labels - 1}. Set "
                 "num_labels, or correct the labels."
             )
         kept = slice(config.sequence_len)
@@ -79,39 +70,22 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
         reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
         return {"input_ids": ids[kept], "labels": labels[kept], "reason": reason}
 
-    advice = f"provide rows with a labelled step within sequence_len: {config.sequence_len}, or increase it."
-    return _load(config, tokenizer, check, Features({"input_ids": _IDS, "labels": _IDS, **_OWN}), advice)
+    features = Features({"input_ids": IDS, "labels": IDS, **WITH_REASON})
+    return load_sections(config, transformed_rows(config, tokenizer, check, features)).without("document")
 
 
-def _load(
-    config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features, hint: str
-) -> LoadedRows:
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        rows = apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
-        reasons, documents = np.asarray(rows["reason"]), np.asarray(rows["document"])
-        for reason in (*DROPPED, TRUNCATED):
-            counts[reason] += int((reasons == reason).sum())
-            counts.note(reason, documents[reasons == reason].tolist())
-        return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED)))
-
-    train, evaluation, reports = load_sections(config, load_entry, hint)
-    columns = list(_OWN)
-    evaluation = None if evaluation is None else evaluation.remove_columns(columns)
-    return LoadedRows(train.remove_columns(columns), evaluation, reports)
-
-
-def _ids(row: Mapping[str, Any], name: str, where: str, hint: str, vocabulary: int) -> list[int]:
-    ids = _list(row, name, where, hint)
+def _ids(row: Mapping[str, Any], name: str, hint: str, vocabulary: int) -> list[int]:
+    ids = _list(row, name, hint)
     unknown = [token for token in ids if not 0 <= token < vocabulary]
     if unknown:
-        raise DataError(f"{where}: {name} contains {unknown[0]}, which is not a token of the vocabulary.")
+        raise DataError(f"{name} contains {unknown[0]}, which is not a token of the vocabulary.")
     return ids
 
 
-def _list(row: Mapping[str, Any], name: str, where: str, hint: str) -> list[int]:
+def _list(row: Mapping[str, Any], name: str, hint: str) -> list[int]:
     if name not in row:
-        raise DataError(f"{where}: the field {name!r} is missing; the transform returned {', '.join(row)}, but {hint}")
+        raise DataError(f"the field {name!r} is missing; the transform returned {', '.join(row)}, but {hint}")
     value = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
     if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        raise DataError(f"{where}: {name} must be a list of integers.")
+        raise DataError(f"{name} must be a list of integers.")
     return list(value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ebft.config.base import BaseConfig
 from ebft.config.section import Section
-from ebft.data.keys import RequiredRows, Rows
+from ebft.data.transforms import RequiredRows, Rows
 from ebft.methods import FLAGS, METHODS
 
 if TYPE_CHECKING:

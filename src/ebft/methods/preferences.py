@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ebft.config.section import Section
-from ebft.data.keys import PreferenceColumns
+from ebft.data.transforms import PreferenceColumns
 from ebft.methods.method import Method, class_at
 from ebft.models.files import adapted_head, adapted_heads
 

@@ -124,7 +124,7 @@ class SFT(Method):
     def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         if not config.streaming:
             return super().load_rows(config, tokenizer)
-        from ebft.data.stream_rows import load_stream
+        from ebft.data.stream import load_stream
 
         return load_stream(config, tokenizer)
 
@@ -177,7 +177,7 @@ class SFT(Method):
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
     def _stream_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
-        from ebft.data.stream_rows import order_of
+        from ebft.data.stream import order_of
         from ebft.sft.stream import StreamCollator, StreamTrainer
 
         collator = StreamCollator(tokenizer.pad_token_id)

@@ -15,7 +15,7 @@ from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
 from ebft.data.batches import DocumentCollator, JoiningCollator
 from ebft.data.conversation import Conversation, Renderer
-from ebft.data.stream_rows import StreamRows
+from ebft.data.stream import StreamRows
 from ebft.data.transforms.rows import IGNORE
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.structured.trainer import labelled_reference

@@ -28,11 +28,11 @@ from ebft.config.axolotl import UNTYPED
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.config.user_code import module_sources
-from ebft.data.lengths import SectionReport
 from ebft.data.load import LoadedRows
+from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
 from ebft.data.tables import discard
-from ebft.data.transforms.names import built_in, own_transform
+from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError
 from ebft.files import file_hash, json_hash, locked, text_hash
 from ebft.printed import say

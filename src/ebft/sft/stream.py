@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ebft.data.batches import JoiningCollator
-from ebft.data.stream_rows import SKIPPED, Position
+from ebft.data.stream import SKIPPED, Position
 from ebft.errors import ConfigError
 from ebft.sft.packed import check_layers, count_documents
 from ebft.sft.trainer import SFTTrainer

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded

@@ -16,8 +16,7 @@ from ebft.config.options import RewardOptions
 from ebft.config.rules import options_from, resolve_single_completion
 from ebft.config.section import option_names
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
-from ebft.data.messages import Message
-from ebft.data.rendering import REPLY, ROW_KWARGS, TOOLS
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
 from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.models.causal_lm import backbone_of, unwrap_adapter

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from ebft.data.lengths import SectionReport
+from ebft.data.row_counts import SectionReport
 from ebft.data.transforms.rows import IGNORE
 from ebft.methods.views import Block, Part, RowView
 

@@ -100,7 +100,7 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         assert not wrong, f"labels that are not the tokens: {wrong}"
         return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
     if method in ("dpo", "kto"):
-        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
+        row = PreferenceRow(config, tokenizer)(transformed(config, tokenizer, raw))
         if row["reason"]:
             return Dropped(row["reason"])
         names = ("chosen_ids", "rejected_ids") if method == "dpo" else ("completion_ids",)

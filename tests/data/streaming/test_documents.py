@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream_documents import Documents, MixedDocuments, Source
+from ebft.data.stream import Documents, MixedDocuments, Source
 from ebft.errors import DataError
 
 

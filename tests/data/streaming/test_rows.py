@@ -5,8 +5,7 @@ from itertools import islice
 import pytest
 from datasets import Dataset
 
-from ebft.data.stream_documents import Documents, Source
-from ebft.data.stream_rows import SKIPPED, Position, StreamRows
+from ebft.data.stream import SKIPPED, Documents, Position, Source, StreamRows
 from ebft.errors import DataError
 
 # Documents of consecutive tokens: 1, 2, ... in the first, 11, 12, ... in the second.

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
-from ebft.data.stream_documents import open_source
+from ebft.data.stream import open_source
 from ebft.errors import DataError
 
 TEXTS = [f"text {number}" for number in range(5)]

@@ -16,7 +16,7 @@ from ebft.config.checks.data import chat_templates, entry_conflicts, idle_keys, 
 from ebft.config.checks.processes import fsdp_problems
 from ebft.config.rules import NEFTUNE
 from ebft.config.tool_keys import RayKeys
-from ebft.data.transforms.names import equivalent_transform, trains_on
+from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys

@@ -1,11 +1,10 @@
 """Checks of the keys of streams: what contradicts them, and what has no effect with or without a stream."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ebft.data.keys import LABELS, DatasetEntry, DataSettings
-from ebft.data.stream_keys import StreamKeys
-from ebft.data.transforms.names import built_in
+from ebft.data.keys import DatasetEntry, DataSettings, StreamKeys
+from ebft.data.transforms import LABELS, READ_BY_SOME, TRANSFORMS, built_in
 from ebft.errors import DataError
 
 if TYPE_CHECKING:
@@ -103,27 +102,6 @@ def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
         yield "sample_packing: false has no effect with streaming: documents always fill rows of sequence_len tokens."
 
 
-# Keys that only some of the built-in transforms read, and the modules of those transforms. A custom transform may read
-# any key of its dataset.
-_CHATS = ("chat_template", "ebft_strided_chat", "ebft_chat_multiturn", "ebft_reasoning")
-_READ_BY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "message_property_mappings",
-            "roles",
-            "field_thinking",
-            "template_thinking_key",
-            "split_thinking",
-            "drop_system_message",
-        ),
-        (*_CHATS, "nemo_gym"),
-    ),
-    **dict.fromkeys(("field_system", "system_prompt"), (*_CHATS, "alpaca_chat")),
-    # SFT and strided mode replace the last with the first.
-    **dict.fromkeys((*LABELS, "field_tools"), ("chat_template", "ebft_strided_chat", "ebft_chat_multiturn")),
-    "field_messages": (*_CHATS, "nemo_gym"),
-    "user_defined": ("user_defined",),
-}
 # The defaults may be written out with any transform.
 _PLAIN_NAMES = {"role": "role", "content": "content"}
 
@@ -147,7 +125,7 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one of them."
-        if entry.template_thinking_key != "reasoning_content" and _module(entry) == "ebft_reasoning":
+        if entry.template_thinking_key != "reasoning_content" and str(_built_in(entry)).startswith("ebft_reasoning."):
             yield f"{where}.template_thinking_key is not supported with {entry.type}. Use type: chat_template."
         labels = [key for key in LABELS if _is_set(entry, key)]
         if config.train_on_inputs and labels:
@@ -238,14 +216,19 @@ def _ends_between_turns(config: DataSettings) -> Iterator[str]:
 
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
-    module = _module(entry)
-    if module is None:
+    name = _built_in(entry)
+    if name is None:
         return
-    for key, modules in _READ_BY.items():
-        if module not in modules and _is_set(entry, key):
+    for key in READ_BY_SOME:
+        if key not in TRANSFORMS[name].reads and _is_set(entry, key):
+            readers = dict.fromkeys(
+                other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads
+            )
+            # The most general one first. That of NeMo Gym reads other files.
+            modules = sorted({*readers} - {"nemo_gym"}, key=["chat_template", *readers].index)
             yield (
                 f"{where}.{key} has no effect with type: {entry.type}, which does not read it. Remove it, or use "
-                f"{_one_of(modules)}."
+                f"{' or '.join(f'type: {module}' for module in modules)}."
             )
 
 
@@ -262,13 +245,8 @@ def _is_set(entry: DatasetEntry, key: str) -> bool:
     return value != default and not harmless.get(key, False)
 
 
-def _module(entry: DatasetEntry) -> str | None:
+def _built_in(entry: DatasetEntry) -> str | None:
     try:
-        found = built_in(entry.type)
+        return built_in(entry.type)
     except DataError:  # reported when the transforms are checked
         return None
-    return None if found is None else found[0]
-
-
-def _one_of(modules: Iterable[str]) -> str:
-    return " or ".join(f"type: {module}" for module in dict.fromkeys(modules) if module != "nemo_gym")

@@ -3,17 +3,201 @@
 A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn, map_kwargs)`:
 `transform_fn(example, tokenizer=None)` returns the fields `input_ids`, `labels` and optionally `prompt_length`,
 `turn_spans` and `attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` are
-passed to `datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns. To add a built-in
-transform, add a function to a file of this folder and its name to `ebft.data.keys.BUILT_IN_TRANSFORMS`: the `type`
-`name.transform_kind` is the function `name_kind`.
+passed to `datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns.
+
+To add a built-in transform, add a function to a file of this folder and a line to `TRANSFORMS`: the `type`
+`name.transform_kind` is the function `name_kind` of that file. A bare `name` is short for `name.transform`. Looking a
+name up imports no transform, so that configs are checked quickly; `find_transform` imports the one that is used.
 """
 
+import difflib
 import importlib
+import os
+import re
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from typing import Any, Literal, NamedTuple
 
-from ebft.data.transforms.names import Type, built_in, is_format, own_transform
+from pydantic import Field, model_validator
 
-_FILES = ("text", "chats", "reward")
+from ebft.config.options import EBFTSection
+from ebft.config.section import STRICT, NotBlank, Section
+from ebft.config.shapes import without_empty_names
+from ebft.config.user_code import find_function, no_function
+from ebft.errors import DataError
+
+# The fields of each kind of rows, for messages.
+Rows = Literal["tokens", "prompts", "comparisons", "steps", "preferences", "labelled"]
+_FIELDS: dict[Rows, str] = {
+    "tokens": "input_ids and labels",
+    "prompts": "prompt and ground_truth",
+    "comparisons": "chosen_ids and rejected_ids",
+    "steps": "input_ids and labels of steps",
+    "preferences": "prompt, chosen and rejected",
+    "labelled": "prompt, completion and label",
+}
+
+# Keys of a turn that SFT and strided mode train on; an empty one of the first three can be meant as in axolotl.
+LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
+# Keys of a dataset that only some of the built-in transforms read. A custom transform may read any of them.
+_CHAT = (
+    *("message_property_mappings", "roles", "field_thinking", "template_thinking_key", "split_thinking"),
+    *("drop_system_message", "field_messages"),
+)
+_SYSTEM = ("field_system", "system_prompt")
+_LAST_TURN = (*_CHAT, *_SYSTEM)
+_TURNS = (*_LAST_TURN, *LABELS, "field_tools")
+READ_BY_SOME = (*_CHAT[:-1], *_SYSTEM, *LABELS, "field_tools", "field_messages", "user_defined")
+
+
+class BuiltIn(NamedTuple):
+    """A built-in transform: its file in this folder, the rows that it can return, and the keys of a dataset it reads.
+
+    `twin` returns the other one of rows of tokens and of prompts from the same columns, with the same turns trained on.
+    It is used if a run needs that kind, so that one dataset works with every method.
+    """
+
+    file: str
+    rows: tuple[Rows, ...]
+    reads: tuple[str, ...] = ()  # of `READ_BY_SOME`
+    twin: str | None = None
+
+
+_TOKENS, _PROMPTS, _PAIRS, _LABELLED = ("tokens",), ("prompts",), ("preferences",), ("labelled",)
+_BOTH = (*_PAIRS, *_LABELLED)
+USER_DEFINED = "preference_columns"  # the name of `type: {field_prompt: ...}`
+_TEXT_FORMATS = {  # of `chatml.*` and `llama3.*`
+    "default": _PAIRS,
+    "intel": _BOTH,
+    "icr": _PAIRS,
+    "argilla": _LABELLED,
+    "argilla_chat": _BOTH,
+    "prompt_pairs": _BOTH,
+    "ultra": _BOTH,
+}
+TRANSFORMS: dict[str, BuiltIn] = {
+    "ebft_pretrain.transform": BuiltIn("text", _TOKENS),
+    "ebft_strided_structured.transform": BuiltIn("text", _TOKENS, twin="ebft_strided_structured.transform_prompts"),
+    "ebft_strided_structured.transform_prompts": BuiltIn("text", _PROMPTS, twin="ebft_strided_structured.transform"),
+    "ebft_strided_chat.transform": BuiltIn("chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"),
+    "ebft_strided_chat.transform_last_turn": BuiltIn(
+        "chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_last_turn"
+    ),
+    "ebft_strided_chat.transform_all_turns": BuiltIn(
+        "chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"
+    ),
+    "ebft_opencode.transform": BuiltIn("chats", _PROMPTS, twin="ebft_opencode.transform_strided"),
+    "ebft_opencode.transform_strided": BuiltIn("chats", _TOKENS, twin="ebft_opencode.transform"),
+    "ebft_chat_multiturn.transform": BuiltIn("chats", _PROMPTS, _TURNS, "chat_template.transform"),
+    "ebft_chat_multiturn.transform_last_turn": BuiltIn(
+        "chats", _PROMPTS, _TURNS, "ebft_strided_chat.transform_last_turn"
+    ),
+    "ebft_chat_multiturn.transform_all_turns": BuiltIn(
+        "chats", _PROMPTS, _TURNS, "ebft_strided_chat.transform_all_turns"
+    ),
+    "ebft_reasoning.transform": BuiltIn("chats", _PROMPTS, _LAST_TURN, "ebft_reasoning.transform_strided"),
+    "ebft_reasoning.transform_answer_only": BuiltIn("chats", _PROMPTS, _LAST_TURN),
+    "ebft_reasoning.transform_split_thinking": BuiltIn("chats", _PROMPTS, _LAST_TURN),
+    "ebft_reasoning.transform_strided": BuiltIn("chats", _TOKENS, _LAST_TURN, "ebft_reasoning.transform"),
+    "completion.transform": BuiltIn("text", _TOKENS),
+    "chat_template.transform": BuiltIn("chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"),
+    "alpaca.transform": BuiltIn("text", _TOKENS, twin="alpaca.transform_prompts"),
+    "alpaca.transform_prompts": BuiltIn("text", _PROMPTS, twin="alpaca.transform"),
+    "alpaca_chat.transform": BuiltIn("chats", _TOKENS, _SYSTEM, "alpaca_chat.transform_prompts"),
+    "alpaca_chat.transform_prompts": BuiltIn("chats", _PROMPTS, _SYSTEM, "alpaca_chat.transform"),
+    "user_defined.transform": BuiltIn("text", _TOKENS, ("user_defined",), "user_defined.transform_prompts"),
+    "user_defined.transform_prompts": BuiltIn("text", _PROMPTS, ("user_defined",), "user_defined.transform"),
+    "input_output.transform": BuiltIn("text", _TOKENS),
+    "nemo_gym.transform": BuiltIn("chats", _PROMPTS, _CHAT),
+    "bradley_terry.chat_template": BuiltIn("reward", ("comparisons",)),
+    "stepwise_supervised.transform": BuiltIn("reward", ("steps",)),
+    "chat_template.default": BuiltIn("preferences", _PAIRS, _TURNS),
+    "chat_template.argilla_chat": BuiltIn("preferences", _PAIRS, _TURNS),
+    "chat_template.argilla": BuiltIn("preferences", _PAIRS, _TURNS),
+    **{f"chatml.{name}": BuiltIn("preferences", rows) for name, rows in _TEXT_FORMATS.items()},
+    **{f"llama3.{name}": BuiltIn("preferences", rows) for name, rows in _TEXT_FORMATS.items()},
+    "passthrough": BuiltIn("preferences", _BOTH),
+    USER_DEFINED: BuiltIn("preferences", _BOTH),
+}
+# The first parts of the names, without those of preference data.
+MODULES = list(
+    dict.fromkeys(name.partition(".")[0] for name, found in TRANSFORMS.items() if found.file != "preferences")
+)
+PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
+
+# Names of transforms in axolotl that are different here.
+OTHER_TYPES = {
+    "sharegpt": "chat_template",
+    "alpaca_chat.load_qa": "alpaca_chat.transform",
+    "passthrough.default": "passthrough",
+    "orpo.chat_template.argilla": "chat_template.argilla",
+}
+
+_KEY = "datasets.type"
+# Prompt strategies of axolotl that describe the columns of one data set, and the keys that describe any columns.
+_STRATEGIES = {
+    *("alpaca_instruct", "alpaca_w_system", "concisechoice", "context_qa", "creative_acr", "explainchoice"),
+    *("gpteacher", "instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pygmalion"),
+    *("reflection", "sharegpt", "sharegpt_jokes", "simple_shareGPT", "summarizetldr"),
+}
+_REFUSED = {
+    "zephyr.nectar": "it samples pairs from a ranking, with other pairs in each run. Convert the rows to prompt, "
+    "chosen and rejected once, and use passthrough",
+    "user_defined.default": "write the columns as a mapping, type: {field_prompt: ..., field_chosen: ..., "
+    "field_rejected: ...}",
+    "orpo.chat_template": "use chat_template.argilla, for chats in the columns chosen and rejected that differ in "
+    "their last message",
+    "pretrain": "use completion, with field for the column of the text",
+}
+
+
+class PreferenceColumns(Section):
+    """The columns and texts of preference data, as the `type` of a dataset; `{prompt}` is replaced with the column."""
+
+    model_config = {**STRICT, "frozen": True}  # hashable, as names of transforms are
+
+    field_prompt: NotBlank = Field("prompt", description="Column of the prompt.")
+    field_system: NotBlank = Field("system", description="Column of the system message, for {system} in prompt_format.")
+    field_chosen: NotBlank | None = Field(None, description="Column of the preferred completion; if unset, chosen.")
+    field_rejected: NotBlank | None = Field(None, description="Column of the other completion; if unset, rejected.")
+    field_completion: NotBlank | None = Field(None, description="rl: kto: column of the text; if unset, completion.")
+    field_label: NotBlank | None = Field(None, description="rl: kto: column of true or false; if unset, label.")
+    prompt_format: str = Field("{prompt}", description="Text of the prompt, with {prompt} and optionally {system}.")
+    chosen_format: str | None = Field(None, description="Text with {chosen}; if unset, the column as it is.")
+    rejected_format: str | None = Field(None, description="Text with {rejected}; if unset, the column as it is.")
+    completion_format: str | None = Field(None, description="rl: kto: text with {completion}.")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}: {getattr(self, name)!r}" for name in sorted(self.model_fields_set))
+        return f"{{{given}}}"
+
+    __str__ = __repr__
+
+    _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
+
+    @model_validator(mode="after")
+    def _formats_name_their_column(self) -> "PreferenceColumns":
+        for name in ("prompt", "chosen", "rejected", "completion"):
+            text = getattr(self, f"{name}_format")
+            if text is not None and f"{{{name}}}" not in text:
+                raise ValueError(f"{name}_format: {text!r} does not contain {{{name}}}. Add it where the text belongs.")
+        return self
+
+
+@dataclass(frozen=True)
+class RequiredRows:
+    """The rows that a method trains on."""
+
+    kind: Rows
+    method: str  # its name, for messages
+    needs_reference: bool  # whether every row of prompts must have one
+    block: EBFTSection | None  # options of the blocks, if every row must have room for one
+    chat_template_kwargs: dict[str, Any] | None  # for rendering prompts
+
+
+Type = str | PreferenceColumns  # the `type` of a dataset
 
 
 def find_transform(name: Type) -> Callable:
@@ -24,8 +208,89 @@ def find_transform(name: Type) -> Callable:
     found = built_in(name)
     if found is None:
         return own_transform(name)
-    if is_format(name):
-        return importlib.import_module("ebft.data.preferences").format_transform(name)
-    function = "_".join(found).replace("_transform", "", 1)
-    modules = (importlib.import_module(f"{__name__}.{file}") for file in _FILES)
-    return next(vars(module)[function] for module in modules if function in vars(module))
+    module = importlib.import_module(f"{__name__}.{TRANSFORMS[found].file}")
+    if TRANSFORMS[found].file == "preferences":
+        return module.format_transform(name)
+    return getattr(module, found.replace(".transform", "", 1).replace(".", "_"))
+
+
+def built_in(name: Type) -> str | None:
+    """The key of `TRANSFORMS` for a `type`, None for a custom function. Raises DataError for an unknown function."""
+    if isinstance(name, PreferenceColumns):
+        return USER_DEFINED
+    if name in TRANSFORMS:
+        return name
+    if name in _REFUSED and not _is_module(name.partition(".")[0]):
+        raise DataError(f"{_KEY}: {name!r} is not supported: {_REFUSED[name]}.")
+    module, function = name.rpartition(".")[::2] if "." in name else (name, "transform")
+    full = f"{module}.{function}"
+    functions = [each.removeprefix(f"{module}.") for each in TRANSFORMS if each.startswith(f"{module}.")]
+    if functions and full not in TRANSFORMS:
+        raise no_function(_KEY, name, module, function, functions, DataError)
+    return full if functions else None
+
+
+def own_transform(name: str) -> Callable:
+    """The custom function `module.function`; modules are looked up on Python's path and in the working directory.
+
+    Raises DataError if it does not exist.
+    """
+    strategy = re.split(r"[.:]", name)[0]
+    if strategy in _STRATEGIES and not _is_module(strategy):
+        raise DataError(
+            f"{_KEY}: {name!r} is a prompt strategy of axolotl that is not built in. Name the columns and the text of "
+            "the prompt with a mapping, type: {field_instruction: ..., field_output: ..., format: ...}, or use one of "
+            f"{', '.join(MODULES)}, or a custom transform module.function."
+        )
+    return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
+
+
+def check_transform(name: Type, rows: RequiredRows) -> None:
+    """Raise DataError if `type` is not a transform, or a built-in one that returns other rows."""
+    found = built_in(name)
+    if found is None:
+        own_transform(name)
+    elif rows.kind not in TRANSFORMS[found].rows:
+        fields = " or ".join(_FIELDS[kind] for kind in TRANSFORMS[found].rows)
+        name = "the mapping of columns" if isinstance(name, PreferenceColumns) else repr(name)
+        raise DataError(f"datasets.type: {name} returns rows of {fields}, but {wanted_rows(rows)}")
+
+
+def equivalent_transform(name: Type, kind: Rows) -> str | None:
+    """The built-in transform that replaces `name` to get rows of `kind`; None if none is needed or available."""
+    if kind not in ("tokens", "prompts") or not isinstance(name, str):
+        return None
+    found = TRANSFORMS.get(name if "." in name else f"{name}.transform")
+    return None if found is None or kind in found.rows else found.twin
+
+
+def reads_lines(name: Type) -> bool:
+    """Whether a transform receives the lines of a file (column `line`), since a table would change their values."""
+    return built_in(name) == "nemo_gym.transform"
+
+
+def wanted_rows(rows: RequiredRows) -> str:
+    """The rows that a run trains on and the transforms that return them, worded to follow "but "."""
+    fitting = [name for name, found in TRANSFORMS.items() if rows.kind in found.rows and name != USER_DEFINED]
+    if rows.kind in TRANSFORMS[USER_DEFINED].rows:
+        fitting.append("a mapping of columns ({field_prompt: ...})")
+    return (
+        f"{trains_on(rows)}. Use {', '.join(fitting)}, or a custom transform "
+        "that returns them, or change the method (rl, ebft.mode, reward_model)."
+    )
+
+
+def trains_on(rows: RequiredRows) -> str:
+    """The rows that a run trains on, for messages."""
+    return f"{rows.method} trains on rows of {_FIELDS[rows.kind]}"
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is a module of this name, also in the working directory."""
+    return PathFinder.find_spec(name, [*sys.path, os.getcwd()]) is not None
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, MODULES, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{guess} Built-in transforms: {', '.join(MODULES)}."

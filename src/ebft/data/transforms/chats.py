@@ -17,18 +17,30 @@ For structured mode and `rl: grpo`, `{prompt, ground_truth}`, with an assistant 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.chats import chat_of, reply_column, template_columns, tools_of, with_system
-from ebft.data.messages import Message, answers, before_last_answer, content_text, replies
-from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.messages import (
+    Message,
+    answers,
+    before_last_answer,
+    chat_of,
+    content_text,
+    replies,
+    reply_column,
+    row_kwargs,
+    template_columns,
+    tools_of,
+    with_system,
+)
+from ebft.data.omissions import Omissions
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import THINKING, Tokens, split_thinking, thinking_spans, with_thinking
-from ebft.data.transforms.labels import Piece, Places, TurnChecks, TurnLabels, labelled, turn_labels, turn_parts
 from ebft.data.transforms.rows import (
+    each_row,
     encode,
     first_present,
     prompt_and_completion,
@@ -36,6 +48,7 @@ from ebft.data.transforms.rows import (
     text_of,
     without_labels,
 )
+from ebft.data.turns import Piece, Places, TurnLabels, labelled, turn_labels, turn_parts
 from ebft.errors import DataError
 from ebft.nemo_gym.keys import path_in
 
@@ -60,62 +73,64 @@ def ebft_strided_chat_all_turns(cfg, dataset, **kwargs):
     row_of, _ = chat_transform(cfg, dataset, read=lambda row: row[_BEGINNING])
 
     def transform_fn(example, tokenizer=None):
-        (chat,) = (dict(zip(example, values)) for values in zip(*example.values()))
-        messages = chat_of(chat, dataset)
+        chat, messages = _single(example, dataset)
         beginnings = [{**chat, _BEGINNING: messages[: turn + 1]} for turn in answers(messages) or [0]]
         rows = [row_of(row, tokenizer=tokenizer) for row in beginnings]
-        fields = ("input_ids", "labels", "prompt_length", "turn_spans")
-        return {field: [row.get(field) for row in rows] for field in fields}
+        return _as_columns(rows, ("input_ids", "labels", "prompt_length", "turn_spans"))
 
-    # One chat at a time, so that its rows count as one document.
-    return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
+    return transform_fn, {"remove_columns": "__all__", **_SINGLE}
 
 
 def ebft_chat_multiturn(cfg, dataset, **kwargs):
     """Transform for whole conversations: the first answer, then what follows up to the last assistant turn."""
 
-    def transform_fn(example, tokenizer=None):
+    def read(example):
         messages = chat_of(example, dataset)
         turns = answers(messages)
         # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
         first = next((index for index in turns if content_text(messages[index]).strip()), None)
-        columns = template_columns(example, dataset)
         if first is None:
-            return {**_prompt_row(*before_last_answer(messages)), "remaining_turns": [], **columns}
-        remaining = messages[first + 1 : turns[-1] + 1]
-        return {**_prompt_row(messages[:first], messages[first]), "remaining_turns": remaining, **columns}
+            row = {**_prompt_row(*before_last_answer(messages)), "remaining_turns": []}
+        else:
+            remaining = messages[first + 1 : turns[-1] + 1]
+            row = {**_prompt_row(messages[:first], messages[first]), "remaining_turns": remaining}
+        return row | template_columns(example, dataset)
 
-    return transform_fn, {"remove_columns": "__all__"}
+    return each_row(read)
 
 
 def ebft_chat_multiturn_last_turn(cfg, dataset, **kwargs):
     """Transform for chats whose last assistant turn is the reference."""
-
-    def transform_fn(example, tokenizer=None):
-        return _prompt_row(*before_last_answer(chat_of(example, dataset))) | template_columns(example, dataset)
-
-    return transform_fn, {"remove_columns": "__all__"}
+    read = lambda row: _prompt_row(*before_last_answer(chat_of(row, dataset))) | template_columns(row, dataset)
+    return each_row(read)
 
 
 def ebft_chat_multiturn_all_turns(cfg, dataset, **kwargs):
     """Transform for chats in which every assistant turn is a reference, with one row each."""
 
-    def transform_fn(example, tokenizer=None):
-        chats = [dict(zip(example, values)) for values in zip(*example.values())]
-        rows = [row | template_columns(chat, dataset) for chat in chats for row in _every_turn(chat_of(chat, dataset))]
-        return {
-            field: [row.get(field) for row in rows] for field in dict.fromkeys(name for row in rows for name in row)
-        }
+    def read(example):
+        chat, messages = _single(example, dataset)
+        turns = answers(messages)
+        rows = [_prompt_row(messages[:index], messages[index]) for index in turns] or [_prompt_row(messages, None)]
+        rows = [row | template_columns(chat, dataset) for row in rows]
+        return _as_columns(rows, dict.fromkeys(name for row in rows for name in row))
 
-    # One chat at a time, so that its rows count as one document.
-    return transform_fn, {"remove_columns": "__all__", "batched": True, "batch_size": 1}
+    transform_fn, map_kwargs = each_row(read)
+    return transform_fn, {**map_kwargs, **_SINGLE}
 
 
-def _every_turn(messages: list[Message]) -> list[dict]:
-    turns = answers(messages)
-    if not turns:
-        return [_prompt_row(messages, None)]
-    return [_prompt_row(messages[:index], messages[index]) for index in turns]
+# One chat at a time, so that its rows count as one document.
+_SINGLE = {"batched": True, "batch_size": 1}
+
+
+def _single(batch: dict[str, list], entry: Any) -> tuple[dict[str, Any], list[Message]]:
+    """The row of a batch of one, and its messages."""
+    (chat,) = (dict(zip(batch, values)) for values in zip(*batch.values()))
+    return chat, chat_of(chat, entry)
+
+
+def _as_columns(rows: list[dict[str, Any]], fields: Iterable[str]) -> dict[str, list]:
+    return {field: [row.get(field) for row in rows] for field in fields}
 
 
 def _prompt_row(prompt: list[Message], reply: Message | None) -> dict:
@@ -124,12 +139,17 @@ def _prompt_row(prompt: list[Message], reply: Message | None) -> dict:
 
 def ebft_opencode(cfg, dataset, **kwargs):
     """Transform for rows with a prompt and a reference completion."""
+    return _last_reply_prompts(dataset, _pair_chat)
 
-    def transform_fn(example, tokenizer=None):
-        user, assistant = _pair_chat(example)
-        return {"prompt": [user], "ground_truth": assistant["content"], **template_columns(example, dataset)}
 
-    return transform_fn, {"remove_columns": "__all__"}
+def _last_reply_prompts(entry: Any, read: Callable[[dict[str, Any]], list[Message]]) -> tuple[Callable, dict]:
+    """Transform to rows of prompts; `read` returns messages that end with the reference."""
+
+    def row_of(example):
+        *prompt, reply = read(example)
+        return _prompt_row(prompt, reply) | template_columns(example, entry)
+
+    return each_row(row_of)
 
 
 def ebft_opencode_strided(cfg, dataset, **kwargs):
@@ -203,12 +223,7 @@ def alpaca_chat(cfg, dataset, **kwargs):
 
 def alpaca_chat_prompts(cfg, dataset, **kwargs):
     """Transform for questions with their answers as references."""
-
-    def transform_fn(example, tokenizer=None):
-        *prompt, reply = _alpaca_chat(example, dataset)
-        return {"prompt": prompt, "ground_truth": reply["content"], **template_columns(example, dataset)}
-
-    return transform_fn, {"remove_columns": "__all__"}
+    return _last_reply_prompts(dataset, partial(_alpaca_chat, entry=dataset))
 
 
 def _alpaca_chat(example: dict[str, Any], entry: Any) -> list[Message]:
@@ -242,7 +257,7 @@ def chat_transform(
     turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
     known: dict[str, ChatTemplate] = {}  # by the text of the template
-    checks = TurnChecks(template, with_ends=eos != "none")
+    omissions = Omissions(template)
 
     def transform_fn(example, tokenizer=None):
         if tokenizer.chat_template is None:
@@ -266,11 +281,12 @@ def chat_transform(
         kwargs = row_kwargs(example, entry.chat_template_kwargs)
         render = known[tokenizer.chat_template].with_tools(tools_of(example, entry), kwargs)
         end = render.end_of_turn
-        messages = checks.omissions.with_known_roles(messages, render)
+        messages = omissions.with_known_roles(messages, render)
         found = Places(render, messages)
-        checks.omissions.check(messages, render, turns, found.text)
+        omissions.check(messages, render, turns, found.text)
         parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
-        checks.check(found, parts)
+        if eos != "none":
+            omissions.check_ends(messages, parts)
         pieces = labelled(parts, messages, end, eos, template)
         return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
 
@@ -317,15 +333,12 @@ def nemo_gym(cfg, dataset, **kwargs):
     names = {path_in(cfg.nemo_gym_dir, entry.path): entry.server_name for entry in cfg.nemo_gym_datasets}
     server_name = names.get(path_in(".", dataset.path))
 
-    def transform_fn(example, tokenizer=None):
+    def read(example):
         row = _parsed(example["line"])
-        return {
-            "prompt": _messages(row["responses_create_params"]),
-            "nemo_gym_row": example["line"],
-            "nemo_gym_server": _server(row, server_name),
-        }
+        messages, server = _messages(row["responses_create_params"]), _server(row, server_name)
+        return {"prompt": messages, "nemo_gym_row": example["line"], "nemo_gym_server": server}
 
-    return transform_fn, {"remove_columns": "__all__"}
+    return each_row(read)
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -12,12 +12,11 @@
 
 from typing import Any
 
-from ebft.data.chats import tools_of
-from ebft.data.messages import Message, content_text, messages_of
-from ebft.data.rendering import ChatTemplate, row_kwargs
+from ebft.data.messages import Message, content_text, messages_of, row_kwargs, tools_of
+from ebft.data.omissions import Omissions
+from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens
-from ebft.data.transforms.omissions import Omissions
-from ebft.data.transforms.rows import IGNORE, encode, first_present, text_of
+from ebft.data.transforms.rows import IGNORE, encode, first_present, first_text, optional_text, text_of
 from ebft.errors import DataError
 
 _PAIR_FIX = "Rename the columns, or use a custom transform that returns chosen_ids and rejected_ids."
@@ -44,10 +43,10 @@ def _chat(example: dict[str, Any], name: str) -> list[Message]:
     column = first_present(example, [name], "replies", _PAIR_FIX)
     if not isinstance(example[column], list):
         reply = text_of(example, column)
-        asked = text_of(example, first_present(example, ["input"], "the user message", _PAIR_FIX))
+        asked = first_text(example, ["input"], "the user message", _PAIR_FIX)
         if not reply.strip() or not asked.strip():
             return []
-        system = text_of(example, "system") if "system" in example else ""
+        system = optional_text(example, "system")
         before = [{"role": "system", "content": system}] if system.strip() else []
         return [*before, {"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
     messages = messages_of(example[column], f"column {column!r}")

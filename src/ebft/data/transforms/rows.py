@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.long_texts import LONGEST, token_ids
-from ebft.data.tokens import ids_after, mask_after, thinking_spans
+from ebft.data.tokens import LONGEST, ids_after, mask_after, thinking_spans, token_ids
 from ebft.errors import DataError
 
 IGNORE = -100  # label of tokens that are ignored in the loss
@@ -24,6 +23,16 @@ def text_of(example: dict[str, Any], column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"column {column!r} must contain text, got {type(value).__name__}")
     return value
+
+
+def optional_text(example: dict[str, Any], column: str) -> str:
+    """The text in a column, empty if the row does not have it."""
+    return text_of(example, column) if column in example else ""
+
+
+def first_text(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
+    """The text in `first_present`."""
+    return text_of(example, first_present(example, columns, wanted, fix))
 
 
 def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
@@ -144,6 +153,16 @@ def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
     )
 
 
+def each_row(read: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable, dict]:
+    """Transform that needs no tokenizer; `read` returns the fields of a row."""
+    return (lambda example, tokenizer=None: read(example)), {"remove_columns": "__all__"}
+
+
+def pair_prompts(read: Pair) -> tuple[Callable, dict]:
+    """Transform to rows of prompts whose prompt is continued as plain text; `read` returns prompt and completion."""
+    return each_row(lambda example: dict(zip(("prompt", "ground_truth"), read(example))))
+
+
 def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
     """Transform to rows of tokens; `read` returns prompt and completion."""
     train_on_inputs = cfg.train_on_inputs
@@ -165,16 +184,6 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
         thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))[first:]
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
-
-    return transform_fn, {"remove_columns": "__all__"}
-
-
-def pair_prompts(read: Pair) -> tuple[Callable, dict]:
-    """Transform to rows of prompts whose prompt is continued as plain text; `read` returns prompt and completion."""
-
-    def transform_fn(example, tokenizer=None):
-        prompt, completion = read(example)
-        return {"prompt": prompt, "ground_truth": completion}
 
     return transform_fn, {"remove_columns": "__all__"}
 

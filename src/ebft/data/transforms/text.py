@@ -23,6 +23,8 @@ from ebft.config.shapes import PromptFormat
 from ebft.data.transforms.rows import (
     encode,
     first_present,
+    first_text,
+    optional_text,
     pair_prompts,
     pair_tokens,
     prompt_and_completion,
@@ -132,14 +134,10 @@ def alpaca_prompts(cfg, **kwargs):
 
 def _alpaca_pair(example: dict[str, Any]) -> tuple[str, str]:
     instruction, output = (
-        text_of(example, first_present(example, [name], f"the {name}", _ALPACA_FIX))
-        for name in ("instruction", "output")
+        first_text(example, [name], f"the {name}", _ALPACA_FIX) for name in ("instruction", "output")
     )
-    given = text_of(example, "input") if "input" in example else ""
+    given = optional_text(example, "input")
     return (WITH_INPUT if given else WITHOUT_INPUT).format(instruction=instruction, input=given), output
-
-
-_FORMAT = PromptFormat.model_fields["format"].default
 
 
 def user_defined(cfg, dataset, **kwargs):
@@ -153,26 +151,15 @@ def user_defined_prompts(cfg, dataset, **kwargs):
 
 
 def _user_defined_pair(example: dict[str, Any], keys: PromptFormat) -> tuple[str, str]:
-    instruction, output = (
-        text_of(example, first_present(example, [name], wanted, f"Set {key} to the name of the column."))
-        for key, name, wanted in (
-            ("field_instruction", keys.field_instruction, "the instruction"),
-            ("field_output", keys.field_output, "the completion"),
-        )
-    )
-    given, system = (_optional(example, name) for name in (keys.field_input, keys.field_system))
+    fix = "Set {} to the name of the column."
+    instruction = first_text(example, [keys.field_instruction], "the instruction", fix.format("field_instruction"))
+    output = first_text(example, [keys.field_output], "the completion", fix.format("field_output"))
+    given, system = (optional_text(example, name) for name in (keys.field_input, keys.field_system))
     system = system or keys.system_prompt or ""
     start = keys.system_format.format(system=system) if system else ""
-    return start + _format_of(keys, bool(given)).format(instruction=instruction, input=given), output
-
-
-def _optional(example: dict[str, Any], column: str) -> str:
-    return text_of(example, column) if column in example else ""
-
-
-def _format_of(keys: PromptFormat, has_input: bool) -> str:
-    if has_input:
-        return keys.format
-    if keys.no_input_format is not None:
-        return keys.no_input_format
-    return "{instruction}" if keys.format == _FORMAT else keys.format
+    written = keys.format
+    if not given and keys.no_input_format is not None:
+        written = keys.no_input_format
+    elif not given and written == PromptFormat.model_fields["format"].default:
+        written = "{instruction}"
+    return start + written.format(instruction=instruction, input=given), output

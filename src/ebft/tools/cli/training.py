@@ -18,8 +18,8 @@ from typer.core import TyperCommand
 from ebft.catalog import is_gguf
 from ebft.config.load import load_config, read_values
 from ebft.config.schema import RunConfig
-from ebft.data.keys import PLAIN_TEXT
 from ebft.data.locate import base_name
+from ebft.data.transforms import PLAIN_TEXT
 from ebft.errors import ConfigError, RunError
 from ebft.monitor.run_files import EVALUATION, REPORT, rollout_files
 from ebft.printed import safe_console, say

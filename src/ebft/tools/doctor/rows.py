@@ -12,7 +12,8 @@ from ebft.anchors import count_row_blocks
 from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
-from ebft.data.lengths import TRUNCATED, token_counts
+from ebft.data.lengths import token_counts
+from ebft.data.row_counts import TRUNCATED
 from ebft.tools.doctor.environment import Check
 
 

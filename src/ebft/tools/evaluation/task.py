@@ -116,8 +116,8 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
     """
     check_comparable(config)
     is_prompts = config.method.rows == "prompts"
-    rooms, load_entry = (prompts, prompts.prompt_rows) if is_prompts else (load, load.token_rows)
-    rows = load.load_held_out_section(config, load_entry(config, tokenizer), rooms.hint(config))
+    load_entry = prompts.prompt_rows if is_prompts else load.token_rows
+    rows = load.load_held_out_section(config, load_entry(config, tokenizer))
     rows = _first_documents(rows, config.evaluation.documents)
     documents = list(rows["document"])
     rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")

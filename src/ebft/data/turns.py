@@ -5,18 +5,14 @@ is found by changing its text: the rendering is the same before and after it.
 """
 
 import re
-import warnings
 from collections.abc import Callable
-from functools import partial
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from ebft.config.shapes import EOS
-from ebft.data.chats import role_names
-from ebft.data.messages import Message, is_context, replies
+from ebft.data.messages import Message, is_context, replies, role_names
 from ebft.data.rendering import ChatTemplate
-from ebft.data.tokens import TAGS, split_thinking
-from ebft.data.transforms.omissions import Omissions
+from ebft.data.tokens import TAGS
 from ebft.errors import DataError
 
 # Two texts without a common start or end, so that what they share with the rendering is outside of the message.
@@ -47,7 +43,11 @@ class Places:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
         content = self._content(index)
         if content is None:
-            raise DataError(self.omission(index))
+            what = "tool calls" if self.messages[index].get("tool_calls") else "content"
+            raise DataError(
+                f"chat template {self.template} omits the {what} of {self._named(index)}, so it cannot be trained on. "
+                "Use another chat_template."
+            )
         is_reply = self.messages[index]["role"] == "assistant" and index > 0
         start = self._reply_start(index, content[0]) if is_reply else content[0]
         stop = self._stop(index, content[1])
@@ -56,14 +56,6 @@ class Places:
             found = self.special.search(self.text, ends, stop)
             ends = found.start() if found else stop
         return Place(start, ends, stop)
-
-    def omission(self, index: int) -> str:
-        """The message of the error for a turn that the template omits."""
-        what = "tool calls" if self.messages[index].get("tool_calls") else "content"
-        return (
-            f"chat template {self.template} omits the {what} of message {index} ({self.messages[index]['role']}), so "
-            "it cannot be trained on. Use another chat_template."
-        )
 
     def _reply_start(self, index: int, content: int) -> int:
         """The end of the generation prompt, as far as it is in the chat."""
@@ -301,13 +293,15 @@ def labelled(parts: list[Part], messages: list[Message], end: str, eos: EOS, tem
     for part in parts:
         text, turn = part.text, part.turn
         if turn is None:
-            found.append(Piece(text, _ends(text, end) if eos == "all" else [], is_reply=False))
+            ends = [place.span() for place in re.finditer(re.escape(end), text)] if eos == "all" else []
+            found.append(Piece(text, ends, is_reply=False))
         else:
             with_end = eos in ("turn", "all") or (eos == "last" and turn == last)
             is_reply = messages[turn]["role"] == "assistant"
-            start_of = (lambda _: 0) if is_reply and turn > 0 else partial(_start_of, messages[turn])
-            own_end = end if part.end is None else part.end
-            found.append(Piece(text, [_content(text, start_of, own_end, with_end)], is_reply, is_turn=True))
+            content = text.removesuffix(end if part.end is None else part.end)
+            start = 0 if is_reply and turn > 0 else _start_of(messages[turn], content)
+            span = (start, len(text if with_end else content))
+            found.append(Piece(text, [span], is_reply, is_turn=True))
     return found
 
 
@@ -315,12 +309,6 @@ def _ends_differ(parts: list[Part], end: str) -> bool:
     """Whether turns end differently, and the end of the last one is not that of the turns that are not trained on."""
     varies = any(part.end not in (None, end) for part in parts)
     return varies and not any(end in part.text for part in parts if part.turn is None)
-
-
-def _content(text: str, start_of: Callable[[str], int], end: str, with_end: bool) -> tuple[int, int]:
-    """The range of a turn to train on; `start_of` finds its start in the text without the end of the turn."""
-    stop = len(text) - len(end) if end and text.endswith(end) else len(text)
-    return start_of(text[:stop]), len(text) if with_end else stop
 
 
 def _start_of(message: Message, text: str) -> int:
@@ -332,14 +320,6 @@ def _start_of(message: Message, text: str) -> int:
             f"{message['role']} from roles_to_train, or use another chat_template."
         )
     return start
-
-
-def _ends(text: str, end: str) -> list[tuple[int, int]]:
-    found, start = [], text.find(end)
-    while start >= 0:
-        found.append((start, start + len(end)))
-        start = text.find(end, start + len(end))
-    return found
 
 
 def turn_parts(found: Places, turns: list[int], end: str | None) -> list[Part]:
@@ -387,34 +367,3 @@ def _prefix_places(
             return None
         places.append(Place(len(start), None, len(stop)))
     return places
-
-
-class TurnChecks:
-    """Raises DataError for texts that the template omits, and warns once of ends of turns that it omits."""
-
-    def __init__(self, template: str, with_ends: bool) -> None:
-        self.template, self.with_ends = template, with_ends
-        self.omissions = Omissions(template)
-        self._warned = False
-
-    def check(self, found: Places, parts: list[Part]) -> None:
-        """Check the ends of the parts of a chat that are trained on."""
-        for part in parts:
-            if part.turn is not None:
-                self._check_end(found.messages[part.turn], part.text)
-
-    def _check_end(self, message: Message, text: str) -> None:
-        calls, answer = message.get("tool_calls"), _answer(message)
-        ends = not answer or calls or not text.rstrip().endswith(answer)
-        if message["role"] == "assistant" and self.with_ends and not ends and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"chat template {self.template} writes nothing after a reply, so the model does not learn where to "
-                "stop. Use a chat_template that ends turns.",
-                stacklevel=2,
-            )
-
-
-def _answer(message: Message) -> str:
-    content = message.get("content")
-    return split_thinking(content)[1].strip() if isinstance(content, str) else ""

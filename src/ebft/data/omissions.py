@@ -9,21 +9,16 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from copy import copy
+from functools import partial
 from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING
 from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
-Render = ChatTemplate
-
-# Counts of the report of data.
-LEFT_OUT = "with thinking of earlier turns, which the chat template leaves out"
-UNTHINKING = (
-    "with turns that are trained on without their thinking, which the chat template leaves out of earlier turns; "
-    "ebft_strided_chat.transform_all_turns keeps it"
-)
 ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("AEBFTA", "ZEBFTZ")  # without a common start or end
 _CERTAIN = 20  # characters of a text that is not in the rendering by chance
@@ -46,10 +41,12 @@ class Omissions:
 
     def __init__(self, template: str) -> None:
         self.template = template
-        self._warned_of_text, self._checked_tools = False, False
+        self._warned_of_text, self._warned_of_end, self._checked_tools = False, False, False
         self._roles: dict[str, bool] = {}  # whether the template renders the role developer, by template
 
-    def check(self, messages: list[Message], render: Render, trained: Collection[int], text: str | None = None) -> None:
+    def check(
+        self, messages: list[Message], render: ChatTemplate, trained: Collection[int], text: str | None = None
+    ) -> None:
         """Check a conversation whose turns `trained` are trained on or compared; `text` is its rendering.
 
         Thinking of other turns, and thinking that the template renders in the last turn only, is counted.
@@ -69,7 +66,7 @@ class Omissions:
             if not _depends_on(messages, index, part, render):
                 self._left_out(messages, index, part, render, index in trained)
 
-    def with_known_roles(self, messages: list[Message], render: Render) -> list[Message]:
+    def with_known_roles(self, messages: list[Message], render: ChatTemplate) -> list[Message]:
         """The messages with `developer` as `system`, if the template does not render it."""
         if all(message["role"] != "developer" for message in messages):
             return messages
@@ -86,12 +83,29 @@ class Omissions:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def _left_out(self, messages: list[Message], index: int, part: Text, render: Render, is_trained: bool) -> None:
+    def check_ends(self, messages: list[Message], parts: list[Any]) -> None:
+        """Warn once if a reply among the parts of a chat that are trained on is rendered without an end."""
+        for part in parts:
+            message = {} if part.turn is None else messages[part.turn]
+            content = message.get("content")
+            answer = split_thinking(content)[1].strip() if isinstance(content, str) else ""
+            is_reply = message.get("role") == "assistant" and not message.get("tool_calls")
+            if is_reply and answer and part.text.rstrip().endswith(answer) and not self._warned_of_end:
+                self._warned_of_end = True
+                warnings.warn(
+                    f"chat template {self.template} writes nothing after a reply, so the model does not learn where to "
+                    "stop. Use a chat_template that ends turns.",
+                    stacklevel=2,
+                )
+
+    def _left_out(
+        self, messages: list[Message], index: int, part: Text, render: ChatTemplate, is_trained: bool
+    ) -> None:
         message = messages[index]
         if part.what == "thinking":
             is_last = index == len(messages) - 1
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
-                _LEFT_OUT.add(UNTHINKING if is_trained else LEFT_OUT)
+                _found.add(UNTHINKING if is_trained else LEFT_OUT)
                 return
             raise DataError(self._thinking(messages, index, part, render))
         if part.what == "content" and message.get("tool_calls"):
@@ -116,7 +130,7 @@ class Omissions:
         use = "so it cannot be trained on" if is_trained else "so it would be missing from the prompt"
         return f"chat template {self.template} omits the {what} of message {index} ({role}), {use}. {fix}."
 
-    def _thinking(self, messages: list[Message], index: int, part: Text, render: Render) -> str:
+    def _thinking(self, messages: list[Message], index: int, part: Text, render: ChatTemplate) -> str:
         message = messages[index]
         omits = f"chat template {self.template} omits the thinking of message {index} ({message['role']})"
         if part.field == "content":
@@ -136,34 +150,27 @@ class Omissions:
         return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
 
 
-class _LeftOut:
-    """What was left out of the rows that were checked since `take` was called: a count of the report, or nothing."""
-
-    def __init__(self) -> None:
-        self._found = ""
-
-    def add(self, what: str) -> None:
-        self._found = what if what == UNTHINKING else self._found or what
-
-    def take(self) -> str:
-        found, self._found = self._found, ""
-        return found
+_found: set[str] = set()  # what was left out of rows since `take_left_out` was called
 
 
-_LEFT_OUT = _LeftOut()
-take_left_out = _LEFT_OUT.take
+def take_left_out() -> str:
+    """The count of the report for the rows that were checked since the last call, empty if nothing was left out."""
+    found = max(_found, key=(LEFT_OUT, UNTHINKING).index, default="")
+    _found.clear()
+    return found
 
 
 def texts_of(message: Message) -> Iterator[Text]:
     """The texts of a message that a template has to render."""
     for key in THINKING:
         if isinstance(message.get(key), str) and message[key].strip():
-            yield Text("thinking", key, message[key].strip(), _at(key))
+            yield Text("thinking", key, message[key].strip(), partial(_put, [key], str))
     content = message.get("content")
     if isinstance(content, str):
         yield from _texts_of_content(content, message["role"] == "assistant")
     elif content:  # the result of a tool as an object
-        yield Text("content", "content", json.dumps(content, ensure_ascii=False), _in_object)
+        text = json.dumps(content, ensure_ascii=False)
+        yield Text("content", "content", text, partial(_put, ["content"], lambda mark: {mark: mark}))
     for number, call in enumerate(message.get("tool_calls") or ()):
         yield from _texts_of_call(number, call)
 
@@ -196,20 +203,22 @@ def _texts_of_call(number: int, call: Any) -> Iterator[Text]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return
+    path = ["tool_calls", number, *(["function"] if "function" in call else [])]
     if isinstance(function.get("name"), str) and function["name"]:
-        yield Text("tool call", "name", function["name"], _in_call(number, "name", lambda mark, _: mark))
+        yield Text("tool call", "name", function["name"], partial(_put, [*path, "name"], str))
     arguments = function.get("arguments")
     if arguments and str(arguments).strip() not in ("{}", "null"):
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        yield Text("tool call", "arguments", text, _in_call(number, "arguments", _marked_arguments))
+        is_text = isinstance(arguments, str)
+        text = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
+        marked = lambda mark: json.dumps({mark: mark}) if is_text else {mark: mark}
+        yield Text("tool call", "arguments", text, partial(_put, [*path, "arguments"], marked))
 
 
-def _marked_arguments(mark: str, arguments: Any) -> Any:
-    return json.dumps({mark: mark}) if isinstance(arguments, str) else {mark: mark}
-
-
-def _at(key: str) -> Callable[[Message, str], Message]:
-    return lambda message, mark: {**message, key: mark}
+def _put(path: list[Any], marked: Callable[[str], Any], value: Any, mark: str) -> Any:
+    """A copy of a message, or of a part of it, with `marked(mark)` at the path of keys."""
+    changed, (key, *rest) = copy(value), path
+    changed[key] = _put(rest, marked, value[key], mark) if rest else marked(mark)
+    return changed
 
 
 def _in_content(number: int) -> Callable[[Message, str], Message]:
@@ -217,21 +226,6 @@ def _in_content(number: int) -> Callable[[Message, str], Message]:
         content = message["content"]
         _, start, end = _spans(content, message["role"] == "assistant")[number]
         return {**message, "content": content[:start] + mark + content[end:]}
-
-    return replaced
-
-
-def _in_object(message: Message, mark: str) -> Message:
-    return {**message, "content": {mark: mark}}
-
-
-def _in_call(number: int, key: str, marked: Callable[[str, Any], Any]) -> Callable[[Message, str], Message]:
-    def replaced(message: Message, mark: str) -> Message:
-        calls = list(message["tool_calls"])
-        function = calls[number].get("function", calls[number])
-        function = {**function, key: marked(mark, function[key])}
-        calls[number] = {**calls[number], "function": function} if "function" in calls[number] else function
-        return {**message, "tool_calls": calls}
 
     return replaced
 
@@ -248,7 +242,7 @@ def _shows_all(rendered: str, messages: list[Message]) -> bool:
     return True
 
 
-def _unmarked(messages: list[Message], render: Render) -> list[tuple[int, Text]]:
+def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, Text]]:
     """The texts whose marks are not in the rendering with marks; all of them if the template refuses the marks."""
     found, marked = [], []
     for index, message in enumerate(messages):
@@ -265,7 +259,7 @@ def _unmarked(messages: list[Message], render: Render) -> list[tuple[int, Text]]
     return [(index, part) for index, part, mark in found if mark not in text]
 
 
-def _depends_on(messages: list[Message], index: int, part: Text, render: Render) -> bool:
+def _depends_on(messages: list[Message], index: int, part: Text, render: ChatTemplate) -> bool:
     """Whether the rendering depends on a text, which is so if the template refuses a mark."""
     chats = [[*messages[:index], part.replaced(messages[index], mark), *messages[index + 1 :]] for mark in _MARKS]
     try:
@@ -274,7 +268,7 @@ def _depends_on(messages: list[Message], index: int, part: Text, render: Render)
         return True
 
 
-def _renders_role(role: str, render: Render) -> bool:
+def _renders_role(role: str, render: ChatTemplate) -> bool:
     try:
         return _MARKS[0] in render([{"role": role, "content": _MARKS[0]}, {"role": "user", "content": "?"}])
     except DataError:

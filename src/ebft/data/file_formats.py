@@ -1,0 +1,267 @@
+"""Files of data: their formats and splits, their rows, and what is wrong with one that cannot be read.
+
+Finding the file and the line at fault is a second, slower pass after an error.
+"""
+
+import csv
+import hashlib
+import logging
+import os
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets.data_files import DataFilesList
+
+from ebft.data.json_files import JsonText, as_json, read_json
+from ebft.data.tables import raise_if_full
+from ebft.errors import DataError, cause
+from ebft.files import file_fingerprint, read_text
+
+DEFAULT_SPLIT = "train"
+_TEXT = (
+    ".txt .text .md .rst .tex .html .xml .py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .java .kt .scala "
+    ".js .jsx .ts .tsx .go .rs .rb .php .pl .lua .r .jl .hs .ml .swift .cs .sh .sql .yaml .yml .toml"
+)
+# Formats and their file extensions.
+KINDS = {
+    "json": {".json", ".jsonl", ".ndjson"},
+    "csv": {".csv", ".tsv"},
+    "parquet": {".parquet"},
+    "arrow": {".arrow"},
+    "text": set(_TEXT.split()),
+}
+# Formats that can run code when they are loaded; they are never read.
+_PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
+_STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
+# The readers also log each error that they raise, which is reported here with the file and line.
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
+_SPLIT_WORD = re.compile(
+    r"(?:^|[/._-])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|valid(?:ation)?|val|dev)(?=[/._-]|$)"
+)
+_SPLIT_NAMES = {"tr": "train", "te": "test", "ev": "validation", "va": "validation", "de": "validation"}
+
+
+def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[tuple[Path, str]]]:
+    """All files in `root` with their formats, by the split that they belong to.
+
+    Tables and `.txt` files whose path relative to `root` contains the name of a split (`train.jsonl`,
+    `data/test-0.parquet`) belong to that split, all other files to `train`: `test.py` is code.
+    """
+    splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
+    for path, file_kind in kinds_of(files_below(root), kind, source):
+        can_name_one = file_kind != "text" or path.suffix.lower() in {".txt", ".text"}
+        found = _SPLIT_WORD.search(path.relative_to(root).as_posix().lower()) if can_name_one else None
+        splits[_SPLIT_NAMES[found.group(1)[:2]] if found else DEFAULT_SPLIT].append((path, file_kind))
+    return splits
+
+
+def files_below(root: Path) -> list[Path]:
+    """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code."""
+    found = sorted(path for path in root.rglob("*") if path.is_file())
+    hidden = lambda part: part.startswith(".") or part == "__pycache__"
+    return [path for path in found if not any(hidden(part) for part in path.relative_to(root).parts)]
+
+
+def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
+    """Each file with its format; files of unknown format are skipped with one warning."""
+    if kind is not None:
+        _refuse_compressed(files if kind != "csv" else [], source)  # which datasets unpacks
+        return [(path, kind) for path in files]
+    found = [(path, kind_of(path.suffix)) for path in files]
+    taken = [(path, kind) for path, kind in found if kind is not None]
+    left = Counter(path.suffix or "no extension" for path, kind in found if kind is None)
+    seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
+    pickles = [path for path in files if path.suffix.lower() in _PICKLES]
+    if pickles and not taken:
+        raise DataError(
+            f"{source}: {pickles[0].name} may be a pickle, which can run code when it is loaded, so it is not read. "
+            "Save the rows as JSON lines or Parquet."
+        )
+    if not taken:
+        _refuse_compressed(files, source)
+        if not left:
+            raise DataError(f"{source}: the folder has no files (hidden ones are not read). Correct the path.")
+        raise DataError(
+            f"{source}: no file of a known format (found {seen}). Set ds_type to one of "
+            f"{', '.join(KINDS)}, for example `ds_type: text` for one document per file."
+        )
+    if left:
+        warnings.warn(
+            f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
+            stacklevel=2,
+        )
+    _refuse_compressed([path for path, kind in taken if kind != "csv"], source)
+    return taken
+
+
+def kind_of(suffix: str) -> str | None:
+    """The format of files with an extension; None if it is not known."""
+    return next((kind for kind, suffixes in KINDS.items() if suffix.lower() in suffixes), None)
+
+
+def _refuse_compressed(files: list[Path], source: str) -> None:
+    found = next((path for path in files if path.suffix.lower() in _COMPRESSED or _starts_compressed(path)), None)
+    if found is not None:
+        raise DataError(
+            f"{source}: {found.name} is compressed; local files are read uncompressed. Unpack it, and set path to the "
+            "unpacked file."
+        )
+
+
+def _starts_compressed(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(8).startswith(_STARTS)
+    except OSError:
+        return False  # reported when it is read
+
+
+def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
+    """Read files, given with their formats, as one dataset.
+
+    A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, with its name
+    and if possible the line.
+    """
+    by_kind: dict[str, list[Path]] = defaultdict(list)
+    for path, kind in files:
+        by_kind[kind].append(path)
+    parts = [_read_kind(kind, paths) for kind, paths in by_kind.items()]
+    try:
+        # JSON values in each column that has them in any part, so that files of other formats fit.
+        columns = {name for rows in parts for name, kind in rows.features.items() if isinstance(kind, JsonText)}
+        return concatenate_datasets(
+            [as_json(rows, [name for name in rows.column_names if name in columns]) for rows in parts]
+        )
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{source}: a column has different types in its files ({cause(error)}). Use separate entries of datasets."
+        ) from error
+
+
+def _read_kind(kind: str, paths: list[Path]) -> Dataset:
+    if kind == "text":
+        return Dataset.from_dict({"text": [read_text(path) for path in paths], "file": [str(path) for path in paths]})
+    options, files = reader_options(kind, paths), exact_files(kind, paths)
+    # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
+    contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
+    if kind == "json":
+        return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
+    variable = next((path for path in map(os.path.abspath, paths) if os.path.expandvars(path) != path), None)
+    if variable is not None:
+        raise DataError(
+            f"{variable}: the datasets library would replace the name of an environment variable in this path. Rename "
+            "the file or the folder."
+        )
+    try:
+        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
+        rows.data.validate(full=True)
+        return rows
+    except Exception as error:  # builders raise the errors of their parsers
+        raise_if_full(error)
+        raise DataError(explain(kind, paths, error)) from error
+
+
+def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
+    """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
+
+    Raises DataError for a CSV file without a header or with two columns of the same name, and for a path that cannot
+    be read.
+    """
+    tables = [path for path in paths if kind == "csv" and not _starts_compressed(path)]
+    problem = next(filter(None, map(header_problem, tables)), None)
+    if problem:
+        raise DataError(problem)
+    names = [os.path.abspath(path) for path in paths]
+    chained = next((name for name in names if "::" in name), None)
+    if chained is not None:
+        raise DataError(
+            f"{chained}: the datasets library reads a path with '::' as a file within an archive. Rename the file or "
+            "the folder."
+        )
+    return {"train": DataFilesList(names, [])}
+
+
+def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:
+    """Arguments of the reader of a format: a text is one row, and only empty fields of tables are missing values."""
+    if kind == "text":
+        return {"sample_by": "document"}
+    if kind != "csv":
+        return {}
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
+    return options | ({"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {})
+
+
+def explain(kind: str, paths: list[Path], error: Exception) -> str:
+    """A message naming the first file and row of `paths` that cannot be read as `kind`.
+
+    Falls back to the reader's message (of `error`) if each file can be read individually. Raises DataError for a file
+    that is not UTF-8 text.
+    """
+    for path in paths:
+        if kind == "text":
+            read_text(path)  # raises
+        elif kind != "json" and (problem := (_check_csv if kind == "csv" else _check_table)(path)):
+            return f"{problem}. Correct the file or leave it out."
+    names = ", ".join(str(path) for path in paths[:5])
+    together = " together" if len(paths) > 1 else ""
+    return f"{names}: cannot be read{together} as {kind}: {cause(error.__cause__ or error)}"
+
+
+def header_problem(path: Path) -> str | None:
+    """What is wrong with the header of a CSV file: there is none, or a column twice, which its reader would rename."""
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        header = next((row for row in _rows(file, path) if row), None)
+    if header is None:
+        return f"{path}: the file is empty. Correct the file or leave it out."
+    twice = next((name for name in header if name and header.count(name) > 1), None)
+    return None if twice is None else f"{path}: the column {twice!r} occurs {header.count(twice)} times. Rename one."
+
+
+def _rows(lines: Iterable[str], path: Path, strict: bool = False) -> Any:
+    """The reader of the rows of a CSV file. Its limit of the size of a field is for the whole process."""
+    csv.field_size_limit(2**31 - 1)
+    return csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=strict)
+
+
+def _check_csv(path: Path) -> str | None:
+    reader, header, start, count = _rows(read_text(path).splitlines(keepends=True), path, strict=True), None, 1, 0
+    try:
+        for row in reader:
+            if header is not None and len(row) > len(header):
+                return f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}"
+            count += bool(row) and header is not None
+            header, start = (row or None) if header is None else header, reader.line_num + 1
+    except csv.Error as error:
+        return f"{path}, line {start}: the row that starts there has an open quote, or text after a quote ({error})"
+    return f"{path}: there are no rows below the header" if not count else None
+
+
+def _check_table(path: Path) -> str | None:
+    """Parquet and Arrow files have no lines: the reader's message for this file alone."""
+    kind, count_rows = ("Parquet", _parquet_rows) if path.suffix.lower() == ".parquet" else ("Arrow", _arrow_rows)
+    try:
+        return None if count_rows(path) else f"{path}: the table has no rows"
+    except (OSError, ValueError) as error:
+        return f"{path}: not a readable {kind} file ({cause(error)})"
+
+
+def _parquet_rows(path: Path) -> int:
+    return pyarrow.parquet.read_metadata(path).num_rows
+
+
+def _arrow_rows(path: Path) -> int:
+    with pa.memory_map(str(path)) as file:
+        try:
+            reader = pa.ipc.open_stream(file)
+        except ValueError:
+            found = pa.ipc.open_file(file)
+            return sum(len(found.get_batch(number)) for number in range(found.num_record_batches))
+        return sum(map(len, reader))
