@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -35,9 +36,9 @@ COMPLETION = {"_EBFT_COMPLETE": "complete_bash", "COMP_WORDS": "ebft train run.y
 
 @pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
 def test_help_and_completion_are_fast(environment):
-    code = "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\nebft.cli.main()"
+    code = "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\nebft.tools.cli.main()"
     if environment:
-        code = "import sys, ebft.tools.cli\nsys.argv = ['ebft']\nebft.cli.app(prog_name='ebft')"
+        code = "import sys, ebft.tools.cli\nsys.argv = ['ebft']\nebft.tools.cli.app(prog_name='ebft')"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT | environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -201,7 +202,7 @@ def test_train_ends_by_leaving_the_process_group(ebft, good, monkeypatch, tmp_pa
     assert not distributed.is_initialized()
     done, result = [], SimpleNamespace(output_dir="out", describe_outcome=lambda evaluate: "Outcome: it learned.")
     monkeypatch.setattr("ebft.run.training.train", lambda config, command: done.append("train") or result)
-    monkeypatch.setattr("ebft.tools.cli.train.leave_process_group", lambda: done.append("leave"))
+    monkeypatch.setattr(import_module("ebft.tools.cli.train"), "leave_process_group", lambda: done.append("leave"))
     ended = ebft("train", str(good))
     assert ended.exit_code == 0 and "Outcome: it learned." in ended.stderr and "Model saved in out" in ended.stdout
     assert done == ["train", "leave"]

@@ -18,6 +18,7 @@ from tests.run.test_methods import run_file
 __all__ = ["run_file"]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() + '\n{"input": "nothing", "output": ""}')

@@ -5,18 +5,19 @@ import os
 import shlex
 import signal
 import time
+from importlib import import_module
 
 import pytest
 
 from ebft.errors import RunError
 from ebft.run_files import is_alive, read_run
-from ebft.tools.cli import tui
 from ebft.tools.dashboard.training import Training
 from tests.dashboard.runs import append, log_line, write_run
 from tests.run.test_methods import run_file
 from tests.terminal import Terminal, ebft_command
 
 __all__ = ["run_file"]
+tui = import_module("ebft.tools.cli.tui")  # the package has the command under this name
 LONG = ("rl=", "max_steps=100000", "save_steps=100000", "save_strategy=steps", "eval_strategy=no", "logging_steps=1")
 
 
@@ -89,6 +90,7 @@ def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_f
     assert "Resume with" in terminal.output.decode() and "Resume with" in (tmp_path / "out" / "train.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--num-processes", "1", "--launcher", "torchrun"]])
 def test_the_command_that_resumes_has_the_dashboard(monkeypatch, run_file, tmp_path, options):
     training = Training([str(run_file), *LONG, *options], tmp_path / "out")

@@ -3,6 +3,7 @@
 import shlex
 import sys
 import textwrap
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ebft.tools.launch.agent import NEUTRAL
 from tests.cli.conftest import ebft, plain
 
 __all__ = ["ebft"]
+command = import_module("ebft.tools.cli.train")  # the package has the command under this name
 
 
 @pytest.fixture
@@ -118,15 +120,15 @@ def test_errors_of_options(ebft, run_file, words, message):
 
 def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
     seen, words = [], ["seed=1", "--num-processes", "2", "--", "--tee", "3"]
-    monkeypatch.setattr("ebft.tools.cli.train.train_with_dashboard", lambda words, folder: seen.append(words) or 0)
+    monkeypatch.setattr(command, "train_with_dashboard", lambda words, folder: seen.append(words) or 0)
     result = ebft("train", run_file, "--tui", *words)
     assert result.exit_code == 0 and seen == [[str(run_file), *words]], result.stderr
 
 
 def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
     run_file.write_text(run_file.read_text() + "pad_to_sequence_len: true\n")
-    monkeypatch.setattr("ebft.tools.cli.train.start", lambda plan, words: 0)
-    monkeypatch.setattr("ebft.tools.cli.train.train_here", lambda *given: None)
+    monkeypatch.setattr(command, "start", lambda plan, words: 0)
+    monkeypatch.setattr(command, "train_here", lambda *given: None)
     with pytest.warns(UserWarning, match="pad_to_sequence_len"):
         assert ebft("train", run_file, "--launcher", "python").exit_code == 0
     assert ebft("train", run_file, "--num-processes", "2").exit_code == 0
