@@ -95,7 +95,7 @@ def test_bos_is_before_the_prompt():
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = reward.transform(None, entry)[0](STEPS, tokenizer=tokenizer)
+    row = reward.stepwise_supervised(None, entry)[0](STEPS, tokenizer=tokenizer)
     assert labelled(row) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
