@@ -1,5 +1,6 @@
 """What many tests share: a small tokenizer and a tiny random model, saved as a user would have them."""
 
+import gc
 import os
 import sysconfig
 from pathlib import Path
@@ -26,6 +27,13 @@ def seeded():
 def one_process(monkeypatch):
     """`ebft train` starts no further processes on a machine with several GPUs."""
     monkeypatch.setattr("ebft.tools.launch.plan.visible_gpus", lambda: 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_objects_are_not_searched_again():
+    """A collection of garbage takes 0.4 s with all that PyTorch and transformers create, and every training has one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -35,9 +35,9 @@ COMPLETION = {"_EBFT_COMPLETE": "complete_bash", "COMP_WORDS": "ebft train run.y
 
 @pytest.mark.parametrize("environment", [{}, COMPLETION], ids=["help", "completion"])
 def test_help_and_completion_are_fast(environment):
-    code = "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\nebft.cli.main()"
+    code = "import sys, ebft.tools.cli\nsys.argv = ['ebft', 'train', '--help']\nebft.tools.cli.main()"
     if environment:
-        code = "import sys, ebft.tools.cli\nsys.argv = ['ebft']\nebft.cli.app(prog_name='ebft')"
+        code = "import sys, ebft.tools.cli\nsys.argv = ['ebft']\nebft.tools.cli.app(prog_name='ebft')"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT | environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

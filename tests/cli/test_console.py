@@ -18,6 +18,7 @@ from tests.run.test_methods import run_file
 __all__ = ["run_file"]
 
 
+@pytest.mark.slow
 def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text() + '\n{"input": "nothing", "output": ""}')
@@ -91,9 +92,9 @@ def in_shell(words, redirection=""):
 
 
 @pytest.mark.parametrize(("redirection", "status", "unbuffered"), [  # with the exit status of a listing command
-    *((end, 141, switch) for end, switch in (("| head -1", ""), ("| head -1", "1"))),
-    (">&-", 1, ""), ("> /dev/full", 1, ""), ("> /dev/full", 1, "1"), ("2>&-", 0, ""), ("2> /dev/full", 0, "1"),
-    ("<&-", 0, ""),
+    ("| head -1", 141, ""), (">&-", 1, ""), ("> /dev/full", 1, "1"), ("2> /dev/full", 0, "1"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("| head -1", 141, "1"), ("> /dev/full", 1, ""), ("2>&-", 0, ""), ("<&-", 0, ""))),
 ])  # fmt: skip
 def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffered, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)

@@ -89,6 +89,7 @@ def test_training_beside_its_dashboard_is_stopped_with_ctrl_c(in_terminal, run_f
     assert "Resume with" in terminal.output.decode() and "Resume with" in (tmp_path / "out" / "train.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--num-processes", "1", "--launcher", "torchrun"]])
 def test_the_command_that_resumes_has_the_dashboard(monkeypatch, run_file, tmp_path, options):
     training = Training([str(run_file), *LONG, *options], tmp_path / "out")

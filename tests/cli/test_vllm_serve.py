@@ -99,6 +99,7 @@ def test_a_signal_ends_everything(serve, tmp_path, number):
     assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_server_starts(serve, tmp_path):
     pids = tmp_path / "pids"
     process = serve(program=stand_in(pids, "--silent"))

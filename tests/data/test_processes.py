@@ -105,6 +105,7 @@ assert not any(map(os.path.exists, files)) and rows["twice"][99] == 198
 """
 
 
+@pytest.mark.slow  # two processes that import PyTorch, and start others
 def test_results_are_in_files_that_are_deleted_also_after_a_kill(tmp_path):
     ROWS.save_to_disk(str(tmp_path / "raw"))
     environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}

@@ -34,8 +34,9 @@ NEW, BY_REFERENCE = "evaluation.max_new_tokens=", "ebft.gt_length_multiplier="
     [
         ("strided", NEW, 1, 12, "length_greedy", 1),
         ("strided", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
-        ("structured", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2),
-        ("plain", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 0),  # it would tell the model when to stop
+        pytest.param("structured", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 2, marks=pytest.mark.slow),
+        # it would tell the model when to stop
+        pytest.param("plain", BY_REFERENCE, 0.2, 2.0, "length_pass@1", 0, marks=pytest.mark.slow),
     ],
 )
 def test_limits_of_completions(kind, key, small, large, metric, factor, write_config):

@@ -13,6 +13,9 @@ from ebft.tools.export.checkpoint import parse_size
 from ebft.tools.export.merge import MergeSource, merge_adapter
 from tests.export.models import gpt2, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
 
+# PEFT remarks on adapters that are as unusual as these.
+pytestmark = pytest.mark.filterwarnings(r"ignore:::(.*/)?peft\b")
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TIED = {"tie_word_embeddings": True}
 VARIANTS = {

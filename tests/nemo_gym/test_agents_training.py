@@ -165,6 +165,7 @@ def test_an_agent_that_samples_from_other_weights_is_noticed(agent, make, vllm):
         train(make({"vllm_logp_diff_stop": 0.02}, learning_rate=0.1, max_steps=6))
 
 
+@pytest.mark.slow
 def test_a_restarted_vllm_server_gets_both_names_again(agent, make, vllm):
     publish = vllm.v1_load_lora_adapter
 

@@ -25,11 +25,11 @@ def tile(first_row, rows, width):
 
 def test_what_is_stacked(monkeypatch):
     """Neighbours of about one size, as long as their scores stay few; sinks leave all of them apart."""
-    tiles = [tile(0, 10, 20), tile(10, 10, 22), tile(20, 10, 200), tile(30, 9, 200)]
-    kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in batch_tiles(tiles, 2)]
+    parts = [tile(0, 10, 20), tile(10, 10, 22), tile(20, 10, 200), tile(30, 9, 200)]
+    kinds = [(type(part).__name__, part.rows.start, part.rows.stop) for part in batch_tiles(parts, 2)]
     assert kinds == [("BatchedTiles", 0, 20), ("BatchedTiles", 20, 39)]
-    assert batch_tiles(tiles, None) == tiles
-    tiles = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
-    monkeypatch.setattr("ebft.prefix.attention.tiles._SCORES", 2 * 2 * 10 * 20)
-    assert [part.rows for part in batch_tiles(tiles, 2)] == [slice(0, 20), slice(20, 30)]
-    assert [part.rows for part in batch_tiles(tiles, 5)] == [p.rows for p in tiles]
+    assert batch_tiles(parts, None) == parts
+    parts = [tile(0, 10, 20), tile(10, 10, 20), tile(20, 10, 20)]
+    monkeypatch.setattr(tiles, "_SCORES", 2 * 2 * 10 * 20)
+    assert [part.rows for part in batch_tiles(parts, 2)] == [slice(0, 20), slice(20, 30)]
+    assert [part.rows for part in batch_tiles(parts, 5)] == [p.rows for p in parts]

@@ -49,7 +49,7 @@ def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, out, limit):
     keys = {**PLAIN, "save_steps": 2, "save_total_limit": limit}
     assert run(config_of("sft", inputs, out, **keys, max_steps=6)).code == 0

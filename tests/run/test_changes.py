@@ -34,6 +34,7 @@ def with_value(config, key, value):
     return changed
 
 
+@pytest.mark.filterwarnings("ignore:(?s)Pydantic serializer warnings.*another")
 @pytest.mark.parametrize("family", [*FAMILIES, "process_reward_model"])
 def test_every_key_is_compared_or_listed_with_a_reason(family):
     """A key that changes gives a line, unless it is listed, or not read by the method."""

@@ -199,6 +199,7 @@ def test_rotation_keeps_the_newest_complete_checkpoint_beside_one_of_a_longer_ru
 BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, "learning_rate": 1.0}
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     config = config_of("sft", inputs, out, **BEST)
     trained(config)
@@ -271,7 +272,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(out, monkeypatch):
 
 
 @pytest.mark.parametrize(("first", "second"), [("sft", "sft_full"), ("sft_full", "sft")])
-@pytest.mark.parametrize("has_mark", [True, False])
+@pytest.mark.parametrize("has_mark", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_new_run_replaces_the_whole_model_of_the_one_before(inputs, out, first, second, has_mark):
     keys = {"auto_resume_from_checkpoints": False, "save_steps": None, "save_strategy": "no"}
     keys |= {"eval_steps": None, "val_set_size": 0, "max_steps": 1}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ebft.run.output
-import ebft.run.reporting
 import ebft.run.training
+import ebft.tools.dashboard.report
 from ebft.monitor.budget import Budget
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
@@ -58,7 +58,7 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
 @pytest.mark.parametrize("act", [press_ctrl_c, kill])
 def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act, inputs, out):
     config = config_of("sft", inputs, out, max_steps=1)
-    ended = run(config, before(ebft.run.reporting, "write_report", 1, act))
+    ended = run(config, before(ebft.tools.dashboard.report, "write_report", 1, act))
     assert final_step(out) == 1 and not (out / "report.html").exists()
     if act is press_ctrl_c:
         assert ended.code == 130 and f"The model is saved in {out}" in ended.output

@@ -51,7 +51,9 @@ def test_only_documents_must_fit_into_the_models_positions(make, tmp_path):
         assert max(trainer.train_dataset.lengths) > 128 and trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("keys", [{"load_best_model_at_end": True}, {"save_strategy": "best"}])
+@pytest.mark.parametrize(
+    "keys", [{"load_best_model_at_end": True}, pytest.param({"save_strategy": "best"}, marks=pytest.mark.slow)]
+)
 def test_the_best_model_of_a_strided_run_is_the_one_with_the_lowest_cfm_loss(make, out, keys):
     keys = {**LORA, "val_set_size": 2, "save_steps": 1, "eval_steps": 1, "gradient_checkpointing": True, **keys}
     result = train(strided(make, **keys))
@@ -132,7 +134,7 @@ def test_a_resumed_run_says_what_it_continues_with(make, tmp_path, tiny_llama_di
     assert second.startswith("Training is already complete")
 
 
-@pytest.mark.parametrize("adapter", [{}, LORA])
+@pytest.mark.parametrize("adapter", [pytest.param({}, marks=pytest.mark.slow), LORA])
 def test_resuming_a_finished_run_neither_trains_nor_evaluates(make, out, adapter):
     keys = {**adapter, "save_steps": 2, "val_set_size": 2}
     first = train(strided(make, **keys))

@@ -34,6 +34,7 @@ def test_modules_that_can_and_that_cannot_be_sharded(make, tiny_llama_dir):
             check_wrapping(make(**keys), model)
 
 
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # of PEFT
 def test_adapters_of_experts_exclude_what_replaces_weights(make):
     settings = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model("mixtral", **settings, vocab_size=32, num_key_value_heads=1, num_local_experts=2)

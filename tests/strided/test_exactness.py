@@ -2,10 +2,13 @@
 
 import copy
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
@@ -65,9 +68,29 @@ def with_lora(model, seed=1, target_modules="all-linear"):
     return model
 
 
+def switched_by_flags(model):
+    """Let `disable_adapter` of a PEFT model set the flags of its layers, and nothing else.
+
+    PEFT's own goes through all modules and parameters several times, for every short sequence of the oracle.
+    """
+    layers = [part for part in model.modules() if isinstance(part, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+
+    @contextmanager
+    def disable_adapter():
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+        for layer in layers:
+            layer._disable_adapters = False
+
+    model.disable_adapter = disable_adapter
+
+
 def exact(tmp_path, model, batch, grads=True, **changes):
     """Compare a step of a trainer with these settings with the oracle; see `compare`."""
     plain = copy.deepcopy(model)
+    if isinstance(plain, PeftModel):
+        switched_by_flags(plain)
     if plain.config._attn_implementation == "flex_attention":
         plain.config._attn_implementation = "eager"
     trainer = make_trainer(model, tmp_path, **changes)
@@ -150,7 +173,7 @@ def test_family_full_fine_tuning(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon", "llama4_text"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
     """Layers that receive the pass with their mask: in backward too, after the call of the model has returned."""
     model = with_lora(tiny_model(family), target_modules=lora_targets(family))
@@ -199,7 +222,11 @@ PASSES = {
 OPTIONS = REWARDS | PASSES
 
 
-WITH_ADAPTERS = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
+FULL = ["stride one", "no cross-entropy", "nucleus", "second forward", "passes and reentrant checkpointing"]
+# Every option is fast with an adapter or without; those of passes are tested with both.
+FAST = [*((name, True) for name in OPTIONS if name not in FULL), *((name, False) for name in FULL)]
+BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
+WITH_ADAPTERS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in BOTH if case not in FAST)]
 
 
 @pytest.mark.parametrize(("name", "adapter"), WITH_ADAPTERS)
@@ -212,7 +239,10 @@ TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in
             "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TURNS_OF)
+FAST_TURNS = ("concat", "one block in a pass", "stride one")
+
+
+@pytest.mark.parametrize("name", [n if n in FAST_TURNS else pytest.param(n, marks=pytest.mark.slow) for n in TURNS_OF])
 def test_turns(name, tmp_path):
     exact(tmp_path, with_lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})
 
@@ -246,7 +276,12 @@ FEW = ["second forward", "five blocks in a pass", "passes and reentrant checkpoi
 SAME = list(itertools.product(FEW, ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"]))
 
 
-@pytest.mark.parametrize(("name", "family", "adapter"), [(*case, i % 2 == 0) for i, case in enumerate(SAME)])
+ALL = [(*case, i % 2 == 0) for i, case in enumerate(SAME)]
+EACH = (0, 4, 7, 11, 13)  # every family and every option once
+ALL = [case if i in EACH else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(ALL)]
+
+
+@pytest.mark.parametrize(("name", "family", "adapter"), ALL)
 def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_path):
     """At a low temperature many do. The oracle computes every rollout by itself."""
     model = tiny_model(family, seed=5)

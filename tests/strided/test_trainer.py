@@ -103,7 +103,7 @@ def test_resuming_gives_the_run_that_was_not_stopped(tmp_path):
     assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-@pytest.mark.parametrize(("schedule", "every"), [("cosine", 1), ("linear", 3)])
+@pytest.mark.parametrize(("schedule", "every"), [("cosine", 1), pytest.param("linear", 3, marks=pytest.mark.slow)])
 def test_an_extended_run_goes_by_its_own_settings(schedule, every, tmp_path, caplog, monkeypatch):
     """A cosine schedule ends at 0, which the first step of an extended run must not use."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)

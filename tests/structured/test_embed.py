@@ -25,14 +25,22 @@ def compare(model):
         assert (found - wanted).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+FAST = ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "bloom", "gpt_neo", "phimoe", "deepseek_v3", "llama4_text")
+FAST += ("qwen3_5_text", "mamba2")
+
+
+def marked(families):
+    return [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in families]
+
+
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_attention_families_share_the_prompt(family):
     model = tiny_model(family)
     assert shares_prompts(model)
     compare(model)
 
 
-@pytest.mark.parametrize("family", RUNNING_STATE)
+@pytest.mark.parametrize("family", marked(RUNNING_STATE))
 def test_running_states_are_not_shared(family):
     model = tiny_model(family)
     assert not shares_prompts(model)

@@ -33,12 +33,12 @@ OPTIONS = {
     "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 24},
     "gradient checkpointing": {"gradient_checkpointing": True, "ce_coef": 0.1},
 }
-WITHOUT_ADAPTER = ["cross-entropy", "reference model", "old policy", "gradient checkpointing"]
+WITHOUT_ADAPTER = ["reference model", "old policy", "gradient checkpointing"]  # and the cross-entropy
+CASES = [*((name, True) for name in OPTIONS), ("cross-entropy", False)]
+CASES += [pytest.param(name, False, marks=pytest.mark.slow) for name in WITHOUT_ADAPTER]
 
 
-@pytest.mark.parametrize(
-    ("option", "adapter"), [*((name, True) for name in OPTIONS), *((name, False) for name in WITHOUT_ADAPTER)]
-)
+@pytest.mark.parametrize(("option", "adapter"), CASES)
 def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tmp_path, option, adapter):
     found, changes = {}, OPTIONS[option]
     of_kind = {} if "ce_coef" in changes else {"kind": RolloutGRPOTrainer, "reward_funcs": length_reward}

@@ -1,5 +1,6 @@
 """Every method trains on the tokens of one rendering of the whole conversation, and labels the assistant's part."""
 
+import re
 import warnings
 from fnmatch import fnmatch
 
@@ -147,7 +148,13 @@ def wanted_spans(name, chat, found, rendering):
     ]
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of the templates of TRL that begin with the same letters, as versions of a model do, the last is fast.
+LAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
+FAST = [name for name in CASES if name in LAST or not name.startswith("trl/")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
+
+
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_rows(name):
     found = [
         f"{method}, {kind}: {line}"
