@@ -68,11 +68,11 @@ def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
 def test_a_log_that_cannot_be_written_and_one_of_the_user(tmp_path):
     (tmp_path / "train.log").mkdir()
     with pytest.raises(RunError, match="Training cannot be started with its log in .*train.log"):
-        Training([], tmp_path)
+        Training(["run.yaml"], tmp_path)
     (tmp_path / "train.log").rmdir()
     (tmp_path / "train.log").write_text("mine")
     with pytest.raises(RunError, match="train.log is not the log of a run, and is kept"):
-        Training([], tmp_path)
+        Training(["run.yaml"], tmp_path)
     assert (tmp_path / "train.log").read_text() == "mine"
 
 

@@ -5,7 +5,8 @@ import warnings
 import pytest
 
 from ebft.config.schema import RunConfig
-from ebft.data.keys import DatasetEntry, PreferenceColumns
+from ebft.data.keys import DatasetEntry
+from ebft.data.transforms import PreferenceColumns
 from ebft.errors import ConfigError
 
 PROMPTS = {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}

@@ -4,8 +4,9 @@ import pytest
 from datasets import Dataset
 
 from ebft.anchors import first_anchor
-from ebft.data.apply import FEATURES, RowCounts
+from ebft.data.apply import FEATURES
 from ebft.data.lengths import cut_and_drop, fits_one_block, longest_document
+from ebft.data.row_counts import RowCounts
 
 NO_ROOM = "whose prompt leaves no room within sequence_len"
 NOTHING = "windows of long documents without a token to train on"

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebft.config.schema import GROUPS, MethodKeys, RunConfig
+from ebft.config.base import MethodKeys
+from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.section import Section
 from ebft.config.validation_errors import model_at, section_of
 

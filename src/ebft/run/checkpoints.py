@@ -20,11 +20,11 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STATE, checksum, safetensors_header
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, safetensors_header
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.own_files import MARK, cards, final_files, final_step, listed, write_mark
-from ebft.run.same_run import RUN_FILE, check_same_run
+from ebft.run.same_run import check_same_run
 from ebft.run_files import PREVIOUS
 from ebft.trainer.checkpoints import step_in_name
 

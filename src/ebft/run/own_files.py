@@ -17,9 +17,8 @@ from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError
-from ebft.files import ADAPTER_CONFIG, CHECKSUMS, STAGING, STATE, checksum, write_text
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, write_text
 from ebft.processes import is_main_process
-from ebft.run.same_run import RUN_FILE
 from ebft.run_files import (
     CARD,
     EVALUATION,

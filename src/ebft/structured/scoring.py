@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from ebft.errors import ModelError
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
-from ebft.prefix.forward import HINT, last_logits, most_tokens, prepare
+from ebft.prefix.attention.passes import HINT
+from ebft.prefix.forward import last_logits, most_tokens, prepare
 from ebft.prefix.parity import check_distant_tokens, compare, refusing
 from ebft.prefix.sampling import Truncation
 from ebft.structured.rollouts.local import Generator, SharedPromptSampler

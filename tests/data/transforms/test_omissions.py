@@ -10,11 +10,12 @@ import trl
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import is_reply
 from ebft.data.load import load_token_rows
-from ebft.data.omissions import LEFT_OUT, UNTHINKING, Omissions
+from ebft.data.omissions import LEFT_OUT, Omissions
 from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.rendering import ChatTemplate
 from ebft.data.reward_rows import load_comparisons
+from ebft.data.row_counts import UNTHINKING
 from ebft.errors import DataError
 from tests.data.conftest import assistant, user
 from tests.structured.conftest import make_chat_tokenizer

@@ -13,9 +13,8 @@ import typer
 
 from ebft.config.load import load_config
 from ebft.errors import ConfigError, DataError, RunError
-from ebft.monitor.run_files import read_object
 from ebft.printed import printable_json, safe_console, say
-from ebft.run_files import check_rollouts, check_run
+from ebft.run_files import check_rollouts, check_run, read_object
 from ebft.tools.cli.arguments import (
     BaseModel,
     ConfigFile,

@@ -21,11 +21,10 @@ from ebft.config.schema import RunConfig
 from ebft.data.locate import base_name
 from ebft.data.transforms import PLAIN_TEXT
 from ebft.errors import ConfigError, RunError
-from ebft.monitor.run_files import EVALUATION, REPORT, rollout_files
 from ebft.printed import safe_console, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
-from ebft.run_files import check_run
+from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigFile, Overrides, RunFolder, option
 from ebft.tools.cli.console import polite
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch

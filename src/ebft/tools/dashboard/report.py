@@ -11,8 +11,7 @@ from typing import Any
 from jinja2 import Environment
 from jinja2.filters import do_mark_safe
 
-from ebft.monitor.run_files import EVALUATION, REPORT, START, read_object
-from ebft.run_files import is_report, settings_in_effect
+from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
 from ebft.tools.dashboard.panels import band, columns_of, limits, number
 from ebft.tools.dashboard.rollouts import (

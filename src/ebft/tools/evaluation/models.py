@@ -16,7 +16,7 @@ from ebft.catalog import is_gguf
 from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.adapter import ADAPTER_CONFIG as ADAPTER_FILE
+from ebft.files import ADAPTER_CONFIG as ADAPTER_FILE
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config

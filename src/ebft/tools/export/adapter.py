@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError
+from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models.adapter import ADAPTER_CONFIG as CONFIG
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
 from ebft.models.weights import refuse_pickles

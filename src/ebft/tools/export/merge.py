@@ -27,7 +27,6 @@ from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
-    CONFIG,
     WEIGHTS,
     Adapter,
     BitsAndBytesRounding,
@@ -48,6 +47,7 @@ from ebft.tools.export.checkpoint import (
     split,
     write_index,
 )
+from ebft.tools.quickstart.smollm2 import CONFIG
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:

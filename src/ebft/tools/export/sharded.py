@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
+from ebft.files import ADAPTER_CONFIG as _ADAPTER
 from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, publish
-from ebft.models.adapter import ADAPTER_CONFIG as _ADAPTER
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 from ebft.tools.export.checkpoint import parse_size
