@@ -46,8 +46,8 @@ CORE = (
 )
 TOOLS = (
     "tools.__init__ tools.cli.console tools.dashboard tools.fetch tools.preview",
-    "tools.cli.arguments tools.doctor tools.evaluation tools.launch tools.quickstart",
-    "tools.export tools.inference",
+    "tools.cli.arguments tools.doctor tools.evaluation tools.launch",
+    "tools.export tools.inference tools.quickstart",
     "tools.cli",
     "__init__ __main__",
 )
