@@ -47,7 +47,8 @@ CORE = (
 TOOLS = (
     "tools.__init__ tools.cli.console tools.dashboard tools.fetch tools.preview",
     "tools.cli.arguments tools.doctor tools.evaluation tools.launch",
-    "tools.export tools.inference tools.quickstart",
+    "tools.quickstart",
+    "tools.export tools.inference",
     "tools.cli",
     "__init__ __main__",
 )

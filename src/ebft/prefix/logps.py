@@ -202,11 +202,12 @@ class FromLogits(torch.autograd.Function):
     def forward(ctx, logits, tokens, temperature, truncation, is_entropy=False):
         ctx.save_for_backward(logits, tokens)
         ctx.rest = temperature, truncation, is_entropy
-        found = []
-        for rows in tiles(logits):
+
+        def of(rows: slice) -> Tensor:  # so that a softmax is freed before the next one
             softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
-            found.append(softmax.entropy() if is_entropy else softmax.logps(tokens[rows]))
-        return torch.cat(found)
+            return softmax.entropy() if is_entropy else softmax.logps(tokens[rows])
+
+        return torch.cat([of(rows) for rows in tiles(logits)])
 
     @staticmethod
     @once_differentiable

@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ebft.catalog import MARK
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
+from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG
@@ -47,7 +48,6 @@ from ebft.tools.export.checkpoint import (
     split,
     write_index,
 )
-from ebft.tools.quickstart.smollm2 import CONFIG
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:
