@@ -110,7 +110,7 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         row = transformed(config, tokenizer, raw)
         texts = [row["chosen_ids"], row["rejected_ids"]]
         return [Found(ids, []) for ids in texts] if all(texts) else Dropped("no reply")
-    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw), "row 0")
+    packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw))
     if packed["reason"]:
         return Dropped(packed["reason"])
     ids, spans = [], []

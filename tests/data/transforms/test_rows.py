@@ -36,7 +36,7 @@ def preference(tokenizer, prompt, method="dpo"):
     """The ids of the prompt and of the first completion."""
     completions = {"chosen": "y", "rejected": "z"} if method == "dpo" else {"completion": "y", "label": True}
     config = config_of("passthrough", rl=method, sequence_len=64, micro_batch_size=2)
-    row = PreferenceRow(config, tokenizer)({"prompt": prompt, **completions}, "row 0")
+    row = PreferenceRow(config, tokenizer)({"prompt": prompt, **completions})
     return row["prompt_ids"], row["chosen_ids" if method == "dpo" else "completion_ids"]
 
 
