@@ -57,7 +57,7 @@ def count_row_blocks(length: int, prompt_length: int, turns: Sequence[Sequence[i
 
     Blocks are in its `turns`, (start, end) pairs of token positions, or if there are none, from `prompt_length` on.
     """
-    return sum(
+    counts = (
         count_blocks(
             min(end, length),
             first_anchor(start, options.context_length, options.min_completion_prefix),
@@ -66,3 +66,4 @@ def count_row_blocks(length: int, prompt_length: int, turns: Sequence[Sequence[i
         )
         for start, end in turns or [(prompt_length, length)]
     )
+    return int(sum(counts))

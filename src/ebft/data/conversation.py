@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
@@ -278,7 +278,7 @@ def is_reply(message: Message) -> bool:
     return bool((message.get("content") or "").strip())
 
 
-def without_end(ids: list[int], end_ids: set[int]) -> list[int]:
+def without_end(ids: list[int], end_ids: Collection[int]) -> list[int]:
     """`ids` without a terminating end token; at most one is removed."""
     return ids[:-1] if ids and ids[-1] in end_ids else ids
 

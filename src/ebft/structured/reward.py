@@ -279,9 +279,7 @@ def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Te
     return pool(torch.cat([prompt, continuation]), embed_method)
 
 
-def _run(
-    network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None
-) -> tuple[Tensor, Cache | None]:
+def _run(network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None) -> tuple[Tensor, Any]:
     """Return the features (K, tokens, D) of `tokens`, which follow those in `cache`, and the extended cache."""
     arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
     if cache is not None:
