@@ -185,12 +185,12 @@ def _without_training(trains: bool) -> Iterator[list]:
         reached.append(True)
         raise KeyboardInterrupt("Stopped before training.")
 
-    before = training.run
-    training.run = before if trains else stop
+    before = training.fit
+    training.fit = before if trains else stop
     try:
         yield reached
     finally:
-        training.run = before
+        training.fit = before
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def declared(config):
     rows, model = load_data(config, tokenizer, None)[0], load_model(config, tokenizer)
     write, messages = told(lambda: declare_end_of_turn(config, model, tokenizer, rows))
     eos = model.generation_config.eos_token_id
-    return eos if isinstance(eos, list) else [eos], write is not None, messages
+    return eos if isinstance(eos, list) else [eos], bool(write), messages
 
 
 def stops(folder, token):
