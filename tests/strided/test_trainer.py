@@ -68,7 +68,9 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
     metrics = trainer.evaluate()
     assert metrics == trainer.evaluate() and trainer.model.training
     assert {"eval_ce_loss", "eval_alignment", "eval_diversity", "eval_cfm_loss_plugin"} <= metrics.keys()
-    several = make(tmp_path, evaluation={"a": HELD_OUT, "b": HELD_OUT}).evaluate()
+    of_both = make(tmp_path, evaluation={"a": HELD_OUT, "b": HELD_OUT}, max_steps=1)
+    several = of_both.evaluate()
+    of_both.train()
     assert several["eval_a_cfm_loss"] == several["eval_b_cfm_loss"]
     trainer.save_model()
     ids = torch.randint(3, 90, (1, 12))

@@ -112,15 +112,18 @@ _READ = 256  # rows whose contents are compared
 
 
 def describe_rows(rows: Any) -> dict[str, int] | None:
-    """The number of rows and a checksum of up to 256 of them, evenly spaced; None for data without a length."""
-    try:
-        count = len(rows)
-    except TypeError:
+    """The number of rows and a checksum of up to 256 of them, evenly spaced; None for data without a length.
+
+    Several evaluation datasets, by name, are described together.
+    """
+    parts = list(rows.values()) if isinstance(rows, dict) else [rows]
+    if not all(hasattr(part, "__len__") for part in parts):
         return None
     digest = 0
-    for index in range(0, count, max(1, -(-count // _READ))):
-        digest = zlib.crc32(json.dumps(rows[index], sort_keys=True, default=_plain).encode(), digest)
-    return {"rows": count, "checksum": digest}
+    for part in parts:
+        for index in range(0, len(part), max(1, -(-len(part) // _READ))):
+            digest = zlib.crc32(json.dumps(part[index], sort_keys=True, default=_plain).encode(), digest)
+    return {"rows": sum(map(len, parts)), "checksum": digest}
 
 
 def _plain(value: Any) -> Any:
