@@ -232,7 +232,7 @@ def preprocess(
     if html is not None and not html.absolute().parent.is_dir():
         raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
-        raise DataError(f"--html {html}: the file exists and is not an HTML preview. Choose another file.")
+        raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
     from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.run.prepared_rows import describe, prepare_rows
 
