@@ -225,7 +225,7 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     # Where there are several short documents on CPU, batched tiles are faster than a kernel for each.
     longest = max(end - start for start, end in spans)
     are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
-    if pattern.is_causal and scores.softcap is None and sinks is None and not are_short:
+    if _is_plain(pattern, scores, sinks) and not are_short:
         documents = []
         for start, end in spans:
             part = F.scaled_dot_product_attention(
@@ -243,6 +243,11 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     tiles = pattern.document_tiles(spans, q, k if sinks is None else None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
+
+
+def _is_plain(pattern: MaskPattern, scores: Scores, sinks: Tensor | None) -> bool:
+    """Whether scaled_dot_product_attention supports the pattern and scores."""
+    return pattern.is_causal and scores.softcap is None and sinks is None
 
 
 def sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
