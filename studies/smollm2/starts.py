@@ -23,7 +23,7 @@ from ebft.tools.quickstart.run import console, fingerprint, make_once
 
 MAKERS = [
     *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "catalogs", "sources", "verifiers")),
-    project.ROOT / "src" / "ebft" / "quickstart" / "functions.py",
+    project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "smollm2.py",
 ]
 
 
