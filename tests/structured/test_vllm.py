@@ -161,7 +161,7 @@ def test_two_processes_share_the_server(base, port, tmp_path):
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "ebft.tools.cli",
+        "ebft",
     ]
     overrides = ["trl.async_prefetch=true", "gradient_accumulation_steps=1", "val_set_size=", "eval_steps="]
     steps = steps_of(trained(tmp_path, launcher, *overrides)[1])
