@@ -124,5 +124,5 @@ def test_an_output_folder_that_cannot_be(make, tmp_path):
             check_runnable(make(output_dir=folder))
 
 
-def test_a_schedule_with_its_arguments(make):
+def test_a_schedule_with_its_arguments_is_accepted(make):
     check_runnable(make(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}))
