@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions, StridedOptions
 from ebft.config.section import option_names, section_of_options
 from ebft.config.trl import TRLSection
-from ebft.config.user_code import call_problem
+from ebft.config.user_functions import call_problem
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 

@@ -7,7 +7,8 @@ from pydantic import ValidationError, create_model, model_validator
 
 from ebft.config.base import GROUPS as COMMON
 from ebft.config.base import MethodKeys
-from ebft.config.checks.combinations import refuse_contradictions, resolve
+from ebft.config.checks.combinations import refuse_contradictions
+from ebft.config.checks.resolve import resolve
 from ebft.config.section import Section
 from ebft.config.validation_errors import raise_config_error
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method

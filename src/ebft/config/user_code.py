@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dis
-import importlib
-import inspect
 import linecache
 import os
 import signal
@@ -15,14 +12,12 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ebft.errors import ConfigError, EBFTError, cause, shortened
+from ebft.errors import EBFTError, cause, shortened
 from ebft.processes import is_main_process, rank
 
 _LONGEST_LINE = 120
@@ -311,119 +306,6 @@ def _is_outside(file: str) -> bool:
     """Whether a file belongs neither to this package nor to Python and the installed packages."""
     path = os.path.realpath(file)
     return not any(path.startswith(folder + os.sep) for folder in (_OURS, *_LIBRARIES))
-
-
-def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
-    """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
-
-    Modules are looked up on Python's path and in the working directory; importing one runs its code.
-    """
-    module, _, function = name.rpartition(".")
-    if not all(name.split(".")) or not module:
-        raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        with user_code(f"{key}: importing {module!r} for {name!r}", error, sets_up=True):
-            found = importlib.import_module(module)
-    except EBFTError as problem:
-        failure = problem.__cause__
-        if not isinstance(failure, ModuleNotFoundError) or not f"{module}.".startswith(f"{failure.name}."):
-            raise
-        raise error(
-            f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
-            f"{os.getcwd()} or in the installed packages. Run the command in the folder of {module.partition('.')[0]}, "
-            f"or add that folder to PYTHONPATH.{hint}"
-        ) from failure
-    if not callable(vars(found).get(function)):
-        raise no_function(key, name, module, function, _functions(found), error)
-    return vars(found)[function]
-
-
-def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: Any) -> str | None:
-    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can.
-
-    Also None for what does not tell its arguments, such as functions that are written in C.
-    """
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        return f"cannot be called as {call}: {error}"
-    except ValueError:
-        return None
-    return None
-
-
-def no_function(
-    key: str, name: str, module: str, function: str, there: Iterable[str], error: type[EBFTError]
-) -> EBFTError:
-    """The error for a module without the function; `there` lists the functions that it has."""
-    known = ", ".join(there) or "none"
-    return error(f"{key}: {name!r}: module {module} has no function {function!r}. Available functions: {known}.")
-
-
-def _functions(module: ModuleType) -> list[str]:
-    """The public functions that a module defines itself."""
-    own = lambda value: callable(value) and getattr(value, "__module__", None) == module.__name__
-    return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]
-
-
-def module_sources(names: Iterable[str]) -> dict[str, str]:
-    """The source of each of these modules, and of those that they import, unless they are installed packages."""
-    sources: dict[str, str] = {}
-    waiting = [*names][::-1]
-    while waiting:
-        name = waiting.pop()
-        path = _file_of(name)
-        if name in sources or path is None:
-            continue
-        content = path.read_bytes()
-        sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
-        if path.suffix == ".py":
-            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
-    return sources
-
-
-def _file_of(name: str) -> Path | None:
-    loaded = sys.modules.get(name)
-    try:
-        origin = loaded.__file__ if isinstance(loaded, ModuleType) else find_spec(name).origin
-    except (ImportError, AttributeError, ValueError):  # no such module, or one without a file
-        return None
-    path = Path(origin) if origin else None
-    return path if path is not None and path.is_file() else None
-
-
-def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
-    """The names of the modules that a source imports; some may be functions. A source with a syntax error has none."""
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError):  # a module that is not imported when the transform runs
-        return
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
-    library may be that of a local file."""
-    top = name.partition(".")[0]
-    if top in ("ebft", "") or _is_installed(_file_of(top)):
-        return False
-    path = _file_of(name)
-    return path is not None and not _is_installed(path)
-
-
-def _is_installed(path: Path | None) -> bool:
-    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
 
 
 FIRST, AGAIN = 60.0, 600.0  # seconds until the first line about a call, and between later ones

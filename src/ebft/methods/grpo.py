@@ -14,7 +14,7 @@ from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
-from ebft.config.user_code import call_problem, find_function
+from ebft.config.user_functions import call_problem, find_function
 from ebft.errors import ConfigError
 from ebft.methods import nemo_gym
 from ebft.methods.ebft import warn_of_reward

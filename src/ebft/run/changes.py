@@ -21,7 +21,7 @@ from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.tool_keys import EvaluationKeys, RayKeys
-from ebft.config.user_code import module_sources
+from ebft.config.user_functions import module_sources
 from ebft.data.locate import lasting_name
 from ebft.data.sources import source_files
 from ebft.errors import DataError, shortened

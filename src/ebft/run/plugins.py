@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl
 
-from ebft.config.user_code import call_problem, find_function, user_code
+from ebft.config.user_code import user_code
+from ebft.config.user_functions import call_problem, find_function
 from ebft.errors import ConfigError
 
 HOOK = "on_rollouts_scored"

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.axolotl import UNTYPED
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
-from ebft.config.user_code import module_sources
+from ebft.config.user_functions import module_sources
 from ebft.data.load import LoadedRows
 from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint

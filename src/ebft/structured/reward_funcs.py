@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.config.options import RewardOptions
 from ebft.config.trl import TRLSection
-from ebft.config.user_code import find_function
+from ebft.config.user_functions import find_function
 from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 from ebft.config.options import EBFTSection
 from ebft.config.section import STRICT, NotBlank, Section
 from ebft.config.shapes import without_empty_names
-from ebft.config.user_code import find_function, no_function
+from ebft.config.user_functions import find_function, no_function
 from ebft.errors import DataError
 
 # The fields of each kind of rows, for messages.

@@ -17,7 +17,8 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.user_code import find_function, named_call, state_kept
+from ebft.config.user_code import named_call, state_kept
+from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
 from ebft.data.sources import read_source
 from ebft.errors import ConfigError
