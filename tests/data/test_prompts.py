@@ -55,7 +55,7 @@ def test_rows_that_are_kept_and_dropped(load, chatml, capsys):
     train, evaluation = load(rows, tokenizer=chatml)
     assert evaluation is None and train[:] == {"prompt": [[user("Add 1 2")]], "ground_truth": ["3"]}
     assert (
-        "\ndatasets: 7 documents produced 1 row; dropped 2 without a prompt, 3 without a reference, "
+        "datasets: 7 documents produced 1 row; dropped 2 without a prompt, 3 without a reference, "
         "1 whose prompt and reference do not fit within sequence_len (for example "
     ) in (said := capsys.readouterr().err)
     assert ", train, row 1)\n" in said
