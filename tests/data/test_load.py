@@ -41,7 +41,7 @@ ASK = user("Say hello.")
     [
         ("ebft_pretrain.transform", [TEXT], ["datasets: 1 document produced 1 row"]),
         ("ebft_pretrain.transform", [TEXT, "", None, "short", TEXT * 6], [
-            "\ndatasets: 5 documents produced ", "1 cut into windows of sequence_len", "2 without text",
+            "datasets: 5 documents produced ", "1 cut into windows of sequence_len", "2 without text",
             "1 too short for one block"]),
         ("ebft_strided_structured.transform", [
             {"input": "Say hello.", "output": TEXT * 4}, {"input": TEXT * 4, "output": "hello"}],
