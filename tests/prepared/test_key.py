@@ -2,16 +2,25 @@
 
 import json
 import os
+import re
 import shutil
 import sys
+import warnings
 from datetime import date
+from pathlib import Path
 
 import pytest
 
+import ebft
+from ebft.config.reference import option_groups
+from ebft.config.section import Section
 from ebft.errors import DataError
+from ebft.files import json_hash
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run import prepared_rows
-from ebft.run.prepared_rows import key_of, row_inputs
+from ebft.run.prepared_rows import IDLE, row_inputs, row_settings
+
+KEYS = [option.key for options in option_groups().values() for option in options]
 
 
 @pytest.fixture
@@ -20,31 +29,63 @@ def key_for(make):
 
     def of(method="strided", **keys):
         config = make(method, **keys)
-        return key_of(row_inputs(config, load_tokenizer(config)))
+        return json_hash(row_inputs(config, load_tokenizer(config)))
 
     return of
 
 
-def test_settings(key_for, tmp_path):
-    """Those that determine rows change the key, others do not."""
-    plain, same = key_for(), {"output_dir": str(tmp_path / "b"), "ebft": {"stride": 2}, "sample_packing": True}
-    assert len(plain) == 32 and plain.isalnum() and prepared_rows.FORMAT == 1  # the name of a folder
-    assert key_for(**same, learning_rate=0.5) == plain == key_for()
+def changed(section, path, value):
+    """A copy of a section in which the key at `path` has another value, unchecked."""
+    name, _, rest = path.partition(".")
+    if not rest:
+        return section.model_copy(update={name: value})
+    inner = getattr(section, name)
+    if isinstance(inner, list):
+        inner = [changed(inner[0], rest.partition(".")[2], value), *inner[1:]]
+    elif isinstance(inner, Section):
+        inner = changed(inner, rest, value)
+    else:
+        inner = {rest: value}
+    return section.model_copy(update={name: inner})
+
+
+def test_every_key_is_of_an_idle_group_or_changes_the_settings(make, rows_file):
+    entry = {"path": str(rows_file), "type": "ebft_strided_structured.transform_prompts"}
+    gym = [{"path": "x", "server_name": "y"}]
+    with warnings.catch_warnings(action="ignore"):
+        config = make("grpo", nemo_gym_datasets=gym, test_datasets=[entry], val_set_size=0)
+        before = row_settings(config)
+        same = {key for key in KEYS if row_settings(changed(config, key, [] if key == "datasets" else 123)) == before}
+    assert same == {key for key in KEYS if key.partition(".")[0] in IDLE}
+    assert {"learning_rate", "output_dir", "base_model", "lora_r"} < same
+
+
+def test_the_code_that_makes_rows_reads_no_idle_key():
+    found = (Path(ebft.__file__).parent / "data").rglob("*.py")
+    files = [path for path in found if path.name not in ("stream.py", "keys.py")]  # streams, whose rows are not stored
+    read = {found for path in files for found in re.findall(r"\b(?:cfg|config)\.([a-z_]+)", path.read_text())}
+    # The number of processes; the name of the template in an error message.
+    assert len(files) > 20 and read & IDLE == {"dataset_num_proc", "chat_template"}
+
+
+def test_an_idle_key_that_a_custom_transform_mentions_is_included(make):
+    settings = lambda *sources, **keys: row_settings(make(**keys), sources)
+    assert "learning_rate" not in settings() and "dataset_num_proc" not in settings()
+    assert settings("scale = cfg['learning_rate']")["learning_rate"] == 1e-3
+    assert "budget.documents" in settings("cfg.budget.documents")
+    assert "dataset_num_proc" in settings("return f, {'batched': True}")
+    assert settings(train_on_inputs=False) == settings()  # a default that is set
+
+
+def test_settings_of_several_kinds(key_for, tmp_path):
+    assert key_for(output_dir=str(tmp_path / "b"), learning_rate=0.5) == key_for()
     for change in (
-        {"sequence_len": 48},
-        {"seed": 1},
-        {"val_set_size": 3},
-        {"train_on_inputs": True},
-        {"shuffle_merged_datasets": False},
-        {"ebft": {"context_length": 5}},
-        {"ebft": {"min_completion_prefix": 1}},
-        {"method": "sft"},
         {"method": "structured"},
         {"special_tokens": {"pad_token": "<|begin|>"}},
         {"special_tokens": {"pad_token": "<|padding|>"}},
         {"chat_template": "chatml"},
     ):
-        assert key_for(**change) != plain, change
+        assert key_for(**change) != key_for(), change
     # Values that are not JSON.
     of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
     assert of(1) == of(1) != of(2)
@@ -78,9 +119,7 @@ def test_a_file_in_a_folder_changes_the_key(key_for, rows_file, tmp_path):
         key_for(datasets=[{"path": "./nowhere", "type": "completion"}])
 
 
-def test_custom_transforms(key_for, own_transform):
-    """Their source, that of their imports, and the settings that they read change the key."""
-
+def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
     def of(answer="example['output']", helper="SUFFIX = '!'", **keys):
         return key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(answer, helper)}], **keys)
 
@@ -99,17 +138,20 @@ HELPER = {"own_encoded_helper": b""}
         (b"import json, turtle\n", {"turtle": b"NAME = 'a'\n"}),  # the name of a module of Python's library
         (b"\xef\xbb\xbfimport own_encoded_helper\n", HELPER),
         ("# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"), HELPER),
+        (b"def f():\n    from folder_without_init.part import NAME\n", {"folder_without_init.part": b"NAME = 'a'\n"}),
     ],
 )
 def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, text in {"own_encoded": content + b"\ndef transform(cfg):\n    return None\n", **others}.items():
-        (tmp_path / f"{name}.py").write_bytes(text)
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text)
     found = prepared_rows.transform_sources(["own_encoded.transform"])
     assert found.keys() == {"own_encoded", *others} and "import " in found["own_encoded"]
     assert all(found[name] == text.decode() for name, text in others.items())
     for name in found:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypatch, tmp_path):
@@ -124,7 +166,7 @@ def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypa
 
 
 def test_the_tokenizer(key_for, tiny_llama_dir, tiny_gguf, tmp_path):
-    """A copy elsewhere keeps the key, another vocabulary changes it, and one of a GGUF file has a fingerprint."""
+    """A copy elsewhere keeps the key, another vocabulary changes it, and one of a GGUF file has a key."""
     folder = tmp_path / "copy"
     shutil.copytree(tiny_llama_dir, folder)
     assert key_for(base_model=str(folder)) == key_for()

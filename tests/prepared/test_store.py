@@ -28,8 +28,10 @@ def folders(base):
     return sorted(path.name for path in base.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("held_out", ["val_set_size", "test_datasets", None])
+HELD_OUT = [*((method, "val_set_size") for method in METHODS), ("packed", "test_datasets"), ("grpo", None)]
+
+
+@pytest.mark.parametrize(("method", "held_out"), HELD_OUT)
 def test_stored_rows_are_those_that_are_loaded(make, tokenizer, base, prepare, method, held_out):
     keys = {} if held_out == "val_set_size" else {"val_set_size": 0}
     if held_out == "test_datasets":
@@ -73,12 +75,6 @@ def test_a_line_names_what_differs_from_the_most_similar_rows(make, tokenizer, p
     lines, new = differing(train_on_inputs=True)
     assert lines == ["train_on_inputs, data"]
     assert new.is_new and any("reply" in text for text in tokenizer.batch_decode(new.rows.train["input_ids"][:]))
-
-
-def test_an_edited_transform_makes_new_rows(make, prepare, own_transform):
-    run = lambda **code: prepare(make(datasets=[{"path": "rows.jsonl", "type": own_transform(**code)}]))
-    assert run().is_new and not run().is_new
-    assert run(answer="' edited'").is_new
 
 
 def flip(path):

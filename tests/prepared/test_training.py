@@ -17,7 +17,7 @@ def losses(result):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["packed", "structured", "grpo"])
+@pytest.mark.parametrize("method", ["packed", "structured"])
 def test_losses_are_the_same(make, tmp_path, capsys, method):
     base = tmp_path / "prepared"
     direct = losses(train(make(method)))
