@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 from ebft.errors import EBFTError, cause, shortened
@@ -29,8 +29,11 @@ _DIRECTORY, _SEED, _RANDOM = "the working directory", "torch.manual_seed", "rand
 _HANDLERS = ("signal.signal(SIGINT)", "signal.signal(SIGTERM)")
 _STREAMS = ("sys.stdout", "sys.stderr")
 _MARK = 0x35 << 24  # changes a seed during a call, which stays below 2**32
-_SETTINGS = (*_STREAMS, "signal.signal(SIGINT)", "signal.signal(SIGTERM)", "torch.set_num_threads", "torch.manual_seed",
-             "torch.set_float32_matmul_precision", "torch.set_deterministic_debug_mode")  # fmt: skip
+_SETTINGS = (*_STREAMS, *_HANDLERS, "torch.set_num_threads", _SEED, "torch.set_float32_matmul_precision",
+             "torch.set_deterministic_debug_mode")  # fmt: skip
+# What the state was if user code is the first that imports PyTorch.
+_FRESH = {"torch.inference_mode": False, "torch.set_grad_enabled": True, "torch.autocast": False,
+          "torch.set_default_device": "cpu", "torch.set_default_dtype": "torch.float32"}  # fmt: skip
 _warned: set[tuple[str, ...]] = set()
 _running: list[str] = []  # the calls that have not returned, the last one at the end
 _marked: int | None = None  # the seed that the generator stores during a call
@@ -125,7 +128,7 @@ def _is_interruption(error: BaseException | None) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    if trace is None or not _is_outside(trace.tb_frame.f_code.co_filename):  # of a handler of this package or asyncio
+    if trace is None or not is_outside(trace.tb_frame.f_code.co_filename):  # of a handler of this package or asyncio
         return True
     # Python's handler of SIGINT has no frame: its exception appears at any instruction but a `raise`.
     return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
@@ -144,9 +147,9 @@ def state_kept(what: str, sets_up: bool = False) -> Iterator[None]:
         seed = None if sets_up else _mark_seed(before)
         yield
     finally:
-        fresh, changes = _fresh_state(), {}
+        changes = {}
         for name, value in _state().items():
-            expected = before.get(name, fresh.get(name, value))
+            expected = before.get(name, _FRESH.get(name, value))
             if name == _SEED and seed is not None and value == seed ^ _MARK:
                 _write_seed(seed)
                 continue
@@ -183,13 +186,13 @@ def _state() -> dict[str, Any]:
         "torch.inference_mode": torch.is_inference_mode_enabled(),  # before the gradient mode, which it changes
         "torch.set_grad_enabled": torch.is_grad_enabled(),
         "torch.set_default_device": str(torch.get_default_device()),
-        "torch.set_default_dtype": torch.get_default_dtype(),
+        "torch.set_default_dtype": str(torch.get_default_dtype()),
         "torch.autocast": torch.is_autocast_enabled("cpu"),
         "torch.set_num_threads": torch.get_num_threads(),
         "torch.set_float32_matmul_precision": torch.get_float32_matmul_precision(),
         "torch.set_deterministic_debug_mode": torch.get_deterministic_debug_mode(),
         _SEED: _seed(torch),
-        _RANDOM: _random_states(torch),
+        _RANDOM: (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None),
     }
 
 
@@ -227,17 +230,6 @@ def _write_seed(seed: int) -> None:
     torch.set_rng_state(state)
 
 
-def _fresh_state() -> dict[str, Any]:
-    """What the state was if user code is the first that imports PyTorch."""
-    dtype = {"torch.set_default_dtype": sys.modules["torch"].float32} if "torch" in sys.modules else {}
-    state = {"torch.inference_mode": False, "torch.set_grad_enabled": True, "torch.autocast": False}
-    return state | {"torch.set_default_device": "cpu"} | dtype
-
-
-def _random_states(torch: ModuleType) -> tuple[Any, Any]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-
-
 def _restore(name: str, value: Any, before: dict[str, Any]) -> None:
     torch = sys.modules.get("torch")
     if name == _DIRECTORY:
@@ -255,6 +247,8 @@ def _restore(name: str, value: Any, before: dict[str, Any]) -> None:
         _entered[-1].__enter__()
     elif name == "torch.autocast":
         torch.set_autocast_enabled("cpu", value)
+    elif name == "torch.set_default_dtype":
+        torch.set_default_dtype(getattr(torch, value.removeprefix("torch.")))
     elif name == "torch.set_default_device":
         torch.set_default_device(None if value == "cpu" else value)
         if str(torch.get_default_device()) != value:  # a `with torch.device(...)` that was not left
@@ -271,38 +265,28 @@ def _restore(name: str, value: Any, before: dict[str, Any]) -> None:
 def what_happened(error: BaseException) -> str:
     """What user code raised, and where, on one line: `KeyError: 'text' (own.py, line 4: return row["text"])`."""
     if isinstance(error, SyntaxError) and error.filename:
-        line = shortened(error.text or "", _LONGEST_LINE)
-        return (
-            f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno}{': ' if line else ''}{line})"
-        )
+        return f"{type(error).__name__}: {error.msg} {_at(error.filename, error.lineno, error.text or '')}"
+    place = place_of(error)
     if isinstance(error, SystemExit):
-        return f"it called sys.exit({error.code!r}){place_of(error)}"
+        return f"it called sys.exit({error.code!r}){place}"
     words = " ".join(cause(error).split())
-    named = words if words.startswith(type(error).__name__) else f"{type(error).__name__}: {words}"
-    return f"{named}{place_of(error)}"
+    return f"{words}{place}" if words.startswith(type(error).__name__) else f"{type(error).__name__}: {words}{place}"
 
 
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's own files at which an error was raised, in parentheses, if there is one."""
-    found = _users_frame(error.__traceback__)
-    if found is None:
-        return ""
-    file, number = found
-    line = shortened(linecache.getline(file, number), _LONGEST_LINE)
-    return f" ({file}, line {number}{': ' if line else ''}{line})"
+    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    # Compiled code and <string> have no file.
+    own = [(file, number) for file, number in frames if os.path.isfile(file) and is_outside(file)]
+    return f" {_at(*own[-1], linecache.getline(*own[-1]))}" if own else ""
 
 
-def _users_frame(trace: TracebackType | None) -> tuple[str, int] | None:
-    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(trace)]
-    own = [(file, number) for file, number in frames if _is_users(file)]
-    return own[-1] if own else None
+def _at(file: str, number: int | None, line: str) -> str:
+    line = shortened(line, _LONGEST_LINE)
+    return f"({file}, line {number}{': ' if line else ''}{line})"
 
 
-def _is_users(file: str) -> bool:
-    return os.path.isfile(file) and _is_outside(file)  # compiled code and <string> have no file
-
-
-def _is_outside(file: str) -> bool:
+def is_outside(file: str) -> bool:
     """Whether a file belongs neither to this package nor to Python and the installed packages."""
     path = os.path.realpath(file)
     return not any(path.startswith(folder + os.sep) for folder in (_OURS, *_LIBRARIES))

@@ -7,14 +7,14 @@ import importlib
 import inspect
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ebft.config.user_code import user_code
+from ebft.config.user_code import is_outside, user_code
 from ebft.errors import ConfigError, EBFTError
 
 
@@ -41,7 +41,9 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
             f"or add that folder to PYTHONPATH.{hint}"
         ) from failure
     if not callable(vars(found).get(function)):
-        raise no_function(key, name, module, function, _functions(found), error)
+        own = lambda value: callable(value) and getattr(value, "__module__", None) == module
+        there = [each for each, value in vars(found).items() if own(value) and not each.startswith("_")]
+        raise no_function(key, name, module, function, there, error)
     return vars(found)[function]
 
 
@@ -67,16 +69,10 @@ def no_function(
     return error(f"{key}: {name!r}: module {module} has no function {function!r}. Available functions: {known}.")
 
 
-def _functions(module: ModuleType) -> list[str]:
-    """The public functions that a module defines itself."""
-    own = lambda value: callable(value) and getattr(value, "__module__", None) == module.__name__
-    return [name for name, value in vars(module).items() if own(value) and not name.startswith("_")]
-
-
 def module_sources(names: Iterable[str]) -> dict[str, str]:
     """The source of each of these modules, and of those that they import, unless they are installed packages."""
     sources: dict[str, str] = {}
-    waiting = [*names][::-1]
+    waiting = [*names]
     while waiting:
         name = waiting.pop()
         path = _file_of(name)
@@ -110,22 +106,14 @@ def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            with suppress(ImportError):  # of a relative name in a module that is in no package
+                base = resolve_name("." * node.level + (node.module or ""), package)
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
 def _is_local(name: str) -> bool:
     """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
     library may be that of a local file."""
-    top = name.partition(".")[0]
-    if top in ("ebft", "") or _is_installed(_file_of(top)):
-        return False
-    path = _file_of(name)
-    return path is not None and not _is_installed(path)
-
-
-def _is_installed(path: Path | None) -> bool:
-    folders = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return path is not None and any(path.resolve().is_relative_to(folder) for folder in folders)
+    top = _file_of(name.partition(".")[0])  # first, since to find a part of a package imports the package
+    path = None if top is not None and not is_outside(str(top)) else _file_of(name)
+    return path is not None and is_outside(str(path))
