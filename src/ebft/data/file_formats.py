@@ -246,15 +246,12 @@ def _check_csv(path: Path) -> str | None:
 
 def _check_table(path: Path) -> str | None:
     """Parquet and Arrow files have no lines: the reader's message for this file alone."""
-    kind, count_rows = ("Parquet", _parquet_rows) if path.suffix.lower() == ".parquet" else ("Arrow", _arrow_rows)
+    is_parquet = path.suffix.lower() == ".parquet"
     try:
-        return None if count_rows(path) else f"{path}: the table has no rows"
+        count = pyarrow.parquet.read_metadata(path).num_rows if is_parquet else _arrow_rows(path)
     except (OSError, ValueError) as error:
-        return f"{path}: not a readable {kind} file ({cause(error)})"
-
-
-def _parquet_rows(path: Path) -> int:
-    return pyarrow.parquet.read_metadata(path).num_rows
+        return f"{path}: not a readable {'Parquet' if is_parquet else 'Arrow'} file ({cause(error)})"
+    return None if count else f"{path}: the table has no rows"
 
 
 def _arrow_rows(path: Path) -> int:

@@ -160,22 +160,19 @@ def _load_section(
 def _advice(config: DataSettings) -> str:
     """What to change if no rows are left."""
     required, length = config.required_rows, f"sequence_len: {config.sequence_len}"
-    if required.kind == "comparisons":
-        return f"provide pairs whose texts have at most {length} tokens, or increase it."
-    if required.kind == "steps":
-        return f"provide rows with a labelled step within {length}, or increase it."
-    if required.kind in ("preferences", "labelled"):
-        return (
-            "provide rows whose prompt and completions are not empty, and fit within "
-            f"{length} together, or increase it."
-        )
-    if required.kind == "prompts" and not required.needs_reference:
-        return f"provide rows with a prompt that is shorter than {length}, or increase it."
-    if required.kind == "prompts":
-        return (
-            f"provide rows with a prompt and a reference that fit within {length} together, including all turns of a "
-            "conversation, or increase it."
-        )
+    completions = f"provide rows whose prompt and completions are not empty, and fit within {length} together"
+    rows = {
+        "comparisons": f"provide pairs whose texts have at most {length} tokens",
+        "steps": f"provide rows with a labelled step within {length}",
+        "preferences": completions,
+        "labelled": completions,
+        "prompts": f"provide rows with a prompt and a reference that fit within {length} together, including all turns "
+        "of a conversation"
+        if required.needs_reference
+        else f"provide rows with a prompt that is shorter than {length}",
+    }
+    if required.kind in rows:
+        return f"{rows[required.kind]}, or increase it."
     block = required.block
     if block is None:
         return "provide rows with text and a reference, or increase sequence_len."
@@ -230,22 +227,17 @@ def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed:
     taken: list[np.ndarray] = []
     for number, entry in enumerate(entries):
         own = np.flatnonzero(entry_of == number)
-        found = _repeated(own, owner, 1.0 if entry.weight is None else entry.weight, (seed, number))
+        times, part = divmod(1.0 if entry.weight is None else entry.weight, 1)
+        documents = np.unique(owner[own])
+        once_more = np.random.default_rng((seed, number)).permutation(documents)[: round(part * len(documents))]
+        found = np.concatenate([np.tile(own, int(times)), own[np.isin(owner[own], once_more)]])
         if len(own) and not len(found):
-            documents = len(np.unique(owner[own]))
+            count = len(documents)
             raise DataError(
-                f"datasets.{number}.weight: {entry.weight} of {documents:,} document{'s' * (documents > 1)} of "
-                f"{entry.path} rounds to none. Raise it, or remove the dataset."
+                f"datasets.{number}.weight: {entry.weight} of {count:,} document{'s' * (count > 1)} of {entry.path} "
+                "rounds to none. Raise it, or remove the dataset."
             )
         if len(found) != len(own) and is_main_process():
             say(f"datasets.{number}.weight: {entry.weight}: {len(own):,} -> {len(found):,} rows", err=True)
         taken.append(found)
     return rows.select(np.concatenate(taken))
-
-
-def _repeated(own: np.ndarray, owner: np.ndarray, weight: float, seed: tuple[int, int]) -> np.ndarray:
-    """The rows `own` as often as the whole part of the weight, and those of a random part of their documents."""
-    times, part = int(weight), weight - int(weight)
-    documents = np.unique(owner[own])
-    once_more = np.random.default_rng(seed).permutation(documents)[: round(part * len(documents))]
-    return np.concatenate([np.tile(own, times), own[np.isin(owner[own], once_more)]])
