@@ -59,25 +59,19 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(make, unbroken, workers):
     assert found.logs[:6] == run.logs[:6]
 
 
-def test_rows_in_their_order(make):
-    """A resumed run ends where an unbroken one does; every document of a row counts."""
-    run = finished(make(shuffle_merged_datasets=False, save_steps=2))
-    found = resumed(make, run, shuffle_merged_datasets=False)
+def test_a_resumed_mixture_in_its_order(make, corpus):
+    """It ends where an unbroken run does; every document of a row counts."""
+    keys = {"pretraining_dataset": [{"path": corpus[0]}, {"path": corpus[1], "weight": 3}]}
+    keys["shuffle_merged_datasets"] = False
+    run = finished(make(save_steps=2, **keys))
+    found = resumed(make, run, **keys)
     assert_same(found, run)
     assert found.logs[:6] == run.logs[:6] and run.stream["position"]["row"] == 24
     pieces = [row["pieces"] for row in islice(run.trainer.train_dataset.rows(), 24)]
     assert run.trainer.budget.totals["documents"] == sum(pieces) > 24
-
-
-def test_a_resumed_mixture_ends_where_an_unbroken_one_does(make, corpus):
-    mixture = [{"path": corpus[0]}, {"path": corpus[1], "weight": 3}]
-    run = finished(make(pretraining_dataset=mixture, save_steps=2))
-    found = resumed(make, run, pretraining_dataset=mixture)
-    assert_same(found, run)
-    assert found.logs[:6] == run.logs[:6]
-    mixture[1]["weight"] = 2
+    keys["pretraining_dataset"][1]["weight"] = 2
     with pytest.raises(ConfigError, match="differs from that of the checkpoint: .*datasets"):
-        resumed(make, run, pretraining_dataset=mixture)
+        resumed(make, run, **keys)
 
 
 def test_a_run_stopped_in_a_step_continues_with_its_first_row(make, unbroken, tmp_path, monkeypatch):
@@ -102,17 +96,13 @@ def test_resuming_with_other_batches_continues_at_the_same_row(make, unbroken):
     assert_same(found, unbroken, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"streaming_multipack_buffer_size": 9}, "streaming_multipack_buffer_size: 9 instead of 8"),
-        ({"data_seed": 7}, "data_seed: 7 instead of 42"),
-        ({"shuffle_merged_datasets": False}, "shuffle_merged_datasets: False instead of True"),
-    ],
-)
-def test_another_stream_is_not_continued(make, unbroken, change, message):
-    with pytest.raises(ConfigError, match=f"differs from that of the checkpoint: .*{message}"):
-        resumed(make, unbroken, **change)
+def test_another_stream_is_not_continued(make, unbroken):
+    changes = {"shuffle_merged_datasets": False, "streaming_multipack_buffer_size": 9}
+    changed = "shuffle_merged_datasets: False instead of True; streaming_multipack_buffer_size: 9 instead of 8; "
+    with pytest.raises(ConfigError, match=f"that of the checkpoint: {changed}data_seed: None instead of 42. A run"):
+        resumed(make, unbroken, **changes)
+    with pytest.raises(ConfigError, match="that of the checkpoint: data_seed: 7 instead of 42. A run"):
+        resumed(make, unbroken, data_seed=7)
 
 
 def test_a_run_on_prepared_rows_is_not_continued_with_a_stream(make, corpus):
@@ -124,18 +114,15 @@ def test_a_run_on_prepared_rows_is_not_continued_with_a_stream(make, corpus):
         train(make(resume_from_checkpoint=Path(config.output_dir) / "checkpoint-1"))
 
 
-def test_held_out_documents_are_those_of_test_datasets(make, corpus, capsys):
-    found = finished(make(test_datasets=[{"path": corpus[1], "type": "completion"}], eval_steps=3))
+def test_held_out_documents_are_those_of_test_datasets_and_rows_as_one_text_give_other_losses(
+    make, corpus, unbroken, capsys
+):
+    test_datasets = [{"path": corpus[1], "type": "completion"}]
+    found = finished(make(pretrain_multipack_attn=False, test_datasets=test_datasets, eval_steps=3))
+    assert unbroken.logs[0]["loss"] != found.logs[0]["loss"]
     history = [entry["eval_ce_loss"] for entry in found.logs if "eval_ce_loss" in entry]
     assert len(history) == 2 and history[1] < history[0]
     assert "Data: a stream, " in (printed := capsys.readouterr().err) and "none held out" not in printed
-
-
-def test_rows_as_one_text_give_other_losses(make, unbroken, capsys):
-    joined = finished(make(pretrain_multipack_attn=False, max_steps=1))
-    assert unbroken.logs[0]["loss"] != joined.logs[0]["loss"]
-    printed = capsys.readouterr().err
-    assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed
 
 
 def test_a_wrong_column_is_reported_before_the_model_is_loaded(make, corpus):
@@ -143,7 +130,7 @@ def test_a_wrong_column_is_reported_before_the_model_is_loaded(make, corpus):
         train(make(pretraining_dataset=[{"path": corpus[0], "text_column": "body"}]))
 
 
-def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path):
+def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path, capsys):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
@@ -153,3 +140,5 @@ def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path
     with pytest.raises(ModelError, match="MambaForCausalLM .* pretrain_multipack_attn: false"):
         train(make(**keys))
     assert train(make(**keys, pretrain_multipack_attn=False)).trainer.state.global_step == 1
+    printed = capsys.readouterr().err
+    assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed
