@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from tests.bad_input.cases import PAIRS, ROWS, TEXT, Case, bad, entry, good
+from tests.bad_input.cases import ROWS, TEXT, Case, bad, entry, good
 
 GOOD_LINE = json.dumps({"text": TEXT * 2}) + "\n"
 
@@ -108,20 +108,16 @@ def zeroed(path: Path) -> None:
 READ_IN_TWO_WAYS = [
     *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
     *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
-    *both("a nested key twice", GOOD_LINE + '{"text": "a b c d e f", "m": {"a": 1, "a": 2}}\n', "line 2", "'a' occurs"),
     *both("a key twice in a list", '[{"text": "a", "text": "b"}]', "row 0", "'text' occurs 2 times", file="d.json"),
     *both("a number without a value", GOOD_LINE + '{"text": "a b c d e", "n": 1e999}\n', "line 2", "is too large"),
     *both("a comma at the end of a row", GOOD_LINE + '{"text": "a",}\n', "line 2"),
     *both("a list as a line", GOOD_LINE + "[1, 2]\n", "line 2"),
     *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode()), "compressed", "Unpack"),
-    *both("compressed JSON lines, named so", gzip.compress(GOOD_LINE.encode()), "compressed", file="d.jsonl.gz"),
     *both("only a header", "text\n", "no rows", file="d.csv"),
-    *both("only a header with tabs", "text\tb\n", "no rows", file="d.tsv"),
     *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
     *both("a column twice with tabs", "text\ttext\na\tb\n", "'text' occurs 2 times", file="d.TSV"),
-    *both("an empty csv", "", "empty", file="d.csv"), *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
+    *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
     *both("an open quote", 'text\n"a"\n"b"\n"c\n' + "d\n" * 3, "line 4", "quote", file="d.csv"),
-    *both("csv in UTF-16", "text\nabc\n".encode("utf-16"), "UTF-8", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "line 3002", "UTF-8", file="d.csv"),
     *both("a late field", "text,b\n" + "a,b\n" * 3000 + "a,b,c\n", "line 3002", "3 fields", file="d.csv"),
     *both("text in UTF-16", "abc".encode("utf-16"), "UTF-8", file="d.txt"),
@@ -132,49 +128,24 @@ READ_IN_TWO_WAYS = [
 ]  # fmt: skip
 
 JSON = [
-    rows("empty jsonl", "", "empty"), rows("blank jsonl", "\n\n  \n", "empty"), rows("null", "null\n", "line 1"),
+    rows("blank jsonl", "\n\n  \n", "empty"),
     rows("null in json", "null", file="d.json"), rows("number in json", "5", file="d.json"),
-    rows("string in json", '"text"', file="d.json"), rows("true in json", "true", file="d.json"),
     rows("list of nulls", "[null, null]", "dropped 2 without text", file="d.json"),
-    rows("list of numbers", "[1, 2]", "row 0", file="d.json"), rows("empty list", "[]", "empty", file="d.json"),
-    rows("empty object", "{}\n"), rows("empty objects in a list", "[{}, {}]", file="d.json"),
-    rows("cut off", GOOD_LINE + '{"text": "abc', "line 2"),
     rows("object over lines", '{ "text":\n  "a" b}', "line 2: not valid JSON", "at column 7", file="d.json"),
     rows("first row not JSON", '{"text": "a" b}\n' + GOOD_LINE, "line 1: not valid JSON", "at column 14"),
-    rows("float of 400 digits", '{"text": "a", "n": ' + "9" * 400 + ".0}", "line 1", "too large for a floating-point"),
     rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1", "Write it as a text. Correct"),
-    rows("cut off list", '[{"text": "a"}, {"text": ', "line 1", file="d.json"),
-    rows("single quotes", GOOD_LINE + "{'text': 'a'}\n", "line 2"),
-    rows("trailing comma", GOOD_LINE + '{"text": "a",}\n', "line 2"), rows("list per line", "[1, 2]\n[3, 4]\n"),
-    rows("not UTF-8", GOOD_LINE.encode() + b'{"text": "\xff\xfe"}\n', "line 2", "UTF-8"),
-    rows("UTF-16", GOOD_LINE.encode("utf-16"), "UTF-8"), rows("binary", bytes(range(256)) * 4, "UTF-8"),
-    rows("HTML", "<!DOCTYPE html><html><body>404</body></html>\n", "line 1"),
-    rows("git LFS pointer", "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1\n", "line 1"),
+    rows("list per line", "[1, 2]\n[3, 4]\n"),
     rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
-    rows("number as text", [{"text": 5}] * 3, "text", "row 0"),
-    rows("list as text", [{"text": ["a"]}] * 3, "text", "row 0"),
-    rows("object as text", [{"text": {"a": "b"}}] * 3, "text", "row 0"),
     rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
     rows("long line that is not JSON", GOOD_LINE + "x" * 50_000, "line 2"),
-    rows("lone surrogate", '{"text": "\\ud800 ' + "a b c d e f" * 9 + '"}\n'), rows("NaN as text", '{"text": NaN}\n'),
+    rows("NaN as text", '{"text": NaN}\n'),
 ]  # fmt: skip
 
 TABLES = [
-    rows("empty csv", "", "empty", file="d.csv"),
-    rows("csv with more fields", "text,b\nx,1\ny,2,3\n", "line 3", file="d.csv"),
     rows("csv without a header", "a b c\nd e f\n", "text", file="d.csv"),
-    rows("csv with an open quote", 'text\n"abc\n' + "def\n" * 3, file="d.csv"),
-    rows("csv not UTF-8", b"text\ncaf\xe9\n", "UTF-8", file="d.csv"),
-    rows("parquet that is text", "hello", file="d.parquet"), rows("empty parquet", b"", file="d.parquet"),
     rows("cut off parquet", truncated, file="d.parquet"),
-    rows("parquet without rows", parquet({"text": []}), file="d.parquet"),
-    rows("parquet without text", parquet({"a": [1]}), "text", file="d.parquet"),
-    rows("arrow that is text", "hello", file="d.arrow"), rows("empty arrow", b"", file="d.arrow"),
     rows("json read as parquet", GOOD_LINE, ds_type="parquet"),
-    rows("text read as json", TEXT, ds_type="json", file="d.txt"),
-    rows("text not UTF-8", b"caf\xe9 \xff", "UTF-8", file="d.txt"), rows("empty text", "", file="d.txt"),
     dataset("damaged save_to_disk", "saved", path="saved", files={"saved": saved}),
-    dataset("save_to_disk with a broken state", "saved", path="saved", files={"saved/state.json": "{"}),
 ]  # fmt: skip
 
 REPLIED = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there, you."}]}]
@@ -194,13 +165,13 @@ TEMPLATES = [
     for type, keys in {
         "chat_template": SFT, "ebft_strided_chat.transform": {}, "chat_template.default": SFT | {"rl": "dpo"},
         "ebft_chat_multiturn.transform": STRUCTURED}.items()
-    if number < 2 or type == "chat_template"
+    if number == 0 or type == "chat_template"
 ]  # fmt: skip
 
 PICKLES = [
     bad(f"pickle {suffix}", f"d{suffix}", "pickle", config=entry(path=f"d{suffix}"), files={f"d{suffix}": pickled},
         absent=("pwned",))
-    for suffix in (".pkl", ".pickle", ".pt", ".bin")
+    for suffix in (".pkl", ".bin")
 ] + [
     bad("folder of pickles", "folder", "pickle", config=entry(path="folder"), files={"folder/d.pkl": pickled},
         absent=("folder/pwned",)),
@@ -208,13 +179,8 @@ PICKLES = [
 
 PLACES = [
     dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),
-    dataset("missing folder", "./nothing", path="./nothing"),
-    dataset("empty folder", "folder", path="folder", files={"folder": Path.mkdir}),
-    dataset("folder of unknown files", "folder", ".xyz", path="folder", files={"folder/a.xyz": "a"}),
-    dataset("empty path", "datasets.0.path", path=""), dataset("blank path", "datasets.0.path", path=" "),
-    dataset("the root folder", "path", path="/proc/self/nothing"),
+    dataset("blank path", "datasets.0.path", path=" "),
     dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
-    dataset("FIFO of text", "d.txt", path="d.txt", files={"d.txt": os.mkfifo}),
     dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
     dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
             files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
@@ -225,47 +191,29 @@ PLACES = [
     dataset("two colons in a path", "a::b/d.csv", "Rename", path="a::b/d.csv", files={"a::b/d.csv": "text\na\n"}),
     dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
-    dataset("data_files without a match", "*.csv", path=".", data_files="*.csv"),
     dataset("data_files outside", "nothing", path=".", data_files=["rows.jsonl", "nothing.jsonl"]),
     dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"), dataset("long path", "path", path="a" * 5000),
     dataset("Hub id that is not there", "nobody/nothing", path="nobody/nothing"),
-    dataset("unknown split", "rows.jsonl", "validation", split="validation"),
-    dataset("slice past the end", "rows.jsonl", "train[100:200]", "4 rows", split="train[100:200]"),
     dataset("slice from past the end", "rows.jsonl", "train[100:]", split="train[100:]"),
-    dataset("empty slice", "train[2:2]", split="train[2:2]"),
-    dataset("reversed slice", "train[3:1]", split="train[3:1]"), dataset("malformed slice", "train[1", split="train[1"),
     dataset("slice of 200%", "train[150%:200%]", split="train[150%:200%]"),
     dataset("second part empty", "train[100:200]", split="train[:2]+train[100:200]"),
-    dataset("missing column", "text", "row 0", field="body"), dataset("missing nested column", "row 0", field="text.a"),
+    dataset("missing nested column", "row 0", field="text.a"),
     dataset("second file broken", "b.jsonl", "line 1", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": "{"}),
-    dataset("columns of two files differ in type", "d", path="d",
-            files={"d/a.jsonl": [{"text": "a"}], "d/b.csv": "text\n5\n"}),
-    bad("second entry broken", "b.jsonl",
-        config={"datasets": [{"path": "rows.jsonl", "type": "completion"}, {"path": "b.jsonl", "type": "completion"}]},
-        files={"b.jsonl": "{"}),
     bad("test_datasets broken", "b.jsonl", config={"test_datasets": [{"path": "b.jsonl", "type": "completion"}]},
         files={"b.jsonl": "{"}),
-    bad("everything too short", "4 documents", "too short", config={}, files={"rows.jsonl": [{"text": "a"}] * 4}),
-    bad("all texts empty", "without text", config={}, files={"rows.jsonl": [{"text": ""}] * 4}),
     bad("all texts null", "without text", config={}, files={"rows.jsonl": [{"text": None}] * 4}),
-    bad("val_set_size takes all", "val_set_size", config={"val_set_size": 4}),
     bad("val_set_size is nearly 1", "val_set_size", config={"val_set_size": 0.99}),
     bad("document past the positions", "sequence_len", "128", config={"sequence_len": 4096},
         files={"rows.jsonl": [{"text": "a b c " * 300}] * 4}),
 ]  # fmt: skip
 
 ROWS_OF_CHATS = [
-    rows("chat without messages", ROWS, "messages", **CHAT),
-    rows("messages is text", [{"messages": "hi"}], "messages", "row 0", **CHAT),
-    rows("messages is empty", [{"messages": []}], **CHAT),
-    rows("message without role", [{"messages": [{"content": "a"}]}], "role", "row 0", **CHAT),
     rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
     rows("message with a number", [{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": 5}]}],
          "row 0", **CHAT),
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
          "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
-    rows("output is a number", [{"input": "a", "output": 5}], "output", "row 0", **PAIR),
     structured("prompt is a number", [{"input": 5, "output": "a"}], "input", "row 0"),
     structured("prompts only", [{"input": "a", "output": ""}] * 3, "without a reference"),
     structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
@@ -278,10 +226,11 @@ LITERAL = [
     good(f"{name!r} as the name of a {extension} file{' in a stream' if keys is STREAM else ''}",
          config=entry(path=f"{name}/{name}.{extension}", type="completion") | keys,
          files={f"{name}/{name}.{extension}": content, f"{name}/{other}.{extension}": "x,y\n1,2,3\n"})
-    for name, other in NAMES.items()
-    for extension, content, keys in (
+    for number, (name, other) in enumerate(NAMES.items())
+    for place, (extension, content, keys) in enumerate((
         ("jsonl", ROWS, SFT), ("jsonl", ROWS, STREAM), ("csv", f'text\n"{TEXT}"\n', SFT),
-        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT))
+        ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT)))
+    if (number + place) % 2 == 0
 ] + [
     valid("data_files that is the name of a file", path=".", data_files="star*.csv",
           files={"star*.csv": f'text\n"{TEXT * 2}"\n', "star1.csv": "x,y\n1,2,3\n"}),
@@ -297,7 +246,6 @@ LITERAL = [
 VALID = [
     good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
     valid("revision of a local file", path="rows.jsonl", revision="v1", warns=("revision: v1 has no effect",)),
-    valid("digits in a text", path="d.jsonl", files={"d.jsonl": json.dumps({"text": TEXT + "9" * 6000 + ".0"})}),
     valid("exponents", path="d.jsonl",
           files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
     good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
@@ -314,10 +262,6 @@ VALID = [
                          ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE), ("stream: 10,000 columns", json.dumps({
                              "text": TEXT * 2
                          } | {f"c{n}": n for n in range(10_000)})))),
-    valid("a null in a list", path="d.json", files={"d.json": json.dumps([*ROWS, None])}, warns=("dropped 1 without",)),
-    valid("a null between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "null\n" + GOOD_LINE},
-          warns=("dropped 1 without text",)),
-    valid("two objects on a line", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip() * 2}, warns=("2 documents",)),
     valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
     valid("rows", path="rows.jsonl"), valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
     *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text})
@@ -325,30 +269,9 @@ VALID = [
                    '\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
                    '{"n": [\n1], "text": ' + json.dumps(TEXT * 2) + "}",
                    '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
-    valid("a list of objects", path="d.json", files={"d.json": json.dumps(ROWS)}),
-    valid("blank lines between rows", path="d.jsonl", files={"d.jsonl": GOOD_LINE + "\n\n" + GOOD_LINE}),
-    valid("byte order mark", path="d.jsonl", files={"d.jsonl": b"\xef\xbb\xbf" + GOOD_LINE.encode()}),
     valid("Windows line ends", path="d.jsonl", files={"d.jsonl": GOOD_LINE.replace("\n", "\r\n").encode() * 2}),
-    valid("no newline at the end", path="d.jsonl", files={"d.jsonl": GOOD_LINE.strip()}),
-    valid("some texts null", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": None}]},
-          warns=("dropped 1 without text",)),
-    valid("some texts too short", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": "a"}]}, warns=("dropped 1",)),
     valid("rows with more columns", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": TEXT * 2, "id": 5}]}),
-    valid("texts that look like dates", path="d.jsonl",
-          files={"d.jsonl": [{"text": "2024-01-01T00:00:00", "date": "2024-01-01"}] * 3}),
-    valid("csv", path="d.csv", files={"d.csv": "text\n" + f'"{TEXT * 2}"\n' * 2}),
-    valid("tsv", path="d.tsv", files={"d.tsv": "text\tb\n" + "a b c d e f g h i j k l m n\t1\n" * 2}),
-    valid("parquet", path="d.parquet", files={"d.parquet": parquet({"text": [TEXT] * 4})}),
-    valid("text", path="d.txt", files={"d.txt": TEXT * 3}),
-    valid("folder", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": ROWS}),
-    valid("folder with other files", path="d", files={"d/a.jsonl": ROWS, "d/b.xyz": "x"}, warns=(".xyz",)),
-    valid("the working directory", path=".", data_files="rows.jsonl"),
-    valid("slice that overlaps the end", split="train[2:200]"), valid("a percentage", split="train[:50%]"),
-    valid("two slices", split="train[:1]+train[2:3]"), valid("negative slice", split="train[-2:]"),
     valid("symlink", path="link.jsonl", files={"link.jsonl": lambda path: path.symlink_to("rows.jsonl")}),
-    valid("pairs", path="pairs.jsonl", **PAIR),
-    valid("some references empty", path="d.jsonl", **PAIR,
-          files={"d.jsonl": [*PAIRS, {"input": "a b c", "output": ""}]}, warns=("dropped 1",)),
     valid("home", path="~/rows.jsonl"),
     good("structured pairs",
          config={**STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
