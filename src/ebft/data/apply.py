@@ -15,8 +15,7 @@ from ebft.config.section import Section
 from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.omissions import take_left_out
-from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts
+from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
 from ebft.data.tables import map_rows
 from ebft.data.transforms import find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE

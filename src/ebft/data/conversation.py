@@ -22,7 +22,7 @@ from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
 from ebft.data.transforms.rows import continued_ids
-from ebft.data.turns import Places, turn_parts
+from ebft.data.turns import Places
 from ebft.errors import DataError
 
 Prompt = str | list[Message]
@@ -181,37 +181,26 @@ class Renderer:
         self, template: ChatTemplate, messages: list[Message], replies: list[int]
     ) -> tuple[list[Turn], int | None]:
         """The turns as the template renders them in the whole conversation, and the token that ends the last one."""
-        places = Places(template, messages)
-        tokens, known = Tokens(self.tokenizer, places.text), end_tokens(self.tokenizer)
+        found = Places(template, messages)
+        tokens, known = Tokens(self.tokenizer, found.text), end_tokens(self.tokenizer)
         turns: list[Turn] = []
-        at = done = ended = 0  # characters and tokens before the next part, and how many of the latter end a reply
-        for part in turn_parts(places, replies, template.end_of_turn):
-            start, at = at, at + len(part.text)
-            if part.turn is None:
-                continue
-            end = template.end_of_turn if part.end is None else part.end
-            content = at - len(end) if end and part.text.endswith(end) else at
-            first, last, stop = tokens.before(start), tokens.before(content), tokens.before(at)
+        done = ended = 0  # tokens before the next lead, and how many of it end a reply
+        for index, place in zip(replies, found.turns(replies), strict=True):
+            first, last, stop = map(tokens.before, place)
             tail = tokens.ids[last:stop]
-            ends = [index for index, token in enumerate(tail) if token == template.end_of_turn_id]
-            ends = ends or [index for index, token in enumerate(tail) if token in known]
+            ends = [number for number, token in enumerate(tail) if token == template.end_of_turn_id]
+            ends = ends or [number for number, token in enumerate(tail) if token in known]
             last += ends[0] if ends else 0
             ids = tokens.ids[first:last]
-            if part.turn == replies[-1]:  # of others, what follows depends on it
+            if index == replies[-1]:  # of others, what follows depends on it
                 ids = without_end(ids, self.end_ids())
-            thinking = self._thinking(tokens, part.text, start)
-            turns.append(
-                Turn(
-                    tokens.ids[done:first], ids, ended, None if thinking is None else thinking[first : first + len(ids)]
-                )
-            )
+            thinking = None
+            if self.tokenizer.is_fast:
+                thoughts = thinking_spans(found.text, place.start, place.stop)
+                thinking = tokens.mask(thoughts)[first : first + len(ids)]
+            turns.append(Turn(tokens.ids[done:first], ids, ended, thinking))
             done, ended = last, int(bool(ends))
         return turns, tokens.ids[done] if ended else None
-
-    def _thinking(self, tokens: Tokens, text: str, start: int) -> list[bool] | None:
-        if not self.tokenizer.is_fast:
-            return None
-        return tokens.mask([(start + first, start + last) for first, last in thinking_spans(text)])
 
     def _given_turns(
         self, template: ChatTemplate, messages: list[Message], replies: list[int], given: list[int]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
 
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
-from ebft.data.row_counts import LEFT_OUT, UNTHINKING
+from ebft.data.row_counts import LEFT_OUT, UNTHINKING, note_left_out
 from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
@@ -83,20 +83,16 @@ class Omissions:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
-    def check_ends(self, messages: list[Message], parts: list[Any]) -> None:
-        """Warn once if a reply among the parts of a chat that are trained on is rendered without an end."""
-        for part in parts:
-            message = {} if part.turn is None else messages[part.turn]
-            content = message.get("content")
-            answer = split_thinking(content)[1].strip() if isinstance(content, str) else ""
-            is_reply = message.get("role") == "assistant" and not message.get("tool_calls")
-            if is_reply and answer and part.text.rstrip().endswith(answer) and not self._warned_of_end:
-                self._warned_of_end = True
-                warnings.warn(
-                    f"chat template {self.template} writes nothing after a reply, so the model does not learn where to "
-                    "stop. Use a chat_template that ends turns.",
-                    stacklevel=2,
-                )
+    def check_end(self, message: Message, end: str) -> None:
+        """Warn once if a reply that is trained on is rendered without an end."""
+        is_reply = message["role"] == "assistant" and not message.get("tool_calls")
+        if is_reply and not end.strip() and not self._warned_of_end:
+            self._warned_of_end = True
+            warnings.warn(
+                f"chat template {self.template} writes nothing after a reply, so the model does not learn where to "
+                "stop. Use a chat_template that ends turns.",
+                stacklevel=2,
+            )
 
     def _left_out(
         self, messages: list[Message], index: int, part: Text, render: ChatTemplate, is_trained: bool
@@ -105,7 +101,7 @@ class Omissions:
         if part.what == "thinking":
             is_last = index == len(messages) - 1
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
-                _found.add(UNTHINKING if is_trained else LEFT_OUT)
+                note_left_out(UNTHINKING if is_trained else LEFT_OUT)
                 return
             raise DataError(self._thinking(messages, index, part, render))
         if part.what == "content" and message.get("tool_calls"):
@@ -148,16 +144,6 @@ class Omissions:
         if _MARKS[0] not in render([*messages[:index], joined, *messages[index + 1 :]]):
             fix += ", together with a chat_template that keeps it there, such as the file of a training template of TRL"
         return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
-
-
-_found: set[str] = set()  # what was left out of rows since `take_left_out` was called
-
-
-def take_left_out() -> str:
-    """The count of the report for the rows that were checked since the last call, empty if nothing was left out."""
-    found = max(_found, key=(LEFT_OUT, UNTHINKING).index, default="")
-    _found.clear()
-    return found
 
 
 def texts_of(message: Message) -> Iterator[Text]:
@@ -261,11 +247,23 @@ def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, 
 
 def _depends_on(messages: list[Message], index: int, part: Text, render: ChatTemplate) -> bool:
     """Whether the rendering depends on a text, which is so if the template refuses a mark."""
-    chats = [[*messages[:index], part.replaced(messages[index], mark), *messages[index + 1 :]] for mark in _MARKS]
     try:
-        return len({render(chat) for chat in chats}) > 1
+        return len(set(rendered_marked(messages, index, [part], render))) > 1
     except DataError:
         return True
+
+
+def rendered_marked(
+    messages: list[Message], index: int, parts: Iterable[Text], render: ChatTemplate, **kwargs: Any
+) -> list[str]:
+    """The chat with each of two marks in place of these texts of a message."""
+    chats = []
+    for mark in _MARKS:
+        message = messages[index]
+        for part in parts:
+            message = part.replaced(message, mark)
+        chats.append([*messages[:index], message, *messages[index + 1 :]])
+    return [render(chat, **kwargs) for chat in chats]
 
 
 def _renders_role(role: str, render: ChatTemplate) -> bool:

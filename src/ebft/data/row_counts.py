@@ -47,6 +47,21 @@ UNTHINKING = (
     "ebft_strided_chat.transform_all_turns keeps it"
 )
 NOTES = (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
+_left_out: set[str] = set()  # of the rows that were checked since `take_left_out` was called
+
+
+def note_left_out(what: str) -> None:
+    """Note for the row that is being checked that the chat template leaves out LEFT_OUT or UNTHINKING."""
+    _left_out.add(what)
+
+
+def take_left_out() -> str:
+    """The note of the report for the rows that were checked since the last call, empty if nothing was left out."""
+    found = max(_left_out, key=(LEFT_OUT, UNTHINKING).index, default="")
+    _left_out.clear()
+    return found
+
+
 NAMED = 3  # documents that are named per reason
 
 

@@ -150,9 +150,12 @@ TAGS = (
 )
 
 
-def thinking_spans(text: str) -> list[tuple[int, int]]:
-    """Character ranges of the thinking blocks, in order, including tags and the whitespace after the closing tag."""
-    return [(start, end) for start, end, _ in _blocks(text)]
+def thinking_spans(text: str, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+    """Character ranges of the thinking blocks in `text[start:stop]`, in order.
+
+    They include tags and the white space after the closing tag.
+    """
+    return [(start + first, start + last) for first, last, _ in _blocks(text[start:stop])]
 
 
 def split_thinking(text: str) -> tuple[str, str]:

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from ebft.catalog import pinned_model
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
-from ebft.data.conversation import Renderer
 from ebft.data.locate import looks_local
+from ebft.data.rendering import ChatTemplate
 from ebft.errors import ConfigError, SaveError
 from ebft.files import STAGING, STATE, checksum, publish_files, write_text
 from ebft.models.causal_lm import unwrap_adapter
@@ -233,7 +233,10 @@ def declare_end_of_turn(
     settings = causal_lm.generation_config
     found = settings.eos_token_id
     known = [found] if isinstance(found, int) else list(found or [])
-    end, ends = Renderer(tokenizer, config.chat_template_kwargs).end_of_turn_id, {*known, tokenizer.eos_token_id}
+    end, ends = (
+        ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id,
+        {*known, tokenizer.eos_token_id},
+    )
     first = range(min(_ROWS, len(rows)))
     if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
         return []

@@ -64,7 +64,7 @@ SPECIAL = ["<s>", "<e>", "<eos>", "<bos>", "<U>", "<A>", "<return>", "<call>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye")]
 CALLING = [user("1+1"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "two"}, assistant("It is two")]
-MARKS = [user("A"), assistant("AEBFT-MARK-"), user("Z"), assistant("A EBFT-MARK-Z")]
+MARKS = [user("A"), assistant("AEBFT"), user("Z"), assistant("A EBFTZ")]
 THINKING = "{% if m.role == 'assistant' and not m.tool_calls %}<think></think>{% endif %}"
 CLOSES = (  # the generation prompt opens a block that replies close
     "{% for m in messages %}<s>{{ m.role }}\n" + THINKING + "{{ m.content }}"
@@ -103,8 +103,10 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
          "<s>assistant\n[Goodbye<e>\n<eos>]"),
         (ENDS_TEXT, TALK, {"roles_to_train": ["user", "assistant"]}, "<s>user\n[Hi<e>\n]<s>assistant\n[Hello<e>\n]"
          "<s>user\n[Bye<e>\n]<s>assistant\n[Goodbye<e>\n<eos>]"),
-        (ENDS_TEXT, MARKS, {}, "<s>user\nA<e>\n<s>assistant\n[AEBFT-MARK-<e>\n]<s>user\nZ<e>\n"
-         "<s>assistant\n[A EBFT-MARK-Z<e>\n<eos>]"),
+        (ENDS_TEXT, MARKS, {}, "<s>user\nA<e>\n<s>assistant\n[AEBFT<e>\n]<s>user\nZ<e>\n"
+         "<s>assistant\n[A EBFTZ<e>\n<eos>]"),
+        (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
+         "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
         (OPENS_THINKING, TALK, {}, "<bos><U>Hi<A>[Hello<e>]<U>Bye<A>[Goodbye<e>]"),
         (CHANNELS, TALK, {}, "<s>user<m>Hi<e><s>assistant[ final<m>Hello<e>]<s>user<m>Bye<e>"
          "<s>assistant[ final<m>Goodbye<return>]"),

@@ -46,9 +46,10 @@ from ebft.data.transforms.rows import (
     prompt_and_completion,
     segments_row,
     text_of,
+    text_row,
     without_labels,
 )
-from ebft.data.turns import Piece, Places, TurnLabels, labelled, turn_labels, turn_parts
+from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels
 from ebft.errors import DataError
 from ebft.nemo_gym.keys import path_in
 
@@ -280,15 +281,25 @@ def chat_transform(
             known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)
         kwargs = row_kwargs(example, entry.chat_template_kwargs)
         render = known[tokenizer.chat_template].with_tools(tools_of(example, entry), kwargs)
-        end = render.end_of_turn
         messages = omissions.with_known_roles(messages, render)
         found = Places(render, messages)
         omissions.check(messages, render, turns, found.text)
-        parts = turn_parts(found, turns, end if eos in ("last", "none") else None)
+        places = found.turns(turns)
+        trained, ends = trained_ranges(found, places, eos)
         if eos != "none":
-            omissions.check_ends(messages, parts)
-        pieces = labelled(parts, messages, end, eos, template)
-        return _row(tokenizer, pieces, train_on_inputs, mask_thinking)
+            for index, place in zip(turns, places, strict=True):
+                omissions.check_end(messages[index], found.text[place.ends : place.stop])
+        tokens = Tokens(tokenizer, found.text)
+        off = [False] * len(tokens.ids) if train_on_inputs else [not on for on in tokens.mask([*trained, *ends])]
+        if mask_thinking:
+            replied = (place for index, place in zip(turns, places) if messages[index]["role"] == "assistant")
+            thoughts = [span for place in replied for span in thinking_spans(found.text, place.start, place.stop)]
+            off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
+        row = text_row(tokens.ids) | {"prompt_length": tokens.before(places[-1].start)}
+        return {
+            **without_labels(row, off),
+            "turn_spans": tokens.ranges_of([span for span in trained if span[0] < span[1]]),
+        }
 
     return transform_fn, {"remove_columns": "__all__"}
 
@@ -305,27 +316,6 @@ def _up_to(messages: list[Message], turns: list[int], last: Message | None, with
     if last is None or not (_says(last) or (with_calls and last.get("tool_calls"))):
         return []
     return [*messages[: turns[-1]], last]
-
-
-def _row(
-    tokenizer: PreTrainedTokenizerBase, pieces: list[Piece], train_on_inputs: bool, mask_thinking: bool
-) -> dict[str, Any]:
-    """The fields of a row. A token is trained on if any of its characters is."""
-    tokens = Tokens(tokenizer, "".join(piece.text for piece in pieces))
-    learned, turns, thoughts, done = [], [], [], 0
-    for piece in pieces:
-        learned += [(done + first, done + last) for first, last in piece.spans]
-        turns += [(done + first, done + last) for first, last in piece.spans if piece.is_turn and first < last]
-        found = thinking_spans(piece.text) if mask_thinking and piece.is_reply else []
-        thoughts += [(done + first, done + last) for first, last in found]
-        done += len(piece.text)
-    prompt_length = tokens.before(done - len(pieces[-1].text))
-    ids = tokens.ids
-    off = [False] * len(ids) if train_on_inputs else [not on for on in tokens.mask(learned)]
-    if thoughts:
-        off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
-    row = without_labels(segments_row([(ids[:prompt_length], True), (ids[prompt_length:], True)], True), off)
-    return {**row, "turn_spans": tokens.ranges_of(turns)}
 
 
 def nemo_gym(cfg, dataset, **kwargs):
