@@ -16,7 +16,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.interactive import guarded
+from ebft.structured.validation import guarded
 from tests.serving.processes import free_port
 from tests.structured.conftest import chat_model, lora
 from tests.structured.tool_model import (

@@ -191,7 +191,7 @@ class GRPO(Method):
         return option_names(DropoutOption, SharedPrefixOption)
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.structured.reward_funcs import load_reward_funcs
+        from ebft.structured.reward import load_reward_funcs
 
         built_in, agents = nemo_gym.rewards_and_agents(config)
         return class_at(self.trainer)(
@@ -339,7 +339,7 @@ def _check_reward_templates(config: MethodConfig, rows: Dataset) -> None:
     models = [name for name in config.trl.reward_funcs or [] if "/" in name]
     if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
         return
-    from ebft.structured.reward_funcs import reward_tokenizer
+    from ebft.structured.reward import reward_tokenizer
 
     for name in models:
         if reward_tokenizer(name).chat_template is None:
