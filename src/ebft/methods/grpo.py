@@ -298,8 +298,8 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
             "models, or feature_matching."
         )
     if len(set(names)) < len(names):
-        hint = " With rl: ebft, feature_matching is always included." if always else ""
-        yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{hint}"
+        advice = " With rl: ebft, feature_matching is always included." if always else ""
+        yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{advice}"
     for name in funcs:
         if "/" in name:
             problem = reward_problem(name)
@@ -308,10 +308,10 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
         elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
             find_function("trl.reward_funcs", name)
     if weights is not None and len(weights) != len(names):
-        hint = " The weight of an environment's reward is always 1." if _environments(config) else ""
+        advice = " The weight of an environment's reward is always 1." if _environments(config) else ""
         yield (
             f"trl.reward_weights has {len(weights)} weights for {len(names)} rewards"
-            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{hint}"
+            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{advice}"
         )
 
 

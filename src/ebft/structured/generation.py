@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS
@@ -37,9 +37,8 @@ from ebft.structured.rollouts.turns import (
 )
 from ebft.structured.trl import COMPLETIONS, LOGPROBS
 
-Batch = TypeVar("Batch")
-Result = TypeVar("Result", covariant=True)
 Row = dict[str, Any]
+Batch = list[Row]
 CONVERSATION = ("prompt", "ground_truth", "remaining_turns", TOOLS, REPLY, ROW_KWARGS)
 REWARD = "rollout_reward"  # column with the rewards of agents' environments, for reward functions
 
@@ -85,7 +84,7 @@ class Generation:
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
-        self.prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
+        self.prefetcher: Prefetcher | None = None
         self.server: ServerRollouts | None = None
         if args.uses_server:
             self.server = ServerRollouts(
@@ -94,7 +93,6 @@ class Generation:
                 trainer.processing_class,
                 trainer.accelerator,
                 self.sampling,
-                base_model=unwrap_adapter(trainer.model).config.name_or_path,
                 scores_truncated=trainer.scorer.scores_truncated,
                 step=lambda: trainer.state.global_step,
                 failure=server_failure,
@@ -145,9 +143,7 @@ class Generation:
             job = self.job(self.rows)
             with nullcontext() if self.server is not None else lockstep(self._trainer.model, self._trainer.accelerator):
                 self.rollouts = job.run()
-        if self.server is not None:
-            self.server.release(job.backend)
-        self._note(job.backend, job.weights_step, job.seconds)
+        self._end(job.backend, job.weights_step, job.seconds)
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self.rollouts],
             "completion_ids": [rollout.ids for rollout in self.rollouts],
@@ -163,8 +159,12 @@ class Generation:
         if self.server is not None and not self._trainer.model.training:
             self.server.sync_weights(at_once=True)
 
-    def _note(self, backend: Backend, step: int, seconds: float) -> None:
-        self.sampled_from = (None if self.server is None else backend.version), step
+    def _end(self, backend: Backend, step: int, seconds: float) -> None:
+        version = None
+        if self.server is not None:
+            version = backend.version
+            self.server.release(backend)
+        self.sampled_from = version, step
         self._sampling_s += seconds
 
     def job(self, rows: list[Row]) -> RolloutJob:
@@ -202,10 +202,7 @@ class Generation:
         sampled = backend.generate([prompt_ids[index] for index in fits], [max_new[index] for index in fits])
         for index, completion in zip(fits, sampled, strict=True):
             found[index] = completion
-        step = self._weights_step
-        if self.server is not None:
-            self.server.release(backend)
-        self._note(backend, step, time.perf_counter() - started)
+        self._end(backend, self._weights_step, time.perf_counter() - started)
         return found
 
     def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
@@ -331,30 +328,24 @@ def rollouts_of(
     return rollouts
 
 
-class Job(Protocol[Result]):
-    """A job to run on the background thread."""
-
-    def run(self) -> Result: ...
-
-
-class Prefetcher(Generic[Batch, Result]):
+class Prefetcher:
     """Runs jobs in the order in which batches are submitted, at most `depth` ahead of those whose result was asked for.
 
     `prepare(batch)` creates the job on the calling thread when the job is started. It fixes the weights used for
     sampling, which therefore depend only on the order of calls.
     """
 
-    def __init__(self, depth: int, prepare: Callable[[Batch], Job[Result]]) -> None:
+    def __init__(self, depth: int, prepare: Callable[[Batch], RolloutJob]) -> None:
         self._depth, self._prepare = depth, prepare
         self._submitted: deque[Batch] = deque()
-        self._started: deque[tuple[Batch, Job[Result], Future]] = deque()
+        self._started: deque[tuple[Batch, RolloutJob, Future]] = deque()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
 
     def submit(self, batch: Batch) -> None:
         """Ask for the job of `batch`, after those of all batches submitted before it."""
         self._submitted.append(batch)
 
-    def result(self, batch: Batch) -> tuple[Job[Result], Result]:
+    def result(self, batch: Batch) -> tuple[RolloutJob, list[Rollout]]:
         """Return the job of `batch`, the next one submitted, and its result, after starting the next `depth` jobs.
 
         Raises RuntimeError if `batch` is not the next one submitted.
@@ -390,7 +381,7 @@ class Prefetcher(Generic[Batch, Result]):
             self._started.append((batch, job, self._executor.submit(job.run)))
 
 
-class ReadAhead(Generic[Batch]):
+class ReadAhead:
     """Reads the micro-batches of later steps, and calls `submit` with each that completions are generated for.
 
     `every`: the micro-batches that are trained on the completions of one of them. `ahead`: how many generation batches

@@ -147,7 +147,7 @@ class RolloutGRPOTrainer(OverTRL):
         depth, every = self.args.prefetch_depth, self.args.steps_per_generation * self.num_iterations
         if self.args.async_prefetch:
             self.generation.prefetcher = Prefetcher(depth, self.generation.job)
-            self._ahead: ReadAhead[list[Row]] = ReadAhead(self._submit, every, depth)
+            self._ahead: ReadAhead = ReadAhead(self._submit, every, depth)
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -26,7 +26,7 @@ from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
 from ebft.structured.rollouts.turns import Completion, Rollout, Sampling
 
-_FEW_TOKENS = 256  # tokens that are scored in addition to those of the loss
+_COMPARED_TOKENS = 256  # tokens that are scored in addition to those of the loss
 
 
 class ServerRollouts:
@@ -45,7 +45,6 @@ class ServerRollouts:
         accelerator: Any,
         sampling: Sampling,
         *,
-        base_model: str,
         scores_truncated: bool,
         step: Callable[[], int],
         failure: Callable[[], str | None],
@@ -58,9 +57,7 @@ class ServerRollouts:
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure
         )
         weakref.finalize(self, self.client.close)
-        entry, floor = check_server(
-            self.client, model, tokenizer, sampling, base_model, compare_weights=transfer is None
-        )
+        entry, floor = check_server(self.client, model, tokenizer, sampling, compare_weights=transfer is None)
         name = f"the vLLM server at {self.client.address}"
         self._check = SamplingCheck(name, floor, args.vllm_logp_diff_warn, args.vllm_logp_diff_stop)
         self._identified: Version | None = None  # the last version whose samples were compared with other versions
@@ -105,11 +102,11 @@ class ServerRollouts:
         """
         step, server = self._step(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        few = _rows_with(mask, _FEW_TOKENS)
+        compared = _rows_with(mask, _COMPARED_TOKENS)
         is_outdated = weights_step != step
         if is_outdated or "old_per_token_logps" not in inputs:
             with self._adapters.weights_of(version) if is_outdated and version else nullcontext():
-                own = score(few)
+                own = score(compared)
         else:
             own = inputs["old_per_token_logps"]
         difference = lambda logps: Difference.of(logps, server[: len(logps)], mask[: len(logps)], self._gather)
@@ -120,8 +117,8 @@ class ServerRollouts:
             others = {}
             for other, active in self._other_weights(version).items():
                 with active():
-                    others[other] = difference(score(few))
-            self._check.check_others(difference(own[:few]), name, step, others)
+                    others[other] = difference(score(compared))
+            self._check.check_others(difference(own[:compared]), name, step, others)
         if self._is_scored and not (is_outdated and version is None):
             self._check.check_limits(found, name, step)
         return found
@@ -143,11 +140,6 @@ class ServerRollouts:
         if self._adapters is not None:
             self._adapters.close()
         self._synced_at = None
-
-    def close(self) -> None:
-        """Reset and disconnect; can be called repeatedly."""
-        self.reset()
-        self.client.close()
 
 
 def _name(version: Version) -> str:
@@ -236,7 +228,6 @@ def check_server(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
-    base_model: str,
     *,
     compare_weights: bool,
 ) -> tuple[dict[str, Any], float | None]:
@@ -248,7 +239,7 @@ def check_server(
     """
     client.wait_until_up()
     entry = client.base_model()
-    served = entry.get("root") or entry["id"]
+    served, base_model = entry.get("root") or entry["id"], unwrap_adapter(model).config.name_or_path
     who = f"The vLLM server at {client.address} serves {served}, and this run trains {base_model}"
     theirs, ours = client.tokenize(entry["id"], _TEXT), tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     if theirs != ours:
