@@ -12,7 +12,7 @@ import torch
 from ebft import train
 from ebft.errors import ConfigError, RolloutError
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.structured.rollouts.prefetching import Prefetcher
+from ebft.structured.generation import Prefetcher
 from tests.nemo_gym.agents import TOOL, TwoReplies
 from tests.nemo_gym.servers import config_of, row
 from tests.nemo_gym.stand_in_vllm import StandInVLLM

@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from ebft.errors import ConfigError, RolloutError
-from ebft.nemo_gym.rollouts import Call, GymAgents, check_agents, joined, request_body
+from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined, request_body
 from ebft.structured.rollouts.server import AgentSampling
 from tests.nemo_gym.servers import row
 

@@ -18,7 +18,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.training import load_data
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
-from ebft.structured.reward_funcs import load_reward_model
+from ebft.structured.reward import load_reward_model
 from ebft.tools.inference.models import model_in_folder
 from tests.reward_models.conftest import LORA, config_of
 

@@ -25,7 +25,7 @@ from ebft.structured.shared_prompt import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
 from tests.strided.families import VOCAB
 from tests.strided.oracle import anchors_of, block_feature, plain_logits
-from tests.structured.rollouts.test_shared import later_turns, sample
+from tests.structured.rollouts.test_local import later_turns, sample
 from tests.structured.test_shared_prompt import TEMPERATURE, expected, prompts
 
 _REFUSED = {

@@ -10,7 +10,7 @@ from ebft.prefix.attention import flex
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import compare, exact, make_trainer, unequal_batch
 from tests.structured import oracle
-from tests.structured.rollouts.test_shared import contexts, later_turns, sample
+from tests.structured.rollouts.test_local import contexts, later_turns, sample
 
 CALLS = []
 

@@ -18,24 +18,16 @@ import ebft.prefix.logps
 from ebft import EBFTTrainer
 from ebft.errors import ConfigError
 from ebft.models.sharding import is_sharded, reshard
-from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.local import HFBackend
 from tests.structured.conftest import chat_model, lora, make_chat_tokenizer
-from tests.structured.short_run import FromThePrompt
+from tests.structured.short_run import GRPOTrainer, Trainer
 from tests.structured.trainers import make as make_trainer
 from tests.structured.trainers import rows
 
 ebft.prefix.logps.LOGITS_PER_CHUNK = {"cpu": 1}  # 16 rows: the head is applied to many chunks, of different numbers
 
 
-class Fixed:
-    """Completions of unequal lengths that do not depend on the policy."""
-
-    def backend(self):
-        return FromThePrompt()
-
-
-class Greedy:
+class GreedyTrainer(EBFTTrainer):
     """The most likely completions, whose lengths depend on the references and the numbers of turns."""
 
     def backend(self):
@@ -46,18 +38,6 @@ class Greedy:
         if self.model.training:
             self.sampled = [*getattr(self, "sampled", []), [rollout.ids for rollout in self.rollouts]]
         return super().after_inputs(rows, inputs)
-
-
-class FixedEBFT(Fixed, EBFTTrainer):
-    pass
-
-
-class GreedyEBFT(Greedy, EBFTTrainer):
-    pass
-
-
-class FixedGRPO(Fixed, RolloutGRPOTrainer):
-    pass
 
 
 def reward(completion_ids, **columns):
@@ -84,10 +64,10 @@ def make(name, folder, processes):
         common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}
     if kind == "grpo":
         common |= {"beta": 0.1 if adapter == "full" else 0.0, "reward_funcs": reward}
-        return make_trainer(model, tokenizer, folder, rows(multi_turn=False), FixedGRPO, **common)
+        return make_trainer(model, tokenizer, folder, rows(multi_turn=False), GRPOTrainer, **common)
     dataset = rows(multi_turn=kind == "greedy")
     common |= {"ce_coef": 0.3, "use_whitening": kind == "ebft", "eval_dataset": dataset.select(range(4))}
-    trainer = {"ebft": FixedEBFT, "greedy": GreedyEBFT}[kind]
+    trainer = Trainer if kind == "ebft" else GreedyTrainer
     return make_trainer(model, tokenizer, folder, dataset, trainer, **common)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from itertools import groupby
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.interactive import guarded
+from ebft.structured.validation import checked, guarded
 from tests.serving.processes import free_port
 from tests.structured.conftest import chat_model, lora
 from tests.structured.tool_model import (
@@ -174,7 +175,7 @@ def trained(folder, output, *overrides):
 
 
 def test_a_config_with_an_environment_trains_and_learns_to_call_it(folder, tmp_path):
-    full = ("adapter=", "lora_r=", "lora_alpha=", "lora_target_linear=", "learning_rate=0.005", "max_steps=8")
+    full = ("adapter=", "lora_r=", "lora_alpha=", "lora_target_linear=", "learning_rate=0.01", "max_steps=5")
     steps = trained(folder, tmp_path / "out", *full, "trl.reward_weights=[0.0]")
     assert steps[-1]["tools/call_frequency"] > steps[0]["tools/call_frequency"]
     assert steps[-1]["rewards/Calculator/mean"] > 0.4
@@ -224,6 +225,8 @@ def test_a_rollout_function_samples_from_the_policy(using):
     for place, index in enumerate(inputs["row"].tolist()):
         generated = rollouts[index].generated
         assert inputs["tool_mask"][place].tolist()[: len(generated)] == generated and 0 in generated
+    with pytest.raises(RolloutError, match="rollout_func '<lambda>' returned a list instead of a dict"):
+        one_step(using(rollout_func=lambda prompts, trainer: []))
 
 
 def test_feature_matching_takes_a_rollout_function(build):
@@ -241,21 +244,9 @@ WRONG_LOGPS = [(math.nan, "nan"), (-math.inf, "-inf"), (0.3, "0.3"), ([-1.0], r"
 WRONG_LOGPS += [(None, "None"), (False, "False")]
 
 
-@pytest.fixture(scope="module")
-def with_any_result(tokenizer, tmp_path_factory):
-    """`with_any_result(result)`: a step whose rollout function returns that."""
-    results = []
-    options = {"rollout_func": lambda prompts, trainer: results[-1], "reward_funcs": [answers]}
-    sizes = {"per_device_train_batch_size": 2 * N, "gradient_accumulation_steps": 1}
-    policy, folder = lora(tool_model(tokenizer)), tmp_path_factory.mktemp("results")
-    trainer = make(policy, tokenizer, folder, questions(), RolloutGRPOTrainer, **options, **sizes)
-    return lambda result: results.append(result) or one_step(trainer)
-
-
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ([], "a list instead of a dict"),
         ({"prompt_ids": []}, "no completion_ids and no logprobs"),
         ({**FINE, "prompt_ids": [[5]]}, "1 prompt_ids for 8 prompts"),
         ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty completion for prompt 7"),
@@ -286,9 +277,11 @@ def with_any_result(tokenizer, tmp_path_factory):
         ({**FINE, 3: [0] * 8}, "the key 3; keys are names of columns"),
     ],
 )
-def test_wrong_results_of_a_rollout_function_are_named(with_any_result, result, message):
+def test_wrong_results_of_a_rollout_function_are_named(tokenizer, result, message):
+    call, trainer = checked(lambda prompts, trainer: result), Mock(use_vllm=False)
+    trainer.model.get_input_embeddings().weight.shape = (len(tokenizer), 64)
     with pytest.raises(RolloutError, match=message):
-        with_any_result(result)
+        call([[USER("x")]] * 8, trainer)
 
 
 class Quiet:

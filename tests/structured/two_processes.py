@@ -71,7 +71,7 @@ def a_fault_of_one_server_process_stops_all(folder, rank):
     server_module.check_server = lambda *args, **kwargs: ({"id": "base", "max_model_len": 512}, 1e-6)
     args = RolloutGRPOConfig(output_dir=str(folder / "server"), use_vllm=True, report_to="none")
     of_policy = (args, model, TOKENIZER, Accelerator(cpu=True), Sampling(1.0))
-    options = {"base_model": "base", "scores_truncated": True, "step": lambda: 3, "failure": lambda: None}
+    options = {"scores_truncated": True, "step": lambda: 3, "failure": lambda: None}
     server = ServerRollouts(*of_policy, **options, transfer=None)
     server.sync_weights()
     batch, outcomes = random_batch(rank), []

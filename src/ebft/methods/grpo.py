@@ -191,7 +191,7 @@ class GRPO(Method):
         return option_names(DropoutOption, SharedPrefixOption)
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
-        from ebft.structured.reward_funcs import load_reward_funcs
+        from ebft.structured.reward import load_reward_funcs
 
         built_in, agents = nemo_gym.rewards_and_agents(config)
         return class_at(self.trainer)(
@@ -298,8 +298,8 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
             "models, or feature_matching."
         )
     if len(set(names)) < len(names):
-        hint = " With rl: ebft, feature_matching is always included." if always else ""
-        yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{hint}"
+        advice = " With rl: ebft, feature_matching is always included." if always else ""
+        yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{advice}"
     for name in funcs:
         if "/" in name:
             problem = reward_problem(name)
@@ -308,10 +308,10 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
         elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
             find_function("trl.reward_funcs", name)
     if weights is not None and len(weights) != len(names):
-        hint = " The weight of an environment's reward is always 1." if _environments(config) else ""
+        advice = " The weight of an environment's reward is always 1." if _environments(config) else ""
         yield (
             f"trl.reward_weights has {len(weights)} weights for {len(names)} rewards"
-            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{hint}"
+            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{advice}"
         )
 
 
@@ -339,7 +339,7 @@ def _check_reward_templates(config: MethodConfig, rows: Dataset) -> None:
     models = [name for name in config.trl.reward_funcs or [] if "/" in name]
     if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
         return
-    from ebft.structured.reward_funcs import reward_tokenizer
+    from ebft.structured.reward import reward_tokenizer
 
     for name in models:
         if reward_tokenizer(name).chat_template is None:

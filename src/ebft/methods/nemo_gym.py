@@ -116,7 +116,7 @@ def problems_here(config: MethodConfig, machine: Machine) -> Iterator[str]:
 
 def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
-    from ebft.nemo_gym.rollouts import check_agents
+    from ebft.nemo_gym.rewards import check_agents
 
     if not config.nemo_gym_multi_turn:
         _warn_of_tools(*datasets)
@@ -154,8 +154,7 @@ def rewards_and_agents(config: MethodConfig) -> tuple[dict[str, Any], Any]:
     """The reward functions of NeMo Gym by name, and its agents (None unless they hold the conversations)."""
     if not config.nemo_gym_enabled:
         return {}, None
-    from ebft.nemo_gym.rewards import EnvironmentReward, VerifyReward
-    from ebft.nemo_gym.rollouts import GymAgents
+    from ebft.nemo_gym.rewards import EnvironmentReward, GymAgents, VerifyReward
 
     client, servers = connect(config)
     if config.nemo_gym_multi_turn:

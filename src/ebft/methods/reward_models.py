@@ -113,11 +113,7 @@ class RewardModel(Classifier):
         return ComparisonView(tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
-        offloading = config.activation_offloading
-        return {
-            "center_rewards_coefficient": config.center_rewards_coefficient,
-            "activation_offloading": offloading,
-        }
+        return {name: getattr(config, name) for name in ("center_rewards_coefficient", "activation_offloading")}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.reward_models import RewardModelTrainer

@@ -7,10 +7,13 @@ sends the weights to the server.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
@@ -19,10 +22,8 @@ from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.interactive import rollouts_of
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.structured.rollouts.local import lockstep
-from ebft.structured.rollouts.prefetching import Prefetcher
 from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
 from ebft.structured.rollouts.turns import (
     Backend,
@@ -37,6 +38,7 @@ from ebft.structured.rollouts.turns import (
 from ebft.structured.trl import COMPLETIONS, LOGPROBS
 
 Row = dict[str, Any]
+Batch = list[Row]
 CONVERSATION = ("prompt", "ground_truth", "remaining_turns", TOOLS, REPLY, ROW_KWARGS)
 REWARD = "rollout_reward"  # column with the rewards of agents' environments, for reward functions
 
@@ -60,7 +62,7 @@ class RolloutJob:
 class Generation:
     """Generates the rollouts of a trainer; `rows` and `rollouts` are those of the current batch.
 
-    `is_interactive`: whether code of the user takes part (see ebft.structured.interactive). `samples_conversations`:
+    `is_interactive`: whether code of the user takes part (see ebft.structured.validation). `samples_conversations`:
     whether completions follow the prompts of conversations; those of TRL and of agents follow the generation prompt.
     `reference_limit`: how references limit the length of completions. `sampled_from`: the version of the server's
     adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
@@ -82,7 +84,7 @@ class Generation:
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
-        self.prefetcher: Prefetcher[list[Row], list[Rollout]] | None = None
+        self.prefetcher: Prefetcher | None = None
         self.server: ServerRollouts | None = None
         if args.uses_server:
             self.server = ServerRollouts(
@@ -91,7 +93,6 @@ class Generation:
                 trainer.processing_class,
                 trainer.accelerator,
                 self.sampling,
-                base_model=unwrap_adapter(trainer.model).config.name_or_path,
                 scores_truncated=trainer.scorer.scores_truncated,
                 step=lambda: trainer.state.global_step,
                 failure=server_failure,
@@ -142,9 +143,7 @@ class Generation:
             job = self.job(self.rows)
             with nullcontext() if self.server is not None else lockstep(self._trainer.model, self._trainer.accelerator):
                 self.rollouts = job.run()
-        if self.server is not None:
-            self.server.release(job.backend)
-        self._note(job.backend, job.weights_step, job.seconds)
+        self._end(job.backend, job.weights_step, job.seconds)
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self.rollouts],
             "completion_ids": [rollout.ids for rollout in self.rollouts],
@@ -160,8 +159,12 @@ class Generation:
         if self.server is not None and not self._trainer.model.training:
             self.server.sync_weights(at_once=True)
 
-    def _note(self, backend: Backend, step: int, seconds: float) -> None:
-        self.sampled_from = (None if self.server is None else backend.version), step
+    def _end(self, backend: Backend, step: int, seconds: float) -> None:
+        version = None
+        if self.server is not None:
+            version = backend.version
+            self.server.release(backend)
+        self.sampled_from = version, step
         self._sampling_s += seconds
 
     def job(self, rows: list[Row]) -> RolloutJob:
@@ -199,10 +202,7 @@ class Generation:
         sampled = backend.generate([prompt_ids[index] for index in fits], [max_new[index] for index in fits])
         for index, completion in zip(fits, sampled, strict=True):
             found[index] = completion
-        step = self._weights_step
-        if self.server is not None:
-            self.server.release(backend)
-        self._note(backend, step, time.perf_counter() - started)
+        self._end(backend, self._weights_step, time.perf_counter() - started)
         return found
 
     def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
@@ -307,3 +307,107 @@ def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
         regex=args.vllm_structured_outputs_regex,
         extra=extra,
     )
+
+
+def rollouts_of(
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    sampled: list[list[int]] | None,
+    logps: list[list[float]] | None,
+) -> list[Rollout]:
+    """Return the result of TRL's generation as rollouts; `sampled` is 1 for sampled tokens, None if all are.
+
+    Adjacent sampled tokens are one reply.
+    """
+    rollouts = []
+    for index, (prompt, ids) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+        mask = [1] * len(ids) if sampled is None else sampled[index]
+        runs = [(key, [token for _, token in run]) for key, run in groupby(zip(mask, ids), key=lambda pair: pair[0])]
+        replies = [tokens for key, tokens in runs if key]
+        rollouts.append(Rollout(prompt, ids, mask, None if logps is None else logps[index], replies))
+    return rollouts
+
+
+class Prefetcher:
+    """Runs jobs in the order in which batches are submitted, at most `depth` ahead of those whose result was asked for.
+
+    `prepare(batch)` creates the job on the calling thread when the job is started. It fixes the weights used for
+    sampling, which therefore depend only on the order of calls.
+    """
+
+    def __init__(self, depth: int, prepare: Callable[[Batch], RolloutJob]) -> None:
+        self._depth, self._prepare = depth, prepare
+        self._submitted: deque[Batch] = deque()
+        self._started: deque[tuple[Batch, RolloutJob, Future]] = deque()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
+
+    def submit(self, batch: Batch) -> None:
+        """Ask for the job of `batch`, after those of all batches submitted before it."""
+        self._submitted.append(batch)
+
+    def result(self, batch: Batch) -> tuple[RolloutJob, list[Rollout]]:
+        """Return the job of `batch`, the next one submitted, and its result, after starting the next `depth` jobs.
+
+        Raises RuntimeError if `batch` is not the next one submitted.
+        """
+        self._start(self._depth + 1)
+        if not self._started or self._started[0][0] is not batch:
+            raise RuntimeError("batches must be taken in the order in which they were submitted")
+        _, job, future = self._started[0]
+        result = future.result()
+        self._started.popleft()
+        return job, result
+
+    def raise_failure(self) -> None:
+        """Raise the exception of a started job that has failed, without waiting."""
+        for *_, future in self._started:
+            if future.done() and future.exception() is not None:
+                raise future.exception()
+
+    def close(self, cancel: Callable[[], Any]) -> None:
+        """Discard all batches and stop the thread; `cancel` interrupts the running job."""
+        self._submitted.clear()
+        running = {future for *_, future in self._started if not future.cancel()}
+        while running:
+            cancel()  # repeatedly, since a conversation may be between two turns
+            running = wait(running, timeout=0.1).not_done
+        self._executor.shutdown()
+        self._started.clear()
+
+    def _start(self, count: int) -> None:
+        while self._submitted and len(self._started) < count:
+            batch = self._submitted.popleft()
+            job = self._prepare(batch)
+            self._started.append((batch, job, self._executor.submit(job.run)))
+
+
+class ReadAhead:
+    """Reads the micro-batches of later steps, and calls `submit` with each that completions are generated for.
+
+    `every`: the micro-batches that are trained on the completions of one of them. `ahead`: how many generation batches
+    are read in addition to the step's own micro-batches.
+    """
+
+    def __init__(self, submit: Callable[[Batch], None], every: int, ahead: int) -> None:
+        self._submit, self._every, self._ahead = submit, every, ahead
+        self._iterator: Iterator[Batch] | None = None
+        self._waiting: deque[Batch] = deque()
+        self._count = 0  # micro-batches read so far
+
+    def next(self, iterator: Iterator[Batch], count: int, trained: int, has_generated: bool) -> list[Batch]:
+        """Return the next `count` micro-batches of an epoch, after reading the following ones.
+
+        `trained`: the micro-batches trained on so far; `has_generated`: whether completions are left to train on.
+        """
+        if iterator is not self._iterator:
+            self._iterator, self._count = iterator, trained
+            self._waiting.clear()
+        while len(self._waiting) < count + self._ahead * self._every:
+            batch = next(iterator, None)
+            if batch is None:
+                break
+            if self._count % self._every == 0 or (self._count == trained and not has_generated):
+                self._submit(batch)
+            self._waiting.append(batch)
+            self._count += 1
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]

@@ -1,8 +1,8 @@
 """RolloutGRPOTrainer: TRL's GRPOTrainer with rollouts of full conversations from generate() or a vLLM server.
 
 Rewards, advantages and the loss are TRL's. The trainer owns the parts that do the rest: `scorer` (scoring.py),
-`generation` (generation.py), `reuse` (replay.py), and while rollouts are prefetched, what reads rows ahead
-(rollouts/prefetching.py). TRL's steps call them through the hooks of trl.py, here in the order of a step.
+`generation` (generation.py), which also prefetches rollouts, and `reuse` (replay.py). TRL's steps call them through the
+hooks of trl.py, here in the order of a step.
 """
 
 from __future__ import annotations
@@ -33,26 +33,25 @@ from ebft.monitor.run_files import ScoredRollouts
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.generation import CONVERSATION, Generation, Row
-from ebft.structured.held_out import HeldOutCompletions
-from ebft.structured.interactive import check_interactive, guarded
+from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import HFBackend
-from ebft.structured.rollouts.prefetching import Prefetcher, ReadAhead
 from ebft.structured.rollouts.server import Agents
 from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
 from ebft.structured.scoring import Scorer
 from ebft.structured.shared_prompt import Padded
-from ebft.structured.trl import COMPLETIONS, OverTRL
+from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL
 from ebft.structured.validation import (
     check_arguments,
+    check_interactive,
     check_model,
     check_reference_model,
     check_reward_funcs,
     check_reward_templates,
     check_rows,
     check_tokenizer,
+    guarded,
 )
 
 
@@ -148,7 +147,7 @@ class RolloutGRPOTrainer(OverTRL):
         depth, every = self.args.prefetch_depth, self.args.steps_per_generation * self.num_iterations
         if self.args.async_prefetch:
             self.generation.prefetcher = Prefetcher(depth, self.generation.job)
-            self._ahead: ReadAhead[list[Row]] = ReadAhead(self._submit, every, depth)
+            self._ahead: ReadAhead = ReadAhead(self._submit, every, depth)
         try:
             return super().train(*args, **kwargs)
         finally:

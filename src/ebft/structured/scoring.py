@@ -149,11 +149,11 @@ def _plain_logps(causal_lm: PreTrainedModel, prompt: list[int], ids: list[int]) 
 
 
 _PROMPTS, _COMPLETION = (13, 4), 6  # tokens
-_HINT = (
+_ADVICE = (
     "Structured EBFT and GRPO, which pad shorter prompts on the left, cannot train this model; SFT, which pads on the "
     "right, can"
 )
-_CAUSE = f"Its layers do not skip padding. {_HINT}"
+_CAUSE = f"Its layers do not skip padding. {_ADVICE}"
 
 
 def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: bool = True) -> None:
@@ -165,13 +165,15 @@ def check_padding(causal_lm: PreTrainedModel, as_trained: bool = True, samples: 
     vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     draw = lambda length: torch.randint(0, vocabulary, (length,), generator=generator).tolist()
     longer, shorter = (draw(length + _COMPLETION) for length in _PROMPTS)
-    with refusing(causal_lm, "padded rows", _HINT), torch.random.fork_rng(), evaluating(causal_lm):
+    with refusing(causal_lm, "padded rows", _ADVICE), torch.random.fork_rng(), evaluating(causal_lm):
         with rates_as_loaded(causal_lm):
             expected = _logps(causal_lm, [shorter])
         causal_lm.train(as_trained)
         found = _logps(causal_lm, [longer, shorter])
         causal_lm.eval()
-        compare(causal_lm, "log-probabilities of a padded row", _of_tokens(found - expected, shorter), _CAUSE)
+        completion = torch.tensor(shorter[-_COMPLETION:], device=found.device)
+        differences = (found - expected).gather(-1, completion[:, None]).abs()
+        compare(causal_lm, "log-probabilities of a padded row", differences, _CAUSE)
         if samples:
             compare(causal_lm, "samples of a padded prompt", _surprise(causal_lm, longer, shorter), _CAUSE)
 
@@ -182,11 +184,6 @@ def _logps(causal_lm: PreTrainedModel, rows: list[list[int]]) -> Tensor:
     tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in rows], device=causal_lm.device)
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in rows], device=causal_lm.device)
     return last_logits(causal_lm, tokens, mask, _COMPLETION + 1)[-1, :-1].float().log_softmax(-1)
-
-
-def _of_tokens(differences: Tensor, row: list[int]) -> Tensor:
-    completion = torch.tensor(row[-_COMPLETION:], device=differences.device)
-    return differences.gather(-1, completion[:, None]).abs()
 
 
 def _surprise(causal_lm: PreTrainedModel, longer: list[int], shorter: list[int]) -> Tensor:

@@ -87,7 +87,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         inputs = super().add_to_inputs(rows, inputs)
         if self.model.training and self.args.advantage_estimator != "group_norm":
             inputs = inputs | {"advantages": self._advantages(rows)}
-        return inputs | self._references(rows) if self._measures_cross_entropy() else inputs
+        return inputs | self._references(rows) if self.args.ce_coef > 0 or not self.model.training else inputs
 
     def _advantages(self, rows: list[Row]) -> Tensor:
         """Return the advantages (B,) of this process's completions by `args.advantage_estimator`."""
@@ -129,9 +129,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         return rewards
 
     # Cross-entropy
-
-    def _measures_cross_entropy(self) -> bool:
-        return self.args.ce_coef > 0 or not self.model.training
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the references (B, R) and the mask of their tokens in the cross-entropy.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.structured.rollouts.prefetching import Prefetcher
+from ebft.structured.generation import Prefetcher
 
 
 def ran_ahead(depth, run, batches):

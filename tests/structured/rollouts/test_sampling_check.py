@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.adapters import AdapterSync
-from ebft.structured.rollouts.server_checks import Difference, SamplingCheck
+from ebft.structured.rollouts.server import Difference, SamplingCheck
 from ebft.structured.rollouts.turns import Sampling
 from tests.structured.conftest import chat_model, lora
 

@@ -1,16 +1,17 @@
-"""Sampling with shared prompts: its log-probabilities, greedy tokens and end, against the plain model."""
+"""Sampling in the training process, with generate() and with shared prompts: log-probabilities, tokens and ends."""
 
 import pytest
 import torch
 
 from ebft.models.causal_lm import decoder_layers, evaluating
 from ebft.prefix.forward import prepare
-from ebft.structured.rollouts.local import SharedPromptSampler
+from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
 from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.structured import oracle
+from tests.structured.conftest import chat_model
 
 
 def contexts(seed=0):
@@ -28,10 +29,12 @@ def later_turns(seed=0):
     return [prompt + ids(n) for prompt, n in zip(prompts, (4, 1, 7, 3, 3))]
 
 
-def sample(model, prompts, limits, **sampling):
+def sample(model, prompts, limits, *, shared=True, **sampling):
     prepare(model)
+    sampling = Sampling(**{"temperature": 0.7, **sampling})
+    sampler = SharedPromptSampler(sampling) if shared else Generator(sampling, pad_token_id=0)
     with evaluating(model):
-        return SharedPromptSampler(Sampling(**{"temperature": 0.7, **sampling}))(model, prompts, limits)
+        return sampler(model, prompts, limits)
 
 
 @pytest.mark.parametrize("make", [contexts, later_turns])
@@ -48,22 +51,28 @@ def test_log_probabilities_are_those_of_the_plain_model(family, make):
             torch.testing.assert_close(torch.tensor(completion.logps), expected.float(), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-def test_greedy_tokens_are_the_most_likely(family):
+@pytest.mark.parametrize(
+    ("family", "shared"), [("llama", True), ("llama", False), ("gemma3_text", True), ("gpt_oss", True)]
+)
+def test_greedy_tokens_are_the_most_likely(family, shared):
     model = tiny_model(family).eval()
-    for prompt, completion in zip(contexts(), sample(model, contexts(), [70] * 6, temperature=0.0)):
+    found = sample(model, contexts(), [70] * 6, shared=shared, temperature=0.0)
+    for prompt, completion in zip(contexts(), found):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + completion.ids])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(-1).tolist() == completion.ids
 
 
-def test_each_sample_ends_by_itself():
+@pytest.mark.parametrize("shared", [True, False])
+def test_each_sample_ends_by_itself(shared):
     ends = frozenset(range(3, 30))
     torch.manual_seed(0)
     prompts, limits = contexts() * 10, [3, 9, 30, 1, 20, 20] * 10
     ended = 0
-    for completion, limit in zip(sample(tiny_model("llama").eval(), prompts, limits, end_ids=ends), limits):
-        assert not ends & set(completion.ids[:-1]) and len(completion.logps) == len(completion.ids)
+    found = sample(tiny_model("llama").eval(), prompts, limits, shared=shared, end_ids=ends)
+    for completion, limit in zip(found, limits):
+        assert not ends & set(completion.ids[:-1])
+        assert len(completion.logps) == len(completion.ids) if shared else completion.logps is None
         assert len(completion.ids) == limit or completion.ids[-1] in ends
         ended += len(completion.ids) < limit
     assert 10 < ended < 60
@@ -84,6 +93,26 @@ def test_filters_are_those_of_generate(changes):
     logps = truncated(logits, torch.tensor([[found[0].ids[0]]]), **changes)[0]
     assert logps.isfinite().sum() == len(drawn)
     assert found[0].logps == pytest.approx([logps[found[0].ids[0]].item()], abs=1e-4)
+
+
+@pytest.mark.parametrize("sampler", [SharedPromptSampler, Generator])
+def test_the_policy_samples_what_is_scored(chat_tokenizer, build, sampler):
+    """Frequencies of first tokens against the policy's own distribution at the temperature, by chi squared."""
+    policy, count = chat_model(chat_tokenizer), 4000
+    policy.generation_config.update(top_k=1, no_repeat_ngram_size=2, suppress_tokens=[5, 6])  # must not come in
+    trainer = build(policy, shared_prefix=sampler is SharedPromptSampler)
+    backend = HFBackend(trainer, Sampling(0.7), chat_tokenizer.pad_token_id)
+    assert type(backend._sample) is sampler
+    torch.manual_seed(1)
+    firsts = torch.tensor([c.ids[0] for c in backend.generate([[10, 11, 12]] * count, [1] * count)])
+    with torch.no_grad():
+        logps = torch.stack([oracle.token_logps(policy, [10, 11, 12], [t], 0.7)[0] for t in range(len(chat_tokenizer))])
+    expected = logps.exp() * count
+    common = expected > 5
+    observed = torch.bincount(firsts, minlength=len(chat_tokenizer)).double()
+    squares = ((observed - expected) ** 2 / expected)[common].sum()
+    freedom = common.sum()
+    assert squares < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize(("make", "prefilled"), [(contexts, 9 + 2 + 21), (later_turns, 9 + 14 + 4 + 1 + 7 + 3 + 3)])
