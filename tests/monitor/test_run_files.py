@@ -11,8 +11,8 @@ from transformers import TrainerCallback, TrainerState
 
 from ebft import train
 from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step, set_run_aside
+from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.reporting import recorded
-from ebft.run.stopping import TrainingInterrupted
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file

@@ -13,8 +13,18 @@ from transformers import AutoTokenizer
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
-from ebft.run.changes import NOT_COMPARED, compared_settings, has_other_settings, run_record, warn_of_changes
-from ebft.run.same_run import FIXED, OF_OPTIMIZER, optimizer_keys, run_keys, write_run_keys
+from ebft.run.resume_compat import (
+    FIXED,
+    NOT_COMPARED,
+    OF_OPTIMIZER,
+    compared_settings,
+    has_other_settings,
+    optimizer_keys,
+    run_keys,
+    run_record,
+    warn_of_changes,
+    write_run_keys,
+)
 from tests.run.crash import config_of
 
 SELECT = ("rl", "ebft.mode", "reward_model", "process_reward_model")

@@ -13,9 +13,9 @@ import ebft.run.output
 import ebft.run.training
 import ebft.tools.dashboard.report
 from ebft.monitor.budget import Budget
+from ebft.run.callbacks import StopOnSignal, StopRequested
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.own_files import final_step
-from ebft.run.stopping import StopOnSignal, StopRequested
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer

@@ -7,8 +7,8 @@ import torch
 
 from ebft import train
 from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.run.callbacks import check_plugins
 from ebft.run.checks import check_runnable
-from ebft.run.plugins import check_plugins
 from tests.run import following
 from tests.run.conftest import STRIDED, strided
 

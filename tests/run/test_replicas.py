@@ -2,9 +2,10 @@
 
 import pytest
 
+from ebft.config.section import flat_settings
 from ebft.errors import ConfigError
-from ebft.run import model_checks as checks
-from ebft.run.model_checks import check_equal, check_same_everywhere
+from ebft.run import checks
+from ebft.run.checks import check_equal, check_same_everywhere
 from tests.config.conftest import make
 
 __all__ = ["make"]
@@ -18,7 +19,7 @@ def digests(make, monkeypatch):
 
     def of(precision="no", rows=ROWS, held_out=None, checkpoint=None, **keys):
         told = []
-        monkeypatch.setattr(checks, "gather_object", lambda found: told.extend(found) or found)
+        monkeypatch.setattr("accelerate.utils.gather_object", lambda found: told.extend(found) or found)
         check_same_everywhere(make(**keys), precision, rows, held_out, checkpoint)
         (found,) = told
         return found
@@ -50,4 +51,4 @@ def test_what_machines_may_have_in_other_places(digests, make):
     elsewhere = {"base_model": "/b/model", "output_dir": "/b/out", "wandb_name": "b", "datasets": data("/b/two.jsonl")}
     first = digests(checkpoint="/a/checkpoint-4", datasets=data("/data/one.jsonl"))
     check_equal([first, digests(checkpoint="/b/checkpoint-4", **elsewhere)])
-    assert {name for name, _ in checks._flat(make().model_dump(mode="json"))} >= checks._OF_MACHINES
+    assert {name for name, _ in flat_settings(make())} >= checks._OF_MACHINES

@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ConfigError
-from ebft.run.model_checks import check_adapted_experts, check_wrapping, check_wrapping_of
+from ebft.run.checks import check_adapted_experts, check_wrapping, check_wrapping_of
 from tests.config.conftest import make
 
 __all__ = ["make"]

@@ -25,10 +25,10 @@ from ebft.errors import ConfigError, SaveError
 from ebft.files import STAGING, STATE, checksum, publish_files, write_text
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.printed import without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
 from ebft.run.own_files import cards, listed, owns_card, write_mark
 from ebft.run_files import CARD, read_run, state_of
-from ebft.secrets import without_secrets, without_secrets_in_text
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import save_final_weights
 

@@ -1,8 +1,9 @@
-"""What a run reports: run.json and the final report, trackers, the Hub, and plugins that follow it."""
+"""What a run reports, and where: run.json and the final report, trackers, the Hub. Do not import torch."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import shlex
 import sys
@@ -11,18 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
-from ebft.monitor.run_files import RunFiles, State
+from ebft.printed import without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
 from ebft.run_files import REPORT
-from ebft.secrets import without_secrets, without_secrets_in_text
-from ebft.trainer.pushing import commit, pushed_files
+
+if TYPE_CHECKING:
+    from ebft.monitor.run_files import RunFiles, State
 
 _REPORT = "ebft.tools.dashboard.report"  # by name: runs need no tools
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
@@ -37,6 +39,8 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     if not is_main_process():
         yield None
         return
+    from ebft.monitor.run_files import RunFiles  # imports torch
+
     files = RunFiles(config.output_dir, description(config) | {"data_digests": data_hashes(config)})
     files.start()
     try:
@@ -131,6 +135,8 @@ def push(config: RunConfig, names: list[str], card: str, tokenizer: object = Non
 
     Raises SaveError, with the command that pushes by hand, if that fails.
     """
+    from ebft.trainer.pushing import commit, pushed_files  # imports torch
+
     folder = Path(config.output_dir)
     files = {path.name: path for path in pushed_files(folder, names, tokenizer)}
     try:
@@ -143,3 +149,107 @@ def push(config: RunConfig, names: list[str], card: str, tokenizer: object = Non
             f"it, run the same command again with auto_resume_from_checkpoints=true, which does not train again, or: "
             f"{shlex.join([*words, *included])}"
         ) from error
+
+
+class Tracker(NamedTuple):
+    """A tracker: its name in transformers, the packages that it needs (a|b: one of them), what pip installs."""
+
+    name: str
+    packages: str
+    distributions: str
+
+    @property
+    def is_installed(self) -> bool:
+        return all(any(map(find_spec, names.split("|"))) for names in self.packages.split())
+
+    @property
+    def install(self) -> str:
+        return f"pip install {self.distributions}"
+
+
+_TRACKERS = {
+    name: Tracker(name, packages, distributions or name)
+    for name, packages, distributions in (
+        ("azure_ml", "azureml", "azureml-sdk"),
+        ("comet_ml", "comet_ml", "comet-ml"),
+        ("mlflow", "mlflow", ""),
+        ("neptune", "neptune|neptune-client", ""),
+        ("tensorboard", "tensorboard|tensorboardX", "'ebft[tensorboard]'"),
+        ("trackio", "trackio", ""),
+        ("wandb", "wandb", ""),
+        ("codecarbon", "codecarbon", ""),
+        ("clearml", "clearml", ""),
+        ("dagshub", "dagshub mlflow", "dagshub mlflow"),
+        ("flyte", "flytekit", "flytekit"),
+        ("dvclive", "dvclive", ""),
+        ("swanlab", "swanlab", ""),
+    )
+}
+IN_TRANSFORMERS = (*_TRACKERS, "kubeflow")  # the names of trackers in transformers, in its order
+# Keys whose environment variables have their names in capitals, apart from COMET_START_ONLINE.
+_VARIABLES = (
+    *("mlflow_tracking_uri", "mlflow_experiment_name", "hf_mlflow_log_artifacts"),
+    *("comet_workspace", "comet_project_name", "comet_experiment_key", "comet_mode", "comet_online"),
+    *("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model", "wandb_mode"),
+)
+
+
+def trackers(config: RunConfig) -> list[str]:
+    """Names for `report_to`, of installed trackers; without wandb, `wandb_project` gives one warning.
+
+    The package of any other key must be installed, see `check_trackers`.
+    """
+    names = _named(config)
+    for key, tracker in _asked(config).items():
+        if tracker.is_installed and tracker.name not in names:
+            names.append(tracker.name)
+        elif key == "wandb_project" and not tracker.is_installed:
+            reason = f"{tracker.name} is not installed ({tracker.install})"
+            warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
+    return [name for name in names if name != "none"] or ["none"]
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker that transformers does not know, or whose package is missing.
+
+    Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
+    """
+    for name in _named(config):
+        if name in ("none", "all"):
+            continue
+        if name not in IN_TRANSFORMERS:
+            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(IN_TRANSFORMERS)}.")
+        if name == "kubeflow":
+            if os.getenv("KUBEFLOW_TRAINER_SERVER_URL") is None:
+                raise ConfigError(
+                    "report_to: kubeflow requires a job of the Kubeflow trainer, which sets "
+                    "KUBEFLOW_TRAINER_SERVER_URL. Remove it."
+                )
+        elif not _TRACKERS[name].is_installed:
+            raise ConfigError(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
+    for key, tracker in _asked(config).items():
+        if key != "wandb_project" and not tracker.is_installed:
+            raise ConfigError(
+                f"{key}: true, but {tracker.name} is not installed. Run `{tracker.install}`, or set {key}: false."
+            )
+
+
+def _named(config: RunConfig) -> list[str]:
+    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+
+
+def _asked(config: RunConfig) -> dict[str, Tracker]:
+    """The trackers that keys other than report_to request, by key."""
+    keys = {f"use_{name}": name for name in ("tensorboard", "trackio", "mlflow")} | {"use_comet": "comet_ml"}
+    asked = {key: _TRACKERS[name] for key, name in (keys | {"use_wandb": "wandb"}).items() if getattr(config, key)}
+    if config.use_wandb is None and config.wandb_project:
+        asked["wandb_project"] = _TRACKERS["wandb"]
+    return asked
+
+
+def tracker_environment(config: RunConfig) -> dict[str, str]:
+    """The environment variables that trackers and transformers read, for the keys that are set."""
+    values = {key.upper(): getattr(config, key) for key in _VARIABLES}
+    values["COMET_START_ONLINE"] = values.pop("COMET_ONLINE")
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if text is not None}
