@@ -14,8 +14,7 @@ import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.output import LOCK, output_lock, wait_until_free
-from ebft.run.own_files import final_step
+from ebft.run.output import LOCK, final_step, output_lock, wait_until_free
 from tests.run.crash import before, config_of, kill, run
 
 MISSING = [{"path": "/no.jsonl", "type": "completion"}]

@@ -9,7 +9,7 @@ from transformers import Trainer
 import ebft.run.output
 import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.trainer import checkpoints
 from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
@@ -48,7 +48,7 @@ MOMENTS = {
     "before the rename": before(checkpoints, "publish", 5),
     "in the rotation": before(checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
-    "before the final save": before(ebft.run.output, "save_final_weights", 1),
+    "before the final save": before(ebft.transformers_internals, "save_final_weights", 1),
     "between the files of the final save": before(ebft.run.output, "publish_files", 1),
     "before the mark of the final save": before(ebft.run.output, "write_mark", 2),
 }

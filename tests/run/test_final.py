@@ -18,7 +18,7 @@ import ebft.run.training
 import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.run.training import make_output_dir
 from ebft.trainer import checkpoints
 from tests.run.conftest import assert_equal
@@ -49,7 +49,7 @@ def test_a_run_that_was_extended_and_killed_before_its_final_save_saves_the_new_
     trained(config_of("strided", inputs, out, max_steps=2))
     assert final_step(out) == 2
     longer = config_of("strided", inputs, out, max_steps=4)
-    trained(longer, -9, before(ebft.run.output, "save_final_weights", 1, kill))
+    trained(longer, -9, before(ebft.transformers_internals, "save_final_weights", 1, kill))
     assert newest_checkpoint(out).name == "checkpoint-4" and final_step(out) == 2
     trained(longer)
     assert final_step(out) == 4
@@ -215,7 +215,7 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
 AROUND_THE_FINAL_SAVE = {
     "training ends": before(ebft.trainer.OverTrainer, "_finalize_training", 1, kill),
     "the best model is loaded": before(ebft.trainer.OverTrainer, "_load_best_model", 1, kill),
-    "weights are written": before(ebft.run.output, "save_final_weights", 1, kill),
+    "weights are written": before(ebft.transformers_internals, "save_final_weights", 1, kill),
     "files are moved": before(ebft.run.output, "publish_files", 1, kill),
     "the model is marked": before(ebft.run.output, "write_mark", 2, kill),
     "the disk is full": before(ebft.run.output, "publish_files", 1, no_space),

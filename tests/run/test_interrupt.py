@@ -15,7 +15,7 @@ import ebft.tools.dashboard.report
 from ebft.monitor.budget import Budget
 from ebft.run.callbacks import StopOnSignal, StopRequested
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
@@ -72,7 +72,7 @@ def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
     assert not any(out.glob("checkpoint-*")) and final_step(out) is None
     assert json.loads((out / "run.json").read_text())["state"] == "stopped"
 
-    assert run(config, before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
+    assert run(config, before(ebft.transformers_internals, "save_final_weights", 1, kill)).code == -9
     config = config_of("sft", inputs, out, max_steps=4)
     ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
     assert ended.code == 128 + 15 and "Stopped at step 2. Resume by" in ended.output

@@ -13,8 +13,7 @@ import ebft.trainer
 from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
-from ebft.run.output import _publish
-from ebft.run.own_files import MARK, claim, final_files, final_step, listed, write_mark
+from ebft.run.output import MARK, _publish, claim, final_files, final_step, listed, write_mark
 from ebft.run_files import CARD
 from ebft.tools.quickstart.run import CONFIGS, own_copy
 from tests.run.crash import before, config_of, kill, run

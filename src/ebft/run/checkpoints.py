@@ -23,7 +23,7 @@ from ebft.errors import ConfigError, SaveError, cause, save_remedy
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, safetensors_header
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
-from ebft.run.own_files import MARK, cards, final_files, final_step, listed, write_mark
+from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.resume_compat import check_same_run
 from ebft.run_files import PREVIOUS
 from ebft.trainer.checkpoints import step_in_name

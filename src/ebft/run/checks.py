@@ -27,7 +27,7 @@ from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.models.files import task_problem
 from ebft.run.optimizer import check_optimizer
-from ebft.run.own_files import check_own
+from ebft.run.output import check_own
 from ebft.run.reporting import check_trackers
 
 if TYPE_CHECKING:

@@ -49,11 +49,10 @@ from ebft.run.checkpoints import (
     step_of,
 )
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
-from ebft.run.output import declare_end_of_turn, model_card, output_lock, save_final
-from ebft.run.own_files import claim, final_step, listed
+from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
-from ebft.run.reporting import check_hub, method_of, push, recorded, tracker_environment
+from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, tracker_environment
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server

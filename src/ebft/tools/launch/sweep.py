@@ -218,7 +218,7 @@ class Sweep:
         found = read_run(Path(run.output_dir))
         if found.get("state") != "finished" or self._has_other_rows(run):
             return False
-        from ebft.run.own_files import final_step
+        from ebft.run.output import final_step
         from ebft.run.reporting import description
 
         config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
