@@ -128,6 +128,13 @@ def run(config: RunConfig, inject: Callable[[], None] = lambda: None) -> Ended:
     return run_processes(config, 1, inject)[0]
 
 
+def trained(config: RunConfig, code: int = 0, inject: Callable[[], None] = lambda: None) -> str:
+    """What a run printed that ended with this exit code."""
+    ended = run(config, inject)
+    assert ended.code == code and "Traceback" not in ended.output, ended.output
+    return ended.output
+
+
 def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = lambda: None) -> list[Ended]:
     """Train in `count` processes, which all call `inject` first, as torchrun would start them."""
     with socket.socket() as free:

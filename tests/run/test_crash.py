@@ -12,7 +12,17 @@ from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.trainer import checkpoints
-from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
+from tests.run.crash import (
+    METHODS,
+    STEPS,
+    after_calls,
+    before,
+    config_of,
+    result,
+    run_processes,
+    trained,
+    without_summary,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +37,9 @@ def before_save(step):
 def killed_and_resumed(method, inject, inputs, out, **changes):
     """Kill a run with `inject`, which must happen, and resume it; returns the step it was resumed from."""
     config = config_of(method, inputs, out, **changes)
-    assert (ended := run(config, inject)).code == KILLED, ended.output
+    trained(config, KILLED, inject)
     newest = newest_checkpoint(out)
-    assert (ended := run(config)).code == 0, ended.output
-    assert "training data differ" not in ended.output
+    assert "training data differ" not in trained(config)
     assert final_step(out) == STEPS and not (out / "_saving").exists()
     assert not list(out.glob("*.tmp"))
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
@@ -72,11 +81,11 @@ def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, o
 
 
 def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, out):
-    assert (ended := run(config_of("grpo_synced_reference", inputs, out, max_steps=1))).code == 0, ended.output
+    trained(config_of("grpo_synced_reference", inputs, out, max_steps=1))
     for name in ("synced_reference.safetensors", "ebft_checksums.json"):  # without checksums, no file is missed before
         (out / "checkpoint-1" / name).unlink()
-    ended = run(config_of("grpo_synced_reference", inputs, out, max_steps=2))
-    assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
+    said = trained(config_of("grpo_synced_reference", inputs, out, max_steps=2), 2)
+    assert "checkpoint" in said and "synced_reference.safetensors" in said
 
 
 @pytest.mark.parametrize(
@@ -93,10 +102,9 @@ def test_changed_training_data_give_a_warning(method, change, message, inputs, o
     data = {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": METHODS[method][1]}]}
     for steps, lines in ((1, rows), (2, change(rows))):
         (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-        ended = run(config_of(method, inputs, out, max_steps=steps, **data))
-        assert ended.code == 0, ended.output
-    assert ("training data differ" in ended.output) == (message is not None)
-    assert message is None or message in " ".join(ended.output.split())
+        said = trained(config_of(method, inputs, out, max_steps=steps, **data))
+    assert ("training data differ" in said) == (message is not None)
+    assert message is None or message in " ".join(said.split())
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])

@@ -22,7 +22,7 @@ from ebft.run.output import final_step
 from ebft.run.training import make_output_dir
 from ebft.trainer import checkpoints
 from tests.run.conftest import assert_equal
-from tests.run.crash import before, config_of, kill, result, run, run_processes, without_summary
+from tests.run.crash import before, config_of, kill, result, run_processes, trained, without_summary
 
 
 def no_space():
@@ -32,13 +32,6 @@ def no_space():
 def limit_files(megabytes):
     """An injection: files cannot grow beyond this size, so that a write fails in the library that makes it."""
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (int(megabytes * 2**20),) * 2)
-
-
-def trained(config, code=0, inject=lambda: None):
-    """What a run printed that ended with this exit code."""
-    ended = run(config, inject)
-    assert ended.code == code and "Traceback" not in ended.output, ended.output
-    return ended.output
 
 
 def files_of(folder):
