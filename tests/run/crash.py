@@ -233,3 +233,8 @@ def without_summary(result: tuple[Any, list[dict[str, Any]]]) -> tuple[Any, list
     """A result without what is logged when training ends, which a run that was already trained does not log again."""
     weights, logged = result
     return weights, [entry for entry in logged if "total_flos" not in entry]
+
+
+def as_resumed(step: int, wanted: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The result `wanted` of a run that was resumed at `step`."""
+    return without_summary(wanted) if step == STEPS else wanted

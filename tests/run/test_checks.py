@@ -7,13 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.config.section import flat_settings
 from ebft.errors import ConfigError
 from ebft.run import checks
-from ebft.run.checks import (
-    check_adapted_experts,
-    check_equal,
-    check_same_everywhere,
-    check_wrapping,
-    check_wrapping_of,
-)
+from ebft.run.checks import check_adapted_experts, check_equal, check_wrapping, check_wrapping_of
 from tests.config.conftest import make
 
 __all__ = ["make"]
@@ -28,7 +22,7 @@ def digests(make, monkeypatch):
     def of(precision="no", rows=ROWS, held_out=None, checkpoint=None, **keys):
         told = []
         monkeypatch.setattr("accelerate.utils.gather_object", lambda found: told.extend(found) or found)
-        check_same_everywhere(make(**keys), precision, rows, held_out, checkpoint)
+        checks.check_same_everywhere(make(**keys), precision, rows, held_out, checkpoint)
         (found,) = told
         return found
 

@@ -12,17 +12,8 @@ from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.trainer import checkpoints
-from tests.run.crash import (
-    METHODS,
-    STEPS,
-    after_calls,
-    before,
-    config_of,
-    result,
-    run_processes,
-    trained,
-    without_summary,
-)
+from tests.run import crash
+from tests.run.crash import METHODS, STEPS, as_resumed, before, config_of, result, run_processes, trained
 
 pytestmark = pytest.mark.slow
 
@@ -43,11 +34,6 @@ def killed_and_resumed(method, inject, inputs, out, **changes):
     assert final_step(out) == STEPS and not (out / "_saving").exists()
     assert not list(out.glob("*.tmp"))
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
-
-
-def as_resumed(step, wanted):
-    """The result `wanted` of a run resumed at `step`; one that was already trained does not log a summary again."""
-    return without_summary(wanted) if step == STEPS else wanted
 
 
 # What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
@@ -123,7 +109,7 @@ def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs,
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, out):
     method = list(METHODS)[seed * 3 % len(METHODS)]
-    step = killed_and_resumed(method, after_calls(seed), inputs, out)
+    step = killed_and_resumed(method, crash.after_calls(seed), inputs, out)
     assert result(out) == as_resumed(step, unbroken(method))
 
 
@@ -134,13 +120,13 @@ PROCESSES = [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))
 def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, out):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
-    _, wanted = without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
+    _, wanted = crash.without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
     for count, inject, code in zip(processes, (before_save(6), lambda: None), (KILLED, 0)):
         ended = run_processes(config_of(method, inputs, out, micro_batch_size=2 // count, **keys), count, inject)
         assert {process.code for process in ended} == {code}, ended[0].output
     assert "checkpoint-5 was not saved by" in ended[0].output and "train_loss of the whole run" in ended[0].output
     assert not any("train_loss" in entry for entry in result(out)[1])
-    _, logged = without_summary(result(out))
+    _, logged = crash.without_summary(result(out))
     assert len(logged) == len(wanted)
     for entry, other in zip(logged, wanted):
         for numbers in (entry, other):

@@ -21,18 +21,7 @@ from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.generation import RolloutJob
 from ebft.trainer import OverTrainer
-from tests.run.crash import (
-    STEPS,
-    before,
-    config_of,
-    kill,
-    press_ctrl_c,
-    result,
-    run,
-    terminate,
-    trained,
-    without_summary,
-)
+from tests.run.crash import STEPS, as_resumed, before, config_of, kill, press_ctrl_c, result, run, terminate, trained
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
 LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
@@ -62,8 +51,8 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     assert f"Stopped at step {step}. Resume by" in ended.output
     assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
     trained(config)
-    wanted = unbroken(method, **{"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {})
-    assert final_step(out) == STEPS and result(out) == (without_summary(wanted) if step == STEPS else wanted)
+    wanted = unbroken(method, **{key: value for key, value in keys.items() if key == "eval_steps"})
+    assert final_step(out) == STEPS and result(out) == as_resumed(step, wanted)
 
 
 @pytest.mark.parametrize("act", [press_ctrl_c, kill])
