@@ -210,6 +210,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     trainer.add_callback(files)
     with pytest.warns(UserWarning, match="cannot be written to .*, so it cannot be followed") as caught:
         files.start()
+        files.begin(trainer.state)
         trainer.train()
         files.end("finished")
     assert len([one for one in caught if "cannot be followed" in str(one.message)]) == 1

@@ -33,18 +33,15 @@ class MeanMetrics:
         pair = [torch.as_tensor(x, device=device, dtype=torch.float64).detach() for x in (total, weight)]
         self._sums[name].append(torch.stack(pair))
 
-    def drain(self, accelerator=None) -> dict[str, float]:
+    def drain(self, accelerator: Any) -> dict[str, float]:
         """Return the weighted means since the last call, by name, for names with non-zero weight.
 
         All ranks must add the same names.
         """
         means = {}
-        device = accelerator.device if accelerator is not None else "cpu"
         for name in sorted(self._sums):
-            pair = torch.stack([pair.to(device) for pair in self._sums[name]]).sum(0)
-            if accelerator is not None:
-                pair = accelerator.reduce(pair, "sum")
-            total, weight = pair.tolist()
+            pair = torch.stack([pair.to(accelerator.device) for pair in self._sums[name]]).sum(0)
+            total, weight = accelerator.reduce(pair, "sum").tolist()
             if weight:
                 means[name] = total / weight
         self._sums.clear()
@@ -152,25 +149,21 @@ class Throughput:
         self._generated_tokens += generated_tokens
         self._seconds += seconds
 
-    def drain(self, accelerator=None) -> dict[str, float]:
+    def drain(self, accelerator: Any) -> dict[str, float]:
         """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`.
 
         The memory is the maximum over ranks. Empty if no time was added since the last call.
         """
         if self._seconds == 0:
             return {}
-        device = accelerator.device if accelerator is not None else "cpu"
-        sums = torch.tensor([self._documents, self._generated_tokens, self._seconds], dtype=torch.float32).to(device)
-        peak = torch.tensor([peak_memory_gib()]).to(device)
-        ranks = 1
-        if accelerator is not None:
-            ranks = accelerator.num_processes
-            sums, peak = accelerator.reduce(sums, "sum"), accelerator.gather(peak).max()
-        seconds = sums[2].item() / ranks
+        sums = torch.tensor([self._documents, self._generated_tokens, self._seconds], device=accelerator.device)
+        documents, tokens, seconds = accelerator.reduce(sums, "sum").tolist()
+        peak = accelerator.gather(torch.tensor([peak_memory_gib()], device=accelerator.device)).max()
+        seconds /= accelerator.num_processes
         self.__init__()
         return {
-            "throughput/documents_per_s": sums[0].item() / seconds,
-            "throughput/generated_tokens_per_s": sums[1].item() / seconds,
+            "throughput/documents_per_s": documents / seconds,
+            "throughput/generated_tokens_per_s": tokens / seconds,
             "memory/peak_gib": peak.item(),
         }
 
