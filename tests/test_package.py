@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines above its
 # line, also for type checking alone. The longest name of a room applies; `keys` are the files keys.py of all rooms.
 CORE = (
-    "anchors machine methods.__init__ printed processes rewards secrets transformers_internals",
+    "anchors machine methods.__init__ printed processes rewards transformers_internals",
     "errors",
     "catalog files run_files scores",
     "config",

@@ -6,9 +6,8 @@ import yaml
 from typer.testing import CliRunner
 
 from ebft.config.schema import RunConfig
-from ebft.run.output import model_card
-from ebft.run.reporting import recorded
-from ebft.secrets import without_secrets, without_secrets_in_text
+from ebft.printed import without_secrets, without_secrets_in_text
+from ebft.run.reporting import model_card, recorded
 from ebft.tools.cli import app
 from ebft.tools.dashboard.report import report
 

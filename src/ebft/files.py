@@ -279,3 +279,99 @@ def read_text(path: Path) -> str:
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
+_ALL = 2**26  # bytes; weights and files up to this size are read as a whole
+_BLOCK = 2**14  # bytes read of each tensor of larger weights
+_TENSORS = 4096  # at most this many of their tensors are sampled
+_BLOCKS = 1024  # of larger files that are not safetensors
+_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
+# Entries of JSON files about the place or the program that saved them, and the template, which is compared separately.
+_LEFT_OUT = ("name_or_path", "is_local", "local_files_only", "transformers_version", "chat_template")
+
+
+def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
+    """The tensors of the model or the adapter in `folder`: their names, types and shapes, and a sample of each.
+
+    None if there are no weights, or if they cannot be read, which is reported where they are loaded.
+    """
+    try:
+        if gguf_file is not None:
+            return sample_hash(folder / gguf_file)
+        files = _weight_files(folder)
+        if files and files[0].suffix == ".safetensors":
+            return _tensors_hash(files)
+        return json_hash([sample_hash(path) for path in files]) if files else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
+        return None
+
+
+def tokenizer_hashes(folder: Path) -> dict[str, str]:
+    """The hash of each file of the tokenizer in `folder`; of JSON files, that of their contents."""
+    paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: _settings_hash(path) for path in sorted(paths)}
+
+
+def settings_of(folder: Path, name: str) -> dict[str, Any]:
+    """The contents of a JSON file of settings such as config.json, without those that do not affect the model."""
+    try:
+        values = json_object(folder / name)
+    except (OSError, ValueError):  # reported where it is loaded
+        return {}
+    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _LEFT_OUT}
+
+
+def sample_hash(path: Path) -> str:
+    """The hash of a file's size and contents; of more than 64 MiB, of 1,024 evenly spaced blocks."""
+    size = path.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _ALL:
+            found.update(file.read())
+        else:
+            for block in range(_BLOCKS):
+                file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
+                found.update(file.read(_BLOCK))
+    return found.hexdigest()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers or PEFT load from a folder."""
+    for name in ("adapter_model.safetensors", "model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
+        index = folder / f"{name}.index.json"
+        if (folder / name).is_file():
+            return [folder / name]
+        if index.is_file():
+            return [folder / file for file in sorted(set(json_object(index)["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _tensors_hash(files: list[Path]) -> str:
+    tensors = sorted((name, *rest) for path in files for name, *rest in _tensors(path))
+    reads_all = sum(end - start for *_, start, end in tensors) <= _ALL
+    every = 1 if reads_all else -(-len(tensors) // _TENSORS)
+    found = hashlib.sha256()
+    for place, (name, dtype, shape, path, start, end) in enumerate(tensors):
+        found.update(json.dumps([name, dtype, shape]).encode())
+        if place % every:
+            continue
+        length = end - start if reads_all else min(end - start, _BLOCK)
+        with path.open("rb") as file:
+            file.seek(start + (end - start - length) // 2)
+            found.update(file.read(length))
+    return found.hexdigest()
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], Path, int, int]]:
+    """Name, dtype, shape, file, start and end of each tensor of a safetensors file."""
+    header, begin = safetensors_header(path)
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
+        yield name, entry["dtype"], entry["shape"], path, begin + start, begin + end
+
+
+def _settings_hash(path: Path) -> str:
+    try:
+        return json_hash(settings_of(path.parent, path.name)) if path.suffix == ".json" else file_hash(path)
+    except OSError:  # reported where it is loaded
+        return ""

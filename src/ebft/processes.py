@@ -123,19 +123,25 @@ def watch_parent() -> None:
 
 def _watch(command: int, parent: int) -> None:
     """Wait until `parent`, which is the command or a process between, has ended; then send SIGTERM to this process."""
-    while os.getppid() == parent and _exists(command):
+    while os.getppid() == parent and is_alive(command):
         time.sleep(_POLL)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _exists(pid: int) -> bool:
+def is_alive(pid: Any) -> bool:
+    """Whether a process with this id exists on this machine, apart from one that has ended and waits for its parent."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user
-        pass
-    return True
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return True
 
 
 def rank() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ebft.errors import RunError
+from ebft.processes import is_alive
 
 METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
 RUN = "run.json"  # state, process, progress, config and versions of the run
@@ -249,19 +250,3 @@ def state_of(run: dict[str, Any]) -> str:
     if state == "running" and run.get("host") == socket.gethostname() and not is_alive(run.get("pid")):
         return "lost"
     return state
-
-
-def is_alive(pid: Any) -> bool:
-    """Whether a process with this id exists on this machine, apart from one that has ended and waits for its parent."""
-    if not isinstance(pid, int) or pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return True

@@ -1,8 +1,8 @@
 import pytest
 
 from ebft.errors import ConfigError
-from ebft.run import trackers as module
-from ebft.run.trackers import IN_TRANSFORMERS, check_trackers, tracker_environment, trackers
+from ebft.run import reporting as module
+from ebft.run.reporting import IN_TRANSFORMERS, check_trackers, tracker_environment, trackers
 from tests.config.conftest import warned
 
 

@@ -238,7 +238,7 @@ def test_a_run_with_other_rows_is_trained_again(run_file, sweep_of, monkeypatch,
     Path(run.output_dir).mkdir(parents=True)
     recorded = description(config) | {"state": "finished", "data_digests": data_hashes(config)}
     Path(run.output_dir, "run.json").write_text(json.dumps(recorded))
-    monkeypatch.setattr("ebft.run.own_files.final_step", lambda folder: 2)
+    monkeypatch.setattr("ebft.run.output.final_step", lambda folder: 2)
     assert sweep.is_finished(run) and words[2] in sweep.words(run)
     change(tmp_path / "rows.jsonl")
     assert not sweep.is_finished(run) and "auto_resume_from_checkpoints=false" in sweep.words(run)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ebft.run import changes
-from ebft.run.changes import model_folder, sample_hash, weights_hash
+from ebft import files
+from ebft.files import sample_hash, weights_hash
+from ebft.run.resume_compat import model_folder
 
 
 def test_nothing_to_describe(tmp_path):
@@ -18,8 +19,8 @@ def test_nothing_to_describe(tmp_path):
 
 @pytest.fixture(params=[2**26, 0], ids=["whole", "sampled"])
 def sizes(request, monkeypatch):
-    monkeypatch.setattr(changes, "_ALL", request.param)
-    monkeypatch.setattr(changes, "_BLOCK", 64)
+    monkeypatch.setattr(files, "_ALL", request.param)
+    monkeypatch.setattr(files, "_BLOCK", 64)
 
 
 def saved(folder, weights, file="model.safetensors", **metadata):

@@ -11,8 +11,8 @@ from transformers import TrainerCallback, TrainerState
 
 from ebft import train
 from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step, set_run_aside
+from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.reporting import recorded
-from ebft.run.stopping import TrainingInterrupted
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
 from tests.monitor.sft_run import plain_trainer
 from tests.run.test_methods import OVERRIDES, quietly, run_file
@@ -210,6 +210,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
     trainer.add_callback(files)
     with pytest.warns(UserWarning, match="cannot be written to .*, so it cannot be followed") as caught:
         files.start()
+        files.begin(trainer.state)
         trainer.train()
         files.end("finished")
     assert len([one for one in caught if "cannot be followed" in str(one.message)]) == 1

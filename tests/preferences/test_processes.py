@@ -7,8 +7,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from ebft.monitor.metrics import held_out_batches
 from ebft.preferences import trainers
-from ebft.trainer.held_out_rows import held_out_batches
 from tests.golden.runs import ROWS
 from tests.ranks import run_module
 from tests.run.crash import config_of, result, run_processes, write_inputs

@@ -36,7 +36,7 @@ import ebft.trainer
 from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError
-from ebft.run.stopping import TrainingInterrupted
+from ebft.run.callbacks import TrainingInterrupted
 from ebft.tools.cli.console import show_warnings
 from tests.golden.runs import ROWS, is_of_the_machine
 from tests.ranks import exit_codes, print_stacks_at_signal
@@ -126,6 +126,13 @@ class Ended:
 def run(config: RunConfig, inject: Callable[[], None] = lambda: None) -> Ended:
     """Train in a process of its own, which calls `inject` first."""
     return run_processes(config, 1, inject)[0]
+
+
+def trained(config: RunConfig, code: int = 0, inject: Callable[[], None] = lambda: None) -> str:
+    """What a run printed that ended with this exit code."""
+    ended = run(config, inject)
+    assert ended.code == code and "Traceback" not in ended.output, ended.output
+    return ended.output
 
 
 def run_processes(config: RunConfig, count: int, inject: Callable[[], None] = lambda: None) -> list[Ended]:
@@ -226,3 +233,8 @@ def without_summary(result: tuple[Any, list[dict[str, Any]]]) -> tuple[Any, list
     """A result without what is logged when training ends, which a run that was already trained does not log again."""
     weights, logged = result
     return weights, [entry for entry in logged if "total_flos" not in entry]
+
+
+def as_resumed(step: int, wanted: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The result `wanted` of a run that was resumed at `step`."""
+    return without_summary(wanted) if step == STEPS else wanted

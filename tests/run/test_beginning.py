@@ -14,9 +14,8 @@ import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.output import LOCK, output_lock, wait_until_free
-from ebft.run.own_files import final_step
-from tests.run.crash import before, config_of, kill, run
+from ebft.run.output import LOCK, final_step, output_lock, wait_until_free
+from tests.run.crash import before, config_of, kill, run, trained
 
 MISSING = [{"path": "/no.jsonl", "type": "completion"}]
 PLAIN = {"eval_steps": None, "val_set_size": 0}
@@ -34,40 +33,39 @@ def steps_with_a_loss(folder):
 
 def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     keys = {**PLAIN, "max_steps": 4, "save_total_limit": None}
-    assert run(config_of("sft", inputs, out, **keys)).code == 0 and final_step(out) == 4
+    trained(config_of("sft", inputs, out, **keys))
+    assert final_step(out) == 4
     branch = {**keys, "learning_rate": 1e-4}
     named = {**branch, **NEW, "resume_from_checkpoint": str(out / "checkpoint-1")}
-    assert run(config_of("sft", inputs, out, **named, datasets=MISSING)).code == 2
+    trained(config_of("sft", inputs, out, **named, datasets=MISSING), 2)
     assert final_step(out) == 4 and len(checkpoints(out)) == 4
     inject = before(ebft.trainer.OverTrainer, "_save_checkpoint", 2, kill)
-    ended = run(config_of("sft", inputs, out, **named), inject)
-    assert ended.code == -9 and "later checkpoints were moved to" in ended.output, ended.output
+    assert "later checkpoints were moved to" in trained(config_of("sft", inputs, out, **named), -9, inject)
     assert checkpoints(out) == {"checkpoint-1", "checkpoint-2"} and final_step(out) is None
     assert checkpoints(out / "previous" / "1") == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
-    ended = run(config_of("sft", inputs, out, **branch))
-    assert ended.code == 0 and "already complete" not in ended.output and final_step(out) == 4
+    assert "already complete" not in trained(config_of("sft", inputs, out, **branch)) and final_step(out) == 4
     assert newest_checkpoint(out).name == "checkpoint-4" and steps_with_a_loss(out) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("limit", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, out, limit):
     keys = {**PLAIN, "save_steps": 2, "save_total_limit": limit}
-    assert run(config_of("sft", inputs, out, **keys, max_steps=6)).code == 0
+    trained(config_of("sft", inputs, out, **keys, max_steps=6))
     found, weights = checkpoints(out), (out / "adapter_model.safetensors").read_bytes()
     keys |= {"max_steps": 4, "learning_rate": 1e-3}
-    assert run(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING)).code == 2
+    trained(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING), 2)
     assert final_step(out) == 6 and checkpoints(out) == found
     inject = before(ebft.trainer.OverTrainer, "training_step", 4, kill)
-    ended, earlier = run(config_of("sft", inputs, out, **keys, **NEW), inject), out / "previous" / "1"
-    assert ended.code == -9 and f"The files of an earlier run were moved to {earlier}" in ended.output
+    said, earlier = trained(config_of("sft", inputs, out, **keys, **NEW), -9, inject), out / "previous" / "1"
+    assert f"The files of an earlier run were moved to {earlier}" in said
     assert checkpoints(out) == {"checkpoint-2"} and final_step(out) is None
     assert not (out / "adapter_model.safetensors").exists()
     assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
     assert (earlier / "adapter_model.safetensors").read_bytes() == weights
     assert list((out / "previous").iterdir()) == [earlier]
-    ended = run(config_of("sft", inputs, out, **keys))
-    assert ended.code == 0 and "already complete" not in ended.output and final_step(out) == 4
-    assert "Optimizer settings differ" not in ended.output and steps_with_a_loss(out) == [1, 2, 3, 4]
+    said = trained(config_of("sft", inputs, out, **keys))
+    assert "already complete" not in said and "Optimizer settings differ" not in said and final_step(out) == 4
+    assert steps_with_a_loss(out) == [1, 2, 3, 4]
 
 
 def test_a_run_that_would_move_the_checkpoint_that_it_starts_from_is_refused(inputs, out):
@@ -84,10 +82,10 @@ def test_a_second_run_in_the_same_folder_is_an_error_until_the_first_ends(inputs
         kill()
 
     config = config_of("sft", inputs, out, max_steps=1, **NEW)
-    assert run(config, before(ebft.trainer.OverTrainer, "_save_checkpoint", 1, start_another)).code == -9
+    trained(config, -9, before(ebft.trainer.OverTrainer, "_save_checkpoint", 1, start_another))
     code, pid, output = Path(f"{out}-second").read_text().split("\n", 2)
     assert code == "2" and f"is used by another run (process {pid} on " in output
-    assert run(config).code == 0  # the lock ended with the process
+    trained(config)  # the lock ended with the process
 
 
 def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, monkeypatch):

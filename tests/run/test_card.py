@@ -3,7 +3,7 @@ import yaml
 
 from ebft.catalog import MODELS, mark_fetched
 from ebft.config.schema import RunConfig
-from ebft.run.output import model_card
+from ebft.run.reporting import model_card
 
 ROWS = [{"path": "some/data", "type": "completion"}, {"path": __file__, "type": "completion"}]
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16}

@@ -17,7 +17,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.files import write_checksums
 from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
-from ebft.run.same_run import optimizer_keys, write_run_keys
+from ebft.run.resume_compat import optimizer_keys, write_run_keys
 from tests.config.conftest import MINIMAL
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}

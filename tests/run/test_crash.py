@@ -9,10 +9,11 @@ from transformers import Trainer
 import ebft.run.output
 import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.trainer import checkpoints
-from tests.run.crash import METHODS, STEPS, after_calls, before, config_of, result, run, run_processes, without_summary
+from tests.run import crash
+from tests.run.crash import METHODS, STEPS, as_resumed, before, config_of, result, run_processes, trained
 
 pytestmark = pytest.mark.slow
 
@@ -27,18 +28,12 @@ def before_save(step):
 def killed_and_resumed(method, inject, inputs, out, **changes):
     """Kill a run with `inject`, which must happen, and resume it; returns the step it was resumed from."""
     config = config_of(method, inputs, out, **changes)
-    assert (ended := run(config, inject)).code == KILLED, ended.output
+    trained(config, KILLED, inject)
     newest = newest_checkpoint(out)
-    assert (ended := run(config)).code == 0, ended.output
-    assert "training data differ" not in ended.output
+    assert "training data differ" not in trained(config)
     assert final_step(out) == STEPS and not (out / "_saving").exists()
     assert not list(out.glob("*.tmp"))
     return 0 if newest is None else int(newest.name.rpartition("-")[2])
-
-
-def as_resumed(step, wanted):
-    """The result `wanted` of a run resumed at `step`; one that was already trained does not log a summary again."""
-    return without_summary(wanted) if step == STEPS else wanted
 
 
 # What is about to happen when the process is killed; with a checkpoint at every step unless the name says otherwise.
@@ -48,7 +43,7 @@ MOMENTS = {
     "before the rename": before(checkpoints, "publish", 5),
     "in the rotation": before(checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
-    "before the final save": before(ebft.run.output, "save_final_weights", 1),
+    "before the final save": before(ebft.transformers_internals, "save_final_weights", 1),
     "between the files of the final save": before(ebft.run.output, "publish_files", 1),
     "before the mark of the final save": before(ebft.run.output, "write_mark", 2),
 }
@@ -72,11 +67,11 @@ def test_a_finished_run_with_a_reference_adapter_is_restored(inputs, unbroken, o
 
 
 def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, out):
-    assert (ended := run(config_of("grpo_synced_reference", inputs, out, max_steps=1))).code == 0, ended.output
+    trained(config_of("grpo_synced_reference", inputs, out, max_steps=1))
     for name in ("synced_reference.safetensors", "ebft_checksums.json"):  # without checksums, no file is missed before
         (out / "checkpoint-1" / name).unlink()
-    ended = run(config_of("grpo_synced_reference", inputs, out, max_steps=2))
-    assert ended.code == 2 and "checkpoint" in ended.output and "synced_reference.safetensors" in ended.output
+    said = trained(config_of("grpo_synced_reference", inputs, out, max_steps=2), 2)
+    assert "checkpoint" in said and "synced_reference.safetensors" in said
 
 
 @pytest.mark.parametrize(
@@ -93,10 +88,9 @@ def test_changed_training_data_give_a_warning(method, change, message, inputs, o
     data = {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": METHODS[method][1]}]}
     for steps, lines in ((1, rows), (2, change(rows))):
         (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-        ended = run(config_of(method, inputs, out, max_steps=steps, **data))
-        assert ended.code == 0, ended.output
-    assert ("training data differ" in ended.output) == (message is not None)
-    assert message is None or message in " ".join(ended.output.split())
+        said = trained(config_of(method, inputs, out, max_steps=steps, **data))
+    assert ("training data differ" in said) == (message is not None)
+    assert message is None or message in " ".join(said.split())
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of the first epoch", "of the run"])
@@ -115,7 +109,7 @@ def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs,
 @pytest.mark.parametrize("seed", range(20))
 def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, out):
     method = list(METHODS)[seed * 3 % len(METHODS)]
-    step = killed_and_resumed(method, after_calls(seed), inputs, out)
+    step = killed_and_resumed(method, crash.after_calls(seed), inputs, out)
     assert result(out) == as_resumed(step, unbroken(method))
 
 
@@ -126,13 +120,13 @@ PROCESSES = [("strided_full", (2, 1)), ("strided", (1, 2)), ("sft_full", (2, 1))
 def test_a_run_continues_on_another_number_of_processes(method, processes, inputs, unbroken, out):
     """The batches of all processes together are the same, and noise belongs to documents: so do the losses agree."""
     keys = {"learning_rate": 1e-3, "gradient_accumulation_steps": 1}
-    _, wanted = without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
+    _, wanted = crash.without_summary(copy.deepcopy(unbroken(method, micro_batch_size=2, **keys)))
     for count, inject, code in zip(processes, (before_save(6), lambda: None), (KILLED, 0)):
         ended = run_processes(config_of(method, inputs, out, micro_batch_size=2 // count, **keys), count, inject)
         assert {process.code for process in ended} == {code}, ended[0].output
     assert "checkpoint-5 was not saved by" in ended[0].output and "train_loss of the whole run" in ended[0].output
     assert not any("train_loss" in entry for entry in result(out)[1])
-    _, logged = without_summary(result(out))
+    _, logged = crash.without_summary(result(out))
     assert len(logged) == len(wanted)
     for entry, other in zip(logged, wanted):
         for numbers in (entry, other):

@@ -18,11 +18,11 @@ import ebft.run.training
 import ebft.trainer
 from ebft.errors import ConfigError
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.run.training import make_output_dir
 from ebft.trainer import checkpoints
 from tests.run.conftest import assert_equal
-from tests.run.crash import before, config_of, kill, result, run, run_processes, without_summary
+from tests.run.crash import before, config_of, kill, result, run_processes, trained, without_summary
 
 
 def no_space():
@@ -34,13 +34,6 @@ def limit_files(megabytes):
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (int(megabytes * 2**20),) * 2)
 
 
-def trained(config, code=0, inject=lambda: None):
-    """What a run printed that ended with this exit code."""
-    ended = run(config, inject)
-    assert ended.code == code and "Traceback" not in ended.output, ended.output
-    return ended.output
-
-
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
@@ -49,7 +42,7 @@ def test_a_run_that_was_extended_and_killed_before_its_final_save_saves_the_new_
     trained(config_of("strided", inputs, out, max_steps=2))
     assert final_step(out) == 2
     longer = config_of("strided", inputs, out, max_steps=4)
-    trained(longer, -9, before(ebft.run.output, "save_final_weights", 1, kill))
+    trained(longer, -9, before(ebft.transformers_internals, "save_final_weights", 1, kill))
     assert newest_checkpoint(out).name == "checkpoint-4" and final_step(out) == 2
     trained(longer)
     assert final_step(out) == 4
@@ -215,7 +208,7 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
 AROUND_THE_FINAL_SAVE = {
     "training ends": before(ebft.trainer.OverTrainer, "_finalize_training", 1, kill),
     "the best model is loaded": before(ebft.trainer.OverTrainer, "_load_best_model", 1, kill),
-    "weights are written": before(ebft.run.output, "save_final_weights", 1, kill),
+    "weights are written": before(ebft.transformers_internals, "save_final_weights", 1, kill),
     "files are moved": before(ebft.run.output, "publish_files", 1, kill),
     "the model is marked": before(ebft.run.output, "write_mark", 2, kill),
     "the disk is full": before(ebft.run.output, "publish_files", 1, no_space),

@@ -15,7 +15,7 @@ from ebft import train
 from ebft.errors import ConfigError, SaveError
 from ebft.files import CHECKSUMS
 from ebft.run.checkpoints import check_complete
-from ebft.run.own_files import final_step
+from ebft.run.output import final_step
 from ebft.trainer import pushing
 from tests.run.crash import config_of
 

@@ -13,15 +13,15 @@ import ebft.run.output
 import ebft.run.training
 import ebft.tools.dashboard.report
 from ebft.monitor.budget import Budget
+from ebft.run.callbacks import StopOnSignal, StopRequested
 from ebft.run.checkpoints import newest_checkpoint
-from ebft.run.own_files import final_step
-from ebft.run.stopping import StopOnSignal, StopRequested
+from ebft.run.output import final_step
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured import EBFTTrainer, RolloutGRPOTrainer
 from ebft.structured.generation import RolloutJob
 from ebft.trainer import OverTrainer
-from tests.run.crash import STEPS, before, config_of, kill, press_ctrl_c, result, run, terminate, without_summary
+from tests.run.crash import STEPS, as_resumed, before, config_of, kill, press_ctrl_c, result, run, terminate, trained
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
 LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
@@ -50,9 +50,9 @@ def test_a_signal_stops_a_run_that_then_ends_as_an_unbroken_one(phase, inputs, u
     assert ended.code in (128 + 2, 128 + 15), ended.output
     assert f"Stopped at step {step}. Resume by" in ended.output
     assert newest_checkpoint(out) == out / f"checkpoint-{step}" and final_step(out) is None
-    assert (ended := run(config)).code == 0, ended.output
-    wanted = unbroken(method, **{"eval_steps": keys["eval_steps"]} if "eval_steps" in keys else {})
-    assert final_step(out) == STEPS and result(out) == (without_summary(wanted) if step == STEPS else wanted)
+    trained(config)
+    wanted = unbroken(method, **{key: value for key, value in keys.items() if key == "eval_steps"})
+    assert final_step(out) == STEPS and result(out) == as_resumed(step, wanted)
 
 
 @pytest.mark.parametrize("act", [press_ctrl_c, kill])
@@ -62,34 +62,38 @@ def test_an_interrupted_report_of_a_saved_model_is_written_by_the_next_start(act
     assert final_step(out) == 1 and not (out / "report.html").exists()
     if act is press_ctrl_c:
         assert ended.code == 130 and f"The model is saved in {out}" in ended.output
-    assert run(config).code == 0 and (out / "report.html").is_file()
+    trained(config)
+    assert (out / "report.html").is_file()
 
 
 def test_a_signal_while_the_model_or_a_checkpoint_is_loaded(inputs, out):
     config = config_of("sft", inputs, out, max_steps=2)
-    ended = run(config, before(ebft.run.training, "load_model", 1, terminate))
-    assert ended.code == 128 + 15 and "Interrupted before training started; nothing was saved." in ended.output
+    said = trained(config, 128 + 15, before(ebft.run.training, "load_model", 1, terminate))
+    assert "Interrupted before training started; nothing was saved." in said
     assert not any(out.glob("checkpoint-*")) and final_step(out) is None
     assert json.loads((out / "run.json").read_text())["state"] == "stopped"
 
-    assert run(config, before(ebft.run.output, "save_final_weights", 1, kill)).code == -9
+    trained(config, -9, before(ebft.transformers_internals, "save_final_weights", 1, kill))
     config = config_of("sft", inputs, out, max_steps=4)
-    ended = run(config, before(OverTrainer, "restore_running_state", 1, terminate))
-    assert ended.code == 128 + 15 and "Stopped at step 2. Resume by" in ended.output
-    assert run(config).code == 0 and final_step(out) == 4
+    said = trained(config, 128 + 15, before(OverTrainer, "restore_running_state", 1, terminate))
+    assert "Stopped at step 2. Resume by" in said
+    trained(config)
+    assert final_step(out) == 4
 
 
 def test_a_signal_in_the_final_save_does_not_keep_the_model_from_being_saved(inputs, unbroken, out):
-    ended = run(config_of("sft_full", inputs, out), before(ebft.run.output, "publish_files", 1, press_ctrl_c))
-    assert ended.code == 0 and "Stopping after saving the final model" in ended.output
+    said = trained(config_of("sft_full", inputs, out), 0, before(ebft.run.output, "publish_files", 1, press_ctrl_c))
+    assert "Stopping after saving the final model" in said
     assert final_step(out) == STEPS and result(out) == unbroken("sft_full")
 
 
 def test_a_second_ctrl_c_in_the_final_save_says_that_the_model_is_incomplete(inputs, out):
     config = config_of("sft_full", inputs, out, max_steps=2)
-    ended = run(config, before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()]))
-    assert ended.code == 128 + 2 and "final model was saved, so it is incomplete. Stopped at step 2. " in ended.output
-    assert final_step(out) is None and run(config).code == 0 and final_step(out) == 2
+    inject = before(ebft.run.output, "publish_files", 1, lambda: [press_ctrl_c(), press_ctrl_c()])
+    said = trained(config, 128 + 2, inject)
+    assert "final model was saved, so it is incomplete. Stopped at step 2. " in said and final_step(out) is None
+    trained(config)
+    assert final_step(out) == 2
 
 
 def test_a_request_of_another_thread_stops_a_single_process_where_it_can():

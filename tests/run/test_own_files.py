@@ -13,11 +13,10 @@ import ebft.trainer
 from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
-from ebft.run.output import _publish
-from ebft.run.own_files import MARK, claim, final_files, final_step, listed, write_mark
+from ebft.run.output import MARK, _publish, claim, final_files, final_step, listed, write_mark
 from ebft.run_files import CARD
 from ebft.tools.quickstart.run import CONFIGS, own_copy
-from tests.run.crash import before, config_of, kill, run
+from tests.run.crash import before, config_of, kill, trained
 
 NEW = {"auto_resume_from_checkpoints": False}
 FOREIGN = {
@@ -42,13 +41,6 @@ def contents(folder):
 def write(folder, name, text="x"):
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
-
-
-def trained(config, code=0, inject=lambda: None):
-    """What a run printed that ended with this exit code."""
-    ended = run(config, inject)
-    assert ended.code == code, ended.output
-    return ended.output
 
 
 def test_a_project_folder_is_unchanged_by_runs_kills_and_resuming(inputs, tmp_path):

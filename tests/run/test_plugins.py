@@ -4,22 +4,89 @@ import json
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from ebft import train
 from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.run.callbacks import check_plugins
 from ebft.run.checks import check_runnable
-from ebft.run.plugins import check_plugins
-from tests.run import following
 from tests.run.conftest import STRIDED, strided
 
-PATH = "tests.run.following."
+PATH = f"{__name__}."  # a config names plugins by their path
 LOGGED = {"ebft": {**STRIDED["ebft"], "log_completions": True}}
+SEEN = []
+
+
+class Steps(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        SEEN.append(state.global_step)
+
+
+class Rollouts:
+    def on_rollouts_scored(self, rollouts, rewards):
+        SEEN.append((rollouts, rewards))
+
+
+class Both(Steps, Rollouts): ...
+
+
+class Changes(Steps):
+    def on_rollouts_scored(self, rollouts, rewards):
+        rewards.zero_()
+        rollouts.clear()
+
+
+class SetsUp(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        torch.set_float32_matmul_precision("high")
+        SEEN.append(torch.get_float32_matmul_precision())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        SEEN.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("medium")
+
+
+class Ruins(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        next(each for each in model.parameters() if each.requires_grad).data.view(-1)[0] = float("nan")
+
+
+class Neither: ...
+
+
+def function(): ...
+
+
+class OtherArguments:
+    def on_rollouts_scored(self, rollouts): ...
+
+
+class NeedsArguments(Rollouts):
+    def __init__(self, folder): ...
+
+
+class Positional(TrainerCallback):
+    def on_step_end(self, args, state, control): ...
+
+
+class LogsOnly(TrainerCallback):
+    def on_log(self, args, state, control, model, processing_class, optimizer, lr_scheduler, train_dataloader): ...
+
+
+class Accepted(TrainerCallback):
+    @staticmethod
+    def on_rollouts_scored(rollouts, rewards): ...
+
+    def on_log(self, args, state, control, logs=None, **kwargs): ...
+
+    @classmethod
+    def on_step_end(cls, *args, **kwargs): ...
 
 
 @pytest.fixture(autouse=True)
 def seen():
-    following.seen.clear()
-    return following.seen
+    SEEN.clear()
+    return SEEN
 
 
 def test_callbacks_and_rollouts_of_a_strided_run(make, seen, out):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from ebft import load_config, train
 from ebft.errors import ConfigError
-from ebft.run.stopping import TrainingInterrupted
+from ebft.run.callbacks import TrainingInterrupted
 from ebft.tools.evaluation.models import own_models
 from ebft.tools.fetch import convert_file
 from tests.run.conftest import LORA, STRIDED, assert_equal, strided, weights

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import train
 from ebft.errors import ConfigError, DataError, ModelError
-from ebft.run.stopping import TrainingInterrupted
+from ebft.run.callbacks import TrainingInterrupted
 from ebft.sft.stream import StreamTrainer
 
 TIMING = ("runtime", "per_second", "tokens_per", "seconds", "memory")

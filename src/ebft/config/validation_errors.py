@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from ebft.config.axolotl import OTHER_NAMES, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
 from ebft.config.section import ExpectedError
 from ebft.errors import ConfigError, shortened
-from ebft.secrets import value_without_secrets
+from ebft.printed import value_without_secrets
 
 _WANTED = {
     "int_type": "an integer",

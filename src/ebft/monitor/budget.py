@@ -9,7 +9,7 @@ from a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -134,22 +134,17 @@ class FlopMeter:
                 hook.remove()
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Enable counting inside the block."""
-        self._counting = True
-        try:
-            yield
-        finally:
-            self._counting = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Disable counting inside the block, including its backward passes."""
-        before, self._counting = self._counting, False
+    def counting(self, enabled: bool = True) -> Iterator[None]:
+        """Enable counting inside the block, or disable it."""
+        before, self._counting = self._counting, enabled
         try:
             yield
         finally:
             self._counting = before
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Disable counting inside the block, including its backward passes."""
+        return self.counting(False)
 
     def _count(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook; backward FLOPs are counted when the gradient arrives, so once even if forward is recomputed."""

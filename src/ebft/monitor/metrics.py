@@ -1,14 +1,20 @@
-"""Logged metrics: means that are exact over micro-batches and ranks, throughput, and the lines on the console."""
+"""Logged metrics: means that are exact over micro-batches and ranks, throughput, and the lines on the console.
+
+Also the batches of an evaluation by several processes: each row is evaluated by one process, or by all together.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
@@ -27,18 +33,15 @@ class MeanMetrics:
         pair = [torch.as_tensor(x, device=device, dtype=torch.float64).detach() for x in (total, weight)]
         self._sums[name].append(torch.stack(pair))
 
-    def drain(self, accelerator=None) -> dict[str, float]:
+    def drain(self, accelerator: Any) -> dict[str, float]:
         """Return the weighted means since the last call, by name, for names with non-zero weight.
 
         All ranks must add the same names.
         """
         means = {}
-        device = accelerator.device if accelerator is not None else "cpu"
         for name in sorted(self._sums):
-            pair = torch.stack([pair.to(device) for pair in self._sums[name]]).sum(0)
-            if accelerator is not None:
-                pair = accelerator.reduce(pair, "sum")
-            total, weight = pair.tolist()
+            pair = torch.stack([pair.to(accelerator.device) for pair in self._sums[name]]).sum(0)
+            total, weight = accelerator.reduce(pair, "sum").tolist()
             if weight:
                 means[name] = total / weight
         self._sums.clear()
@@ -81,6 +84,60 @@ class HeldOutMeans:
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight}
 
 
+class HeldOutRows:
+    """The batches of a trainer's evaluation, which do not repeat rows to fill the last batch of every process.
+
+    `order`: returns the indices of the rows of a dataset in the order of their evaluation, which may occur repeatedly;
+    if unset, each row is evaluated once.
+    `copies`: the number of processes that evaluate the rows of the current batch, by which their weights are divided.
+    """
+
+    def __init__(self, trainer: Any, order: Callable[[Any], Sequence[int]] | None = None) -> None:
+        self._trainer, self._order = trainer, order
+        self.copies: int = 1
+        self._copies_of_batches: Sequence[int] = ()
+
+    def loader(self, dataset: Any, of_one_process: Callable[[Any], DataLoader]) -> DataLoader:
+        """Return the loader of an evaluation; `dataset` is the name of one if it is text, by default the trainer's."""
+        trainer, args = self._trainer, self._trainer.args
+        dataset = trainer.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str):
+            dataset = trainer.eval_dataset[dataset]
+        self._copies_of_batches = ()
+        if args.world_size == 1:
+            return of_one_process(dataset)
+        dataset = dataset if hasattr(dataset, "__len__") else list(dataset)
+        order = range(len(dataset)) if self._order is None else self._order(dataset)
+        batches, self._copies_of_batches = held_out_batches(
+            len(order), args.eval_batch_size, args.process_index, args.world_size
+        )
+        return DataLoaderShard(
+            dataset,
+            device=trainer.accelerator.device,
+            batch_sampler=[[order[position] for position in batch] for batch in batches],
+            collate_fn=trainer.data_collator,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+        )
+
+    def begin_batch(self) -> None:
+        """Make the next batch the current one."""
+        self.copies, *self._copies_of_batches = self._copies_of_batches or (1,)
+
+
+def held_out_batches(rows: int, size: int, rank: int, processes: int) -> tuple[list[list[int]], list[int]]:
+    """Return the batches of a process, and for each the number of processes that have the same one.
+
+    All processes have the same number of batches. Rows that do not fill a batch of each are evaluated by all of them.
+    """
+    whole = rows // (size * processes)
+    starts = [(batch * processes + rank) * size for batch in range(whole)]
+    rest = range(whole * size * processes, rows, size)
+    batches = [list(range(start, start + size)) for start in starts]
+    batches += [list(range(start, min(start + size, rows))) for start in rest]
+    return batches, [1] * whole + [processes] * len(rest)
+
+
 class Throughput:
     """Accumulates counts and times; `drain` returns the rates over all ranks and resets."""
 
@@ -92,25 +149,21 @@ class Throughput:
         self._generated_tokens += generated_tokens
         self._seconds += seconds
 
-    def drain(self, accelerator=None) -> dict[str, float]:
+    def drain(self, accelerator: Any) -> dict[str, float]:
         """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`.
 
         The memory is the maximum over ranks. Empty if no time was added since the last call.
         """
         if self._seconds == 0:
             return {}
-        device = accelerator.device if accelerator is not None else "cpu"
-        sums = torch.tensor([self._documents, self._generated_tokens, self._seconds], dtype=torch.float32).to(device)
-        peak = torch.tensor([peak_memory_gib()]).to(device)
-        ranks = 1
-        if accelerator is not None:
-            ranks = accelerator.num_processes
-            sums, peak = accelerator.reduce(sums, "sum"), accelerator.gather(peak).max()
-        seconds = sums[2].item() / ranks
+        sums = torch.tensor([self._documents, self._generated_tokens, self._seconds], device=accelerator.device)
+        documents, tokens, seconds = accelerator.reduce(sums, "sum").tolist()
+        peak = accelerator.gather(torch.tensor([peak_memory_gib()], device=accelerator.device)).max()
+        seconds /= accelerator.num_processes
         self.__init__()
         return {
-            "throughput/documents_per_s": sums[0].item() / seconds,
-            "throughput/generated_tokens_per_s": sums[1].item() / seconds,
+            "throughput/documents_per_s": documents / seconds,
+            "throughput/generated_tokens_per_s": tokens / seconds,
             "memory/peak_gib": peak.item(),
         }
 

@@ -45,7 +45,7 @@ _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
 
 
 class RunFiles(TrainerCallback):
-    """Writes the files of a run from its main process; `start` and `end` are called by the run, the rest by a trainer.
+    """Writes the files of a run from its main process; `start`, `begin` and `end` are called by the run.
 
     `description` is added to run.json: JSON values such as the method and the config. `metrics.jsonl` has one line per
     log of the trainer, including evaluations: `{"step": ..., "time": ..., metrics}`, with null for NaN and infinite
@@ -68,7 +68,6 @@ class RunFiles(TrainerCallback):
         }
         self.description = description
         self._path = self._folder / RUN
-        self._has_begun = False
         self._last_update = 0.0
         self._has_failed = False
 
@@ -80,7 +79,7 @@ class RunFiles(TrainerCallback):
 
     def describe(self, **facts: Any) -> None:
         """Add JSON values to the description of the run, with its next update."""
-        self.description = self.description | facts
+        self.description |= facts
 
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
@@ -108,9 +107,6 @@ class RunFiles(TrainerCallback):
 
         At step 0, move the files of an earlier run away: to `previous`, by default a new folder in `previous`.
         """
-        if self._has_begun:
-            return
-        self._has_begun = True
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
         if state.global_step > 0:
             self._run["resumed_from_step"] = state.global_step
@@ -120,9 +116,6 @@ class RunFiles(TrainerCallback):
         elif self._path.name == START:
             self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run["global_step"] = state.global_step
@@ -260,9 +253,6 @@ def _new_previous(parent: Path) -> Path:
         return parent / str(number)
 
 
-_MAX_BYTES, _OLDER_FILES = 64 * 2**20, 3
-
-
 class RolloutLog:
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
@@ -272,7 +262,7 @@ class RolloutLog:
     the entries of the steps that it repeats.
     """
 
-    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20) -> None:
         self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
         self._max_bytes = max_bytes
         self._handler: _Handler | None = None
@@ -284,7 +274,7 @@ class RolloutLog:
             if self._handler is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._handler = _Handler(
-                    self.path, maxBytes=self._max_bytes, backupCount=_OLDER_FILES, encoding="utf-8", delay=True
+                    self.path, maxBytes=self._max_bytes, backupCount=3, encoding="utf-8", delay=True
                 )
             for row in rows:
                 line = json.dumps(row, ensure_ascii=False, default=str)

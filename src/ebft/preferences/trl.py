@@ -18,11 +18,11 @@ from trl.trainer.utils import FusedCausalLMOutput
 from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
+from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.forward import head_of, take_programs
 from ebft.prefix.logps import choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax
 from ebft.trainer import OverTrainer
-from ebft.trainer.held_out_rows import HeldOutRows
 
 Logged = defaultdict[str, list[float]]
 _OF_ROWS = ("rewards/", "logps/", "log_odds_")  # metrics that are means over rows, unless `counts_behind` has them

@@ -20,11 +20,11 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, safetensors_header
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, json_object, safetensors_header
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
-from ebft.run.own_files import MARK, cards, final_files, final_step, listed, write_mark
-from ebft.run.same_run import check_same_run
+from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
+from ebft.run.resume_compat import check_same_run
 from ebft.run_files import PREVIOUS
 from ebft.trainer.checkpoints import step_in_name
 
@@ -73,8 +73,14 @@ def find_checkpoints(config: RunConfig) -> Found:
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
     else:
-        found = Found()
-        _warn_of_earlier_run(output_dir)
+        found, newest = Found(), newest_checkpoint(output_dir)
+        if newest is not None:
+            warnings.warn(
+                f"output_dir: {output_dir} has checkpoints of an earlier run, up to {newest.name}. This run does not "
+                "resume from them (auto_resume_from_checkpoints: false): when its training begins, they are moved to "
+                f"a new folder in {output_dir / PREVIOUS}.",
+                stacklevel=2,
+            )
     for folder in {found.newest, found.resumable} - {None}:
         check_same_run(config, folder)
     return found
@@ -95,24 +101,6 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
     return sorted((path for path, step in found.items() if step is not None), key=step_in_name)
 
 
-def set_later_aside(config: RunConfig) -> None:
-    """Move the checkpoints after the named one that training resumes from, if any, to a folder in `previous`.
-
-    Otherwise, auto_resume_from_checkpoints would return to them.
-    """
-    if config.resume_from_checkpoint is None:
-        return
-    named, output_dir = Path(config.resume_from_checkpoint), Path(config.output_dir)
-    found, step = checkpoint_folders(output_dir), step_of(named)
-    later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
-    target = set_aside(output_dir, later)
-    if target is not None:
-        names = ", ".join(folder.name for folder in later)
-        warnings.warn(
-            f"Training resumes from {named}, so later checkpoints were moved to {target}: {names}", stacklevel=2
-        )
-
-
 def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | None:
     """The complete checkpoint with the highest step up to `last_step`, if there is one; checksums are not computed."""
     return next(_complete(output_dir, last_step, reads_all=False), None)
@@ -131,7 +119,7 @@ def checkpoint_hint(folder: Path, use: str) -> str:
 
 def step_of(checkpoint: Path) -> int:
     """The optimizer step of a complete checkpoint, or of the final model in an output folder."""
-    return read_json(checkpoint / STATE)["global_step"]
+    return json_object(checkpoint / STATE)["global_step"]
 
 
 def how_to_resume(
@@ -206,17 +194,6 @@ def _complete(
             yield folder
 
 
-def _warn_of_earlier_run(output_dir: Path) -> None:
-    newest = newest_checkpoint(output_dir)
-    if newest is not None:
-        warnings.warn(
-            f"output_dir: {output_dir} has checkpoints of an earlier run, up to {newest.name}. This run does not "
-            "resume from them (auto_resume_from_checkpoints: false): when its training begins, they are moved to a "
-            f"new folder in {output_dir / PREVIOUS}.",
-            stacklevel=3,
-        )
-
-
 def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
     """Warn if a run continues from another folder than its own, and its own contains a run already."""
     if named.resolve().parent == output_dir.resolve() or named.resolve() == output_dir.resolve():
@@ -255,47 +232,55 @@ class PreviousRun(TrainerCallback):
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
-        self._config, self._trainer, self._files = config, trainer, files
+        named, self._output_dir = config.resume_from_checkpoint, Path(config.output_dir)
+        self._named = None if named is None else Path(named)
+        self._trainer, self._files = trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        previous = self._leave_earlier_run(state.global_step) if args.should_save else None
+        previous = None
+        if args.should_save:
+            try:
+                if state.global_step == 0:
+                    previous = self._set_earlier_aside()
+                elif self._named is not None:
+                    self._set_later_aside(self._named)
+            except OSError as error:
+                raise SaveError(
+                    f"The files of an earlier run in {self._output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
+                    f"{save_remedy(self._output_dir / PREVIOUS, error)}, or set another output_dir."
+                ) from error
         if self._files is not None:
             self._files.begin(state, previous)
         self._trainer.accelerator.wait_for_everyone()
 
-    def _leave_earlier_run(self, step: int) -> Path | None:
-        """The folder that the files of an earlier run were moved to, if this run is a new one."""
-        output_dir = Path(self._config.output_dir)
-        try:
-            if step == 0:
-                return set_earlier_aside(self._config)
-            if self._config.resume_from_checkpoint is not None:  # the final model is that of an earlier run
-                write_mark(output_dir, None, listed(output_dir), cards(output_dir))
-            set_later_aside(self._config)
-        except OSError as error:
-            raise SaveError(
-                f"The files of an earlier run in {output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
-                f"{save_remedy(output_dir / PREVIOUS, error)}, or set another output_dir."
-            ) from error
-        return None
+    def _set_later_aside(self, named: Path) -> None:
+        """Move the checkpoints after the one that training resumes from, to which a later run would else return."""
+        output_dir = self._output_dir
+        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is that of an earlier run
+        found, step = checkpoint_folders(output_dir), step_of(named)
+        later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
+        target = set_aside(output_dir, later)
+        if target is not None:
+            names = ", ".join(folder.name for folder in later)
+            warnings.warn(
+                f"Training resumes from {named}, so later checkpoints were moved to {target}: {names}", stacklevel=2
+            )
 
+    def _set_earlier_aside(self) -> Path | None:
+        """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
 
-def set_earlier_aside(config: RunConfig) -> Path | None:
-    """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
-
-    Otherwise, auto_resume_from_checkpoints would continue from them, and the model would be taken for that of this run.
-    Returns the folder, or None if there are none.
-    """
-    output_dir = Path(config.output_dir)
-    checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
-    target = set_aside(output_dir, [*checkpoints, *final])
-    if target is not None and final:
-        shutil.copy2(output_dir / MARK, target)
-    write_mark(output_dir, None, {}, [])
-    if target is not None:
-        what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
-        warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
-    return target
+        They would be taken for those of this run. Returns the folder, or None if there are none.
+        """
+        output_dir = self._output_dir
+        checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
+        target = set_aside(output_dir, [*checkpoints, *final])
+        if target is not None and final:
+            shutil.copy2(output_dir / MARK, target)
+        write_mark(output_dir, None, {}, [])
+        if target is not None:
+            what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
+            warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
+        return target
 
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")
@@ -325,7 +310,8 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
 def _check(checkpoint: Path, reads_all: bool) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
-    sums = _read_checksums(checkpoint)
+    with _damaged(CHECKSUMS):  # it is missing in those of other programs and of earlier releases
+        sums = json_object(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
     with_sums = {checkpoint / name for name in sums}
     for path in _files(checkpoint):
         check = _CHECKS.get(path.suffix)
@@ -333,7 +319,7 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
             with _damaged(path.relative_to(checkpoint)):
                 check(path, reads_all and path not in with_sums)
     with _damaged(STATE):
-        state = read_json(checkpoint / STATE)
+        state = json_object(checkpoint / STATE)
     if not isinstance(state.get("global_step"), int):
         raise DamagedError(f"{STATE} is damaged (it has no global_step)")
     if step_in_name(checkpoint) not in (None, state["global_step"]):
@@ -342,7 +328,13 @@ def _check(checkpoint: Path, reads_all: bool) -> None:
     _check_weights(checkpoint)
     _check_parts(checkpoint)
     _check_training_state(checkpoint)
-    _check_listed(checkpoint, sums, reads_all)
+    for name, value in sums.items():
+        if not (checkpoint / name).is_file():
+            raise DamagedError(f"it has no {name}")
+        with _damaged(name):
+            is_same = not reads_all or checksum(checkpoint / name) == value
+        if not is_same:
+            raise DamagedError(f"{name} is damaged (wrong checksum)")
 
 
 @contextmanager
@@ -370,36 +362,11 @@ def has_optimizer_state(checkpoint: Path) -> bool:
     return _has(checkpoint, _OPTIMIZER)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises OSError or ValueError."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    return content
-
-
-def _read_checksums(checkpoint: Path) -> dict[str, int]:
-    """The checksums of the checkpoint's files; none if it is of another program or of an earlier release."""
-    with _damaged(CHECKSUMS):
-        return read_json(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
-
-
-def _check_listed(checkpoint: Path, sums: dict[str, int], reads_all: bool) -> None:
-    """Check that the files that have checksums are there and, with `reads_all`, unchanged."""
-    for name, value in sums.items():
-        if not (checkpoint / name).is_file():
-            raise DamagedError(f"it has no {name}")
-        with _damaged(name):
-            is_same = not reads_all or checksum(checkpoint / name) == value
-        if not is_same:
-            raise DamagedError(f"{name} is damaged (wrong checksum)")
-
-
 def _check_weights(checkpoint: Path) -> None:
     if not _has(checkpoint, _WEIGHTS):
         raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
     for index in checkpoint.glob("*.index.json"):
-        for name in sorted(set(read_json(index).get("weight_map", {}).values())):
+        for name in sorted(set(json_object(index).get("weight_map", {}).values())):
             if not (checkpoint / name).is_file():
                 raise DamagedError(f"it has no {name}, which {index.name} names")
     if any(checkpoint.glob("adapter_model*")) and not (checkpoint / ADAPTER_CONFIG).is_file():

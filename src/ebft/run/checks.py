@@ -1,23 +1,38 @@
-"""Checks that a valid config can be trained, with this version and on this machine. Do not import torch."""
+"""Checks that a valid config can be trained, in three stages.
+
+1. On the config, the files that it names and the installed packages, without torch: `check_runnable`.
+2. On the machine: `check_machine`.
+3. On the rows and the model: `check_same_everywhere`, `check_wrapping` and `check_adapted_experts`. Checks of rows by a
+   method, and of memory and disk space, are in training.py and rehearsal.py.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ebft.config.checks.combinations import expert_problems
 from ebft.config.checks.processes import check_deepspeed, offloads
 from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
+from ebft.config.section import flat_settings
 from ebft.data.locate import lasting_name
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, shortened
+from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.models.files import task_problem
 from ebft.run.optimizer import check_optimizer
-from ebft.run.own_files import check_own
-from ebft.run.trackers import check_trackers
+from ebft.run.output import check_own
+from ebft.run.reporting import check_trackers
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
 
 _OF_LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # read by PyTorch
 _UNSET = f"Start training with ebft train or a launcher such as torchrun, or unset {', '.join(_OF_LAUNCHERS)}."
@@ -85,7 +100,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     check_trackers(config)
     check_optimizer(config)
     if config.plugins:
-        from ebft.run.plugins import check_plugins  # imports transformers
+        from ebft.run.callbacks import check_plugins  # imports transformers
 
         check_plugins(config.plugins)
 
@@ -198,3 +213,126 @@ def _check_not_overwritten(config: RunConfig) -> None:
                 f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
                 "run in the same folder moves away. Choose another folder."
             )
+
+
+# Keys that may differ between machines: places of files, resources, and what only the main process reads.
+_OF_MACHINES = frozenset(
+    (
+        *("output_dir", "base_model", "base_model_config", "tokenizer_config", "lora_model_dir"),
+        *("resume_from_checkpoint", "auto_resume_from_checkpoints", "dataset_prepared_path", "skip_prepare_dataset"),
+        *("dataset_num_proc", "dataloader_num_workers", "dataloader_pin_memory", "local_rank", "debug", "strict"),
+        *("use_tensorboard", "use_wandb", "use_trackio", "trackio_project_name", "wandb_project", "wandb_entity"),
+        *("wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model", "wandb_mode", "report_to"),
+        *("hub_model_id", "hub_strategy", "hub_private_repo", "trl.vllm_server_host", "trl.vllm_server_port"),
+    )
+)
+_OF_ENTRIES = {"path", "data_files"}  # the same, of each of `datasets` and `test_datasets`
+_ROWS = 8  # compared rows
+
+
+def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out: Any, checkpoint: str | None) -> None:
+    """Raise ConfigError, in all processes, if one of them has another config, other rows, or resumes elsewhere.
+
+    `precision` is the one in effect, `held_out` the evaluation rows or None. All processes must call this together.
+    """
+    from accelerate.utils import gather_object
+
+    # Those of the server are for one process.
+    found = {key: value for key, value in flat_settings(config) if key not in _OF_MACHINES and key[:4] != "vllm"}
+    for section in ("datasets", "test_datasets"):
+        found[section] = [entry.model_dump(exclude=_OF_ENTRIES) for entry in getattr(config, section)]
+    found |= {
+        "the precision in effect": precision,
+        "the training rows": _summary(rows),
+        "the held-out rows": _summary(held_out),
+        "the checkpoint to resume from": None if checkpoint is None else Path(checkpoint).name,
+    }
+    check_equal(gather_object([{key: json_hash(value) for key, value in found.items()}]))
+
+
+def check_equal(hashes: list[dict[str, str]]) -> None:
+    """Raise ConfigError if the hashes of a process, which are in the order of ranks, are not those of the first."""
+    first = hashes[0]
+    for rank, other in enumerate(hashes):
+        names = [name for name in first.keys() | other.keys() if first.get(name) != other.get(name)]
+        if names:
+            raise ConfigError(
+                f"The processes of this run would train different models: rank {rank} differs from rank 0 in "
+                f"{', '.join(sorted(names))}. Start all processes, on every machine, with the same config, overrides "
+                "and files."
+            )
+
+
+def _summary(rows: Any) -> list[Any]:
+    """The number of the rows, and the first ones."""
+    if not isinstance(rows, Sized):
+        return []
+    return [len(rows), *(rows[place] for place in range(min(_ROWS, len(rows))))]
+
+
+_BY_SIZE, _BY_CLASS = "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"
+
+
+def check_wrapping_of(config: RunConfig, model_config: PretrainedConfig) -> None:
+    """`check_wrapping` for the model that a transformers configuration describes, before its weights are loaded."""
+    if not config.fsdp or config.fsdp_config is None:
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    except (ValueError, ImportError):  # reported when it is loaded
+        return
+    check_wrapping(config, model)
+
+
+def check_wrapping(config: RunConfig, model: nn.Module) -> None:
+    """Raise ConfigError if `fsdp_config` selects modules that the model does not have or that cannot be sharded."""
+    details = config.fsdp_config
+    if not config.fsdp or details is None:
+        return
+    if details.auto_wrap_policy == _BY_SIZE:
+        _check_sizes(details.min_num_params, model)
+    given = details.transformer_layer_cls_to_wrap
+    if given is None or details.auto_wrap_policy != _BY_CLASS:
+        return
+    names = sorted({type(module).__name__ for module in model.modules()})
+    for name in [given] if isinstance(given, str) else given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            raise ConfigError(
+                f"fsdp_config.transformer_layer_cls_to_wrap: the model has no module of the class {name!r:.60}."
+                f"{f' Did you mean {near[0]}?' if near else ''} Without the key, the classes are those that the model "
+                "declares."
+            )
+
+
+def _check_sizes(smallest: int, model: nn.Module) -> None:
+    """The policy selects modules by size only, also lists of layers, which have no forward pass to gather them for."""
+    from torch import nn
+
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+    }
+    name, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    if size > smallest:
+        raise ConfigError(
+            f"fsdp_config.auto_wrap_policy: {_BY_SIZE} with min_num_params: {smallest} also selects {name}, a list of "
+            f"modules with {size:,} parameters, which FSDP2 cannot shard. Remove auto_wrap_policy to shard "
+            f"each decoder layer, or set min_num_params to at least {size}."
+        )
+
+
+def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
+    """Raise ConfigError if the adapter changes fused experts that the config does not name, with other settings."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if config.lora_target_parameters is None and any(isinstance(module, ParamWrapper) for module in model.modules()):
+        key = "lora_model_dir" if config.lora_model_dir is not None else "lora_target_modules"
+        key = "lora_target_linear: true" if config.lora_target_linear else key
+        for problem in expert_problems(config, f"{key}, which adapts the fused experts of this model,"):
+            raise ConfigError(problem)

@@ -1,172 +1,214 @@
-"""The final model in the output folder, marked as complete when all of its files are there, its card, and the lock."""
+"""The output folder: its lock, the files in it that runs wrote, and the final model. Do not import torch.
+
+All files that no run wrote are neither moved nor replaced. The files of the final model are listed in
+`ebft_final.json`, which a run writes when it starts; its step is added when all of them are there. Files that describe
+the run are recognised by their contents in folders without it, which an earlier version has written.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
-from huggingface_hub import ModelCardData
-from transformers import PreTrainedTokenizerBase
 
-from ebft.catalog import pinned_model
-from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
-from ebft.data.locate import looks_local
-from ebft.data.rendering import ChatTemplate
 from ebft.errors import ConfigError, SaveError
-from ebft.files import STAGING, STATE, checksum, publish_files, write_text
-from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
-from ebft.run.own_files import cards, listed, owns_card, write_mark
-from ebft.run_files import CARD, read_run, state_of
-from ebft.secrets import without_secrets, without_secrets_in_text
-from ebft.trainer import OverTrainer
-from ebft.transformers_internals import save_final_weights
+from ebft.run.reporting import write_model_card
+from ebft.run_files import (
+    CARD,
+    EVALUATION,
+    HEALTH,
+    METRICS,
+    MODEL_FILES,
+    PREVIOUS,
+    REPORT,
+    RUN,
+    START,
+    is_report,
+    parse,
+    read_object,
+    read_run,
+    rollout_files,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ebft.trainer import OverTrainer
+
+MARK = "ebft_final.json"  # step (null if not complete), files with sizes, and checksums of the model card
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_STAGED = re.compile(r"final|push|rehearsal|checkpoint-\d+(\.old)?")
+_ALWAYS = (
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_model*.safetensors"),
+    *(ADAPTER_CONFIG, "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", STATE, "training_args.bin", RUN_FILE),
+)  # of the final model of any run; without the files of single tokenizers and the code of single models
 
 
-def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
-    """Save model, tokenizer, trainer state and model card in the output folder, then mark them as complete.
+def check_own(config: RunConfig) -> None:
+    """Raise ConfigError if the output folder has files that the run would move or replace, and that no run wrote."""
+    folder = Path(config.output_dir)
+    named = config.resume_from_checkpoint
+    resumes = config.auto_resume_from_checkpoints or named is not None
+    try:
+        found = _foreign(folder, config.adapter is None, resumes) if folder.is_dir() else []
+        found = [name for name in found if named is None or os.path.realpath(folder / name) != os.path.realpath(named)]
+    except OSError as error:
+        raise ConfigError(f"output_dir: {folder} cannot be read ({error}). Choose another folder.") from error
+    if not found:
+        return
+    names = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    others = any(_CHECKPOINT.fullmatch(name) for name in found)
+    advice = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
+    raise ConfigError(
+        f"output_dir: {folder} contains {names}, which this run would replace or move, and which no run has written "
+        f"there. Set output_dir to a new folder, such as {folder / 'ebft-out'}, or move the files away.{advice}"
+    )
 
-    Files of the final model of an earlier run are replaced or deleted. After an interruption, the model is not marked
-    as complete. Raises SaveError if the files cannot be written.
+
+def claim(folder: Path) -> None:
+    """List the files of an earlier final model, if there is no list, so that what others add later is recognised.
+
+    A README.md that is not the card of a run is kept, with a warning. Raises SaveError if the list cannot be written.
     """
-    output_dir = Path(config.output_dir)
-    staged = output_dir / STAGING / "final"
-    saves = trainer.args.should_save
-    with trainer.saving(output_dir, staged):
-        if saves:
-            shutil.rmtree(staged, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()
-        save_final_weights(trainer, str(staged))
-        trainer.accelerator.wait_for_everyone()
-        if saves:
-            trainer.state.save_to_json(str(staged / STATE))
-            for write in trainer.into_model:
-                write(staged)
-            write_model_card(config, metrics, staged)
-            _publish(staged, output_dir, trainer.state.global_step)
-            shutil.rmtree(output_dir / STAGING, ignore_errors=True)
-
-
-def _publish(staged: Path, output_dir: Path, step: int) -> None:
-    """Move the complete model from `staged` to the output folder, where it replaces files of a final model only.
-
-    While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
-    """
-    paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
-    files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
-    others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]
-    if others:
-        raise SaveError(
-            f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "
-            f"is complete in {staged}, up to the next run in this folder: move it to another one."
+    if not is_main_process():
+        return
+    card = folder / CARD
+    try:
+        if _mark(folder) is None:
+            names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
+            found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
+            files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
+            has_card = (folder / RUN_FILE).is_file() and card.is_file()
+            write_mark(folder, None, files, [checksum(card)] if has_card else [])
+        is_kept = not owns_card(folder)
+    except OSError as error:
+        raise SaveError.of(folder, error) from error
+    if is_kept:
+        warnings.warn(
+            f"{card} was not written by a run, or was edited, so it is kept and no model card is written there.",
+            stacklevel=2,
         )
-    if not owns_card(output_dir):
-        (staged / CARD).unlink()
-    card = [checksum(staged / CARD)] if (staged / CARD).is_file() else []
-    write_mark(output_dir, None, before | files, [*cards(output_dir), *card])
-    publish_files(staged, output_dir, [path for name in before if (path := output_dir / name).is_file()])
-    write_mark(output_dir, step, files, card)
 
 
-# Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
-_RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
-_ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
-# Options that name servers and accounts.
-_OF_MACHINES = ("vllm.", "trl.vllm_server_", "hub_", "wandb_", "mlflow_", "comet_", "trackio_", "nemo_gym_")
-_PATH = re.compile(r"(?<![\w/:.~<])~?(?:/[\w.@+%-]+)+/(?=[\w.@+%-])")  # an absolute path up to its last part
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Iterable[int]) -> None:
+    """Write the list of the files of the final model, and of the checksums that its card may have."""
+    write_text(folder / MARK, json.dumps({"step": step, "files": files, "cards": [*cards]}, indent=2) + "\n")
 
 
-def write_model_card(config: RunConfig, metrics: Mapping[str, float], folder: Path) -> None:
-    """Write README.md into `folder`."""
-    (folder / CARD).write_text(model_card(config, metrics), encoding="utf-8")
+def _mark(folder: Path) -> dict[str, Any] | None:
+    mark = read_object(folder / MARK)
+    return mark if mark is not None and isinstance(mark.get("files"), dict) else None
 
 
-def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
-    """The card as Markdown with the hub's YAML header."""
-    parts = [_header(config), _summary(config), _config(config), _results(metrics)]
-    if config.method.citation:
-        parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
-    return _PATH.sub("", "\n\n".join(part for part in parts if part)) + "\n"
+def listed(folder: Path) -> dict[str, int]:
+    """The files of the final model in `folder`, with their sizes, also of one that is not complete."""
+    found = (_mark(folder) or {}).get("files", {})
+    return {name: size for name, size in found.items() if not Path(name).is_absolute() and ".." not in Path(name).parts}
 
 
-def _public(value: Any) -> Any:
-    """`value` with the last parts of the absolute paths in it, since the names of folders are private."""
-    if isinstance(value, str):
-        return Path(value).name if os.path.isabs(value) or value.startswith("~") else value
-    if isinstance(value, list):
-        return [_public(item) for item in value]
-    return {key: _public(item) for key, item in value.items()} if isinstance(value, dict) else value
+def final_step(folder: Path) -> int | None:
+    """The step of the final model in `folder`; None if there is none or if files are missing or truncated."""
+    mark = _mark(folder) or {}
+    try:
+        complete = all((folder / name).stat().st_size == size for name, size in mark["files"].items())
+        return mark["step"] if complete else None
+    except (OSError, KeyError):
+        return None
 
 
-def _on_hub(name: str) -> bool:
-    """Whether `name` can be an id of the Hub, which refuses cards with others in their header."""
-    return _HUB_ID.fullmatch(name) is not None and not os.path.exists(name) and not looks_local(name)
+def cards(folder: Path) -> list[int]:
+    """The checksums that the model card of the final model in `folder` may have; that of a list without them."""
+    mark, card = _mark(folder) or {}, folder / CARD
+    if mark.get("files") and "cards" not in mark and card.is_file():
+        return [checksum(card)]
+    return mark.get("cards", [])
 
 
-def _header(config: RunConfig) -> str:
-    fetched = pinned_model(config.base_model)
-    base = config.base_model if fetched is None else fetched[1].hub_id
-    header = ModelCardData(
-        base_model=base if _on_hub(base) else None,
-        license=None if fetched is None else fetched[1].license,
-        library_name="peft" if config.adapter else "transformers",
-        pipeline_tag=config.method.pipeline_tag,
-        tags=[config.method.tag],
-        datasets=[each.path for each in config.datasets if _on_hub(each.path) and not each.data_files] or None,
-    )
-    return f"---\n{header.to_yaml()}\n---"
+def owns_card(folder: Path) -> bool:
+    """Whether README.md in `folder` is the card of a run and was not edited, or does not exist."""
+    card = folder / CARD
+    return not os.path.lexists(card) or (card.is_file() and checksum(card) in cards(folder))
 
 
-def _summary(config: RunConfig) -> str:
-    method = config.method.summary(config)
-    weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
-    data = "\n".join(
-        f"- `{_public(entry.path)}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets
-    )
-    return without_secrets_in_text(
-        f"# {Path(config.output_dir).name}\n\nThis is {weights} {_base(config)}, trained by {method} with "
-        f"`ebft` {version('ebft')}.\n\n## Data\n\n{data}"
-    )
+def final_files(folder: Path) -> list[Path]:
+    """All files of the final model of an earlier run in `folder`, its model card as the last one, but not the list."""
+    found = [path for name in sorted(listed(folder)) if (path := folder / name).is_file()]
+    return [*found, folder / CARD] if found and (folder / CARD).is_file() and owns_card(folder) else found
 
 
-def _base(config: RunConfig) -> str:
-    """The base model in a sentence: its name, and the origin of a fetched model."""
-    fetched = pinned_model(config.base_model)
-    if fetched is None:
-        return f"`{_public(config.base_model)}`"
-    name, model = fetched
-    return (
-        f"`{name}` ({model.hub_id}, {model.license}, from {Path(model.member).name} in {model.package} {model.version})"
-    )
+def _is_of_earlier_version(folder: Path) -> bool:
+    """Whether a folder without a list has the final model of a run, or a run that began; not a copied checkpoint."""
+    run = read_object(folder / RUN) or {}
+    is_final = (folder / RUN_FILE).is_file() and not (folder / CHECKSUMS).exists()
+    return is_final or bool(run.get("global_step"))
 
 
-def _config(config: RunConfig) -> str:
-    skipped = ("base_model", "datasets")
-    shown = [item for item in changed_keys(config) if item[0] not in skipped and not item[0].startswith(_OF_MACHINES)]
-    changed = {key: _public(value) for key, value in shown}
-    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
-    rows = "\n".join(f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items())
-    return (
-        "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
-        f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
-    )
+def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
+    has_mark, known = _mark(folder) is not None, listed(folder)
+    is_earlier = not has_mark and _is_of_earlier_version(folder)
+    names = [*_ALWAYS, "config.json"] if writes_config else _ALWAYS
+    found = []
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if _CHECKPOINT.fullmatch(name):
+            is_own = _is_checkpoint(path, resumes or has_mark)
+        elif name == STAGING:
+            is_folder = path.is_dir() and not path.is_symlink()
+            is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
+        elif name == PREVIOUS:
+            is_own = path.is_dir()
+        elif name in _RECORDS:
+            is_own = (has_mark and name not in (EVALUATION, REPORT)) or _RECORDS[name](path)
+        else:
+            is_own = is_earlier or name in known or not _matches(name, names)
+        found += [] if is_own else [name]
+    return found + [path.name for path in rollout_files(folder) if not (has_mark or _has_steps(path))]
 
 
-def _results(metrics: Mapping[str, float]) -> str:
-    reported = sorted(item for item in metrics.items() if item[0].startswith(_RESULTS))
-    rows = "\n".join(f"| `{name}` | {value:.6g} |" for name, value in reported)
-    return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def _is_checkpoint(folder: Path, of_others: bool) -> bool:
+    """Whether a folder is a checkpoint of this package or, if `of_others`, of any trainer of transformers; or empty."""
+    if not folder.is_dir():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    return not names or bool(names & {RUN_FILE, CHECKSUMS, *([STATE] if of_others else [])})
+
+
+def _has_state(path: Path) -> bool:
+    return path.is_file() and (not path.stat().st_size or "global_step" in (read_object(path) or {}))
+
+
+def _has_steps(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        first = file.readline(2**20)
+    return not first or "step" in (parse(first) or {})
+
+
+_RECORDS: dict[str, Callable[[Path], bool]] = {
+    **dict.fromkeys((RUN, START), _has_state),
+    **dict.fromkeys((METRICS, HEALTH), _has_steps),
+    EVALUATION: lambda path: "models" in (read_object(path) or {}),
+    REPORT: is_report,
+}
 
 
 LOCK = ".ebft.lock"
@@ -215,6 +257,53 @@ def wait_until_free(output_dir: Path, seconds: float) -> None:
         lock.release()
 
 
+def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, float]) -> None:
+    """Save model, tokenizer, trainer state and model card in the output folder, then mark them as complete.
+
+    Files of the final model of an earlier run are replaced or deleted. After an interruption, the model is not marked
+    as complete. Raises SaveError if the files cannot be written.
+    """
+    from ebft.transformers_internals import save_final_weights
+
+    output_dir = Path(config.output_dir)
+    staged = output_dir / STAGING / "final"
+    saves = trainer.args.should_save
+    with trainer.saving(output_dir, staged):
+        if saves:
+            shutil.rmtree(staged, ignore_errors=True)
+        trainer.accelerator.wait_for_everyone()
+        save_final_weights(trainer, str(staged))
+        trainer.accelerator.wait_for_everyone()
+        if saves:
+            trainer.state.save_to_json(str(staged / STATE))
+            for write in trainer.into_model:
+                write(staged)
+            write_model_card(config, metrics, staged)
+            _publish(staged, output_dir, trainer.state.global_step)
+            shutil.rmtree(output_dir / STAGING, ignore_errors=True)
+
+
+def _publish(staged: Path, output_dir: Path, step: int) -> None:
+    """Move the complete model from `staged` to the output folder, where it replaces files of a final model only.
+
+    While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
+    """
+    paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
+    files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
+    others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]
+    if others:
+        raise SaveError(
+            f"{output_dir} contains {', '.join(others)}, which the run has not written and does not replace. The model "
+            f"is complete in {staged}, up to the next run in this folder: move it to another one."
+        )
+    if not owns_card(output_dir):
+        (staged / CARD).unlink()
+    card = [checksum(staged / CARD)] if (staged / CARD).is_file() else []
+    write_mark(output_dir, None, before | files, [*cards(output_dir), *card])
+    publish_files(staged, output_dir, [path for name in before if (path := output_dir / name).is_file()])
+    write_mark(output_dir, step, files, card)
+
+
 _ROWS = 8  # that are read to find whether replies end with the token
 
 
@@ -227,16 +316,18 @@ def declare_end_of_turn(
     merge-lora`. Other programs do not read it there, so there is one warning, unless the tokenizer has the token as end
     of sequence.
     """
+    from ebft.data.rendering import ChatTemplate
+    from ebft.models.causal_lm import unwrap_adapter
+    from ebft.models.pretrained import GENERATION_CONFIG
+
     causal_lm = unwrap_adapter(model)
     if config.streaming or not causal_lm.can_generate() or causal_lm.generation_config is None:
         return []
     settings = causal_lm.generation_config
     found = settings.eos_token_id
     known = [found] if isinstance(found, int) else list(found or [])
-    end, ends = (
-        ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id,
-        {*known, tokenizer.eos_token_id},
-    )
+    end = ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id
+    ends = {*known, tokenizer.eos_token_id}
     first = range(min(_ROWS, len(rows)))
     if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
         return []

@@ -12,7 +12,7 @@ from ebft.errors import ConfigError, EBFTError, SaveError, save_problem, save_re
 from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib, total_memory
 from ebft.models.pretrained import explained, pretrained_tokenizer
-from ebft.run.output import write_model_card
+from ebft.run.reporting import write_model_card
 from ebft.run.trainer import planned_steps, this_machine
 from ebft.trainer import OverTrainer
 

@@ -1,28 +1,36 @@
-"""What a run reports: run.json and the final report, trackers, the Hub, and plugins that follow it."""
+"""What a run reports, and where: run.json, the report and the model card, the Hub, trackers. Do not import torch."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import platform
+import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from huggingface_hub import ModelCardData
+
+from ebft.catalog import pinned_model
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
+from ebft.data.locate import looks_local
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
-from ebft.monitor.run_files import RunFiles, State
+from ebft.printed import without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
-from ebft.run_files import REPORT
-from ebft.secrets import without_secrets, without_secrets_in_text
-from ebft.trainer.pushing import commit, pushed_files
+from ebft.run_files import CARD, REPORT
+
+if TYPE_CHECKING:
+    from ebft.monitor.run_files import RunFiles, State
 
 _REPORT = "ebft.tools.dashboard.report"  # by name: runs need no tools
 PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "vllm")
@@ -37,6 +45,8 @@ def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
     if not is_main_process():
         yield None
         return
+    from ebft.monitor.run_files import RunFiles  # imports torch
+
     files = RunFiles(config.output_dir, description(config) | {"data_digests": data_hashes(config)})
     files.start()
     try:
@@ -90,6 +100,95 @@ def versions() -> dict[str, str]:
     return {name: found for name in PACKAGES if (found := installed_version(name)) is not None}
 
 
+# Prefixes of the metrics in the card: speed, memory and schedule are not results of the model.
+_RESULTS = ("ebft/", "entropy", "eval_", "loss", "reward", "train_loss")
+_ADAPTERS = {"lora": "LoRA", "qlora": "QLoRA"}
+# Options that name servers and accounts.
+_OF_MACHINES = ("vllm.", "trl.vllm_server_", "hub_", "wandb_", "mlflow_", "comet_", "trackio_", "nemo_gym_")
+_PATH = re.compile(r"(?<![\w/:.~<])~?(?:/[\w.@+%-]+)+/(?=[\w.@+%-])")  # an absolute path up to its last part
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def write_model_card(config: RunConfig, metrics: Mapping[str, float], folder: Path) -> None:
+    """Write README.md into `folder`."""
+    (folder / CARD).write_text(model_card(config, metrics), encoding="utf-8")
+
+
+def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
+    """The card as Markdown with the hub's YAML header."""
+    parts = [_header(config), _summary(config), _config(config), _results(metrics)]
+    if config.method.citation:
+        parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
+    return _PATH.sub("", "\n\n".join(part for part in parts if part)) + "\n"
+
+
+def _public(value: Any) -> Any:
+    """`value` with the last parts of the absolute paths in it, since the names of folders are private."""
+    if isinstance(value, str):
+        return Path(value).name if os.path.isabs(value) or value.startswith("~") else value
+    if isinstance(value, list):
+        return [_public(item) for item in value]
+    return {key: _public(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _on_hub(name: str) -> bool:
+    """Whether `name` can be an id of the Hub, which refuses cards with others in their header."""
+    return _HUB_ID.fullmatch(name) is not None and not os.path.exists(name) and not looks_local(name)
+
+
+def _header(config: RunConfig) -> str:
+    fetched = pinned_model(config.base_model)
+    base = config.base_model if fetched is None else fetched[1].hub_id
+    header = ModelCardData(
+        base_model=base if _on_hub(base) else None,
+        license=None if fetched is None else fetched[1].license,
+        library_name="peft" if config.adapter else "transformers",
+        pipeline_tag=config.method.pipeline_tag,
+        tags=[config.method.tag],
+        datasets=[each.path for each in config.datasets if _on_hub(each.path) and not each.data_files] or None,
+    )
+    return f"---\n{header.to_yaml()}\n---"
+
+
+def _summary(config: RunConfig) -> str:
+    method = config.method.summary(config)
+    weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
+    data = [f"- `{_public(entry.path)}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets]
+    lines = "\n".join(data)
+    return without_secrets_in_text(
+        f"# {Path(config.output_dir).name}\n\nThis is {weights} {_base(config)}, trained by {method} with "
+        f"`ebft` {version('ebft')}.\n\n## Data\n\n{lines}"
+    )
+
+
+def _base(config: RunConfig) -> str:
+    """The base model in a sentence: its name, and the origin of a fetched model."""
+    fetched = pinned_model(config.base_model)
+    if fetched is None:
+        return f"`{_public(config.base_model)}`"
+    name, model = fetched
+    return (
+        f"`{name}` ({model.hub_id}, {model.license}, from {Path(model.member).name} in {model.package} {model.version})"
+    )
+
+
+def _config(config: RunConfig) -> str:
+    shown = [(key, value) for key, value in changed_keys(config) if not key.startswith(_OF_MACHINES)]
+    changed = {key: _public(value) for key, value in shown if key not in ("base_model", "datasets")}
+    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
+    rows = "\n".join(f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items())
+    return (
+        "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
+        f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
+    )
+
+
+def _results(metrics: Mapping[str, float]) -> str:
+    reported = [f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)]
+    rows = "\n".join(reported)
+    return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
+
+
 _WHEN = {
     "end": "model, tokenizer and model card at the end",
     "every_save": "model, tokenizer and model card at every save and at the end",
@@ -131,6 +230,8 @@ def push(config: RunConfig, names: list[str], card: str, tokenizer: object = Non
 
     Raises SaveError, with the command that pushes by hand, if that fails.
     """
+    from ebft.trainer.pushing import commit, pushed_files  # imports torch
+
     folder = Path(config.output_dir)
     files = {path.name: path for path in pushed_files(folder, names, tokenizer)}
     try:
@@ -143,3 +244,107 @@ def push(config: RunConfig, names: list[str], card: str, tokenizer: object = Non
             f"it, run the same command again with auto_resume_from_checkpoints=true, which does not train again, or: "
             f"{shlex.join([*words, *included])}"
         ) from error
+
+
+class Tracker(NamedTuple):
+    """A tracker: its name in transformers, the packages that it needs (a|b: one of them), what pip installs."""
+
+    name: str
+    packages: str
+    distributions: str
+
+    @property
+    def is_installed(self) -> bool:
+        return all(any(map(find_spec, names.split("|"))) for names in self.packages.split())
+
+    @property
+    def install(self) -> str:
+        return f"pip install {self.distributions}"
+
+
+_TRACKERS = {
+    name: Tracker(name, packages, distributions or name)
+    for name, packages, distributions in (
+        ("azure_ml", "azureml", "azureml-sdk"),
+        ("comet_ml", "comet_ml", "comet-ml"),
+        ("mlflow", "mlflow", ""),
+        ("neptune", "neptune|neptune-client", ""),
+        ("tensorboard", "tensorboard|tensorboardX", "'ebft[tensorboard]'"),
+        ("trackio", "trackio", ""),
+        ("wandb", "wandb", ""),
+        ("codecarbon", "codecarbon", ""),
+        ("clearml", "clearml", ""),
+        ("dagshub", "dagshub mlflow", "dagshub mlflow"),
+        ("flyte", "flytekit", "flytekit"),
+        ("dvclive", "dvclive", ""),
+        ("swanlab", "swanlab", ""),
+    )
+}
+IN_TRANSFORMERS = (*_TRACKERS, "kubeflow")  # the names of trackers in transformers, in its order
+# Keys whose environment variables have their names in capitals, apart from COMET_START_ONLINE.
+_VARIABLES = (
+    *("mlflow_tracking_uri", "mlflow_experiment_name", "hf_mlflow_log_artifacts"),
+    *("comet_workspace", "comet_project_name", "comet_experiment_key", "comet_mode", "comet_online"),
+    *("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model", "wandb_mode"),
+)
+
+
+def trackers(config: RunConfig) -> list[str]:
+    """Names for `report_to`, of installed trackers; without wandb, `wandb_project` gives one warning.
+
+    The package of any other key must be installed, see `check_trackers`.
+    """
+    names = _named(config)
+    for key, tracker in _asked(config).items():
+        if tracker.is_installed and tracker.name not in names:
+            names.append(tracker.name)
+        elif key == "wandb_project" and not tracker.is_installed:
+            reason = f"{tracker.name} is not installed ({tracker.install})"
+            warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
+    return [name for name in names if name != "none"] or ["none"]
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker that transformers does not know, or whose package is missing.
+
+    Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
+    """
+    for name in _named(config):
+        if name in ("none", "all"):
+            continue
+        if name not in IN_TRANSFORMERS:
+            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(IN_TRANSFORMERS)}.")
+        if name == "kubeflow":
+            if os.getenv("KUBEFLOW_TRAINER_SERVER_URL") is None:
+                raise ConfigError(
+                    "report_to: kubeflow requires a job of the Kubeflow trainer, which sets "
+                    "KUBEFLOW_TRAINER_SERVER_URL. Remove it."
+                )
+        elif not _TRACKERS[name].is_installed:
+            raise ConfigError(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
+    for key, tracker in _asked(config).items():
+        if key != "wandb_project" and not tracker.is_installed:
+            raise ConfigError(
+                f"{key}: true, but {tracker.name} is not installed. Run `{tracker.install}`, or set {key}: false."
+            )
+
+
+def _named(config: RunConfig) -> list[str]:
+    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+
+
+def _asked(config: RunConfig) -> dict[str, Tracker]:
+    """The trackers that keys other than report_to request, by key."""
+    keys = {f"use_{name}": name for name in ("tensorboard", "trackio", "mlflow")} | {"use_comet": "comet_ml"}
+    asked = {key: _TRACKERS[name] for key, name in (keys | {"use_wandb": "wandb"}).items() if getattr(config, key)}
+    if config.use_wandb is None and config.wandb_project:
+        asked["wandb_project"] = _TRACKERS["wandb"]
+    return asked
+
+
+def tracker_environment(config: RunConfig) -> dict[str, str]:
+    """The environment variables that trackers and transformers read, for the keys that are set."""
+    values = {key.upper(): getattr(config, key) for key in _VARIABLES}
+    values["COMET_START_ONLINE"] = values.pop("COMET_ONLINE")
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if text is not None}

@@ -19,13 +19,11 @@ from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.run.checks import launched_processes
+from ebft.run.callbacks import add_plugins, stopping_callbacks
+from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
 from ebft.run.keys import RATE_KEYS
-from ebft.run.model_checks import check_adapted_experts, check_wrapping
 from ebft.run.optimizer import optimizer_arguments
-from ebft.run.plugins import add_plugins
-from ebft.run.stopping import stopping_callbacks
-from ebft.run.trackers import trackers
+from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
 from ebft.transformers_internals import is_torch_tf32_available, use_one_gpu
 

@@ -38,7 +38,7 @@ from ebft.monitor.run_files import RunFiles
 from ebft.printed import say
 from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
-from ebft.run.changes import run_record, warn_of_changes
+from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
 from ebft.run.checkpoints import (
     Found,
     PreviousRun,
@@ -48,20 +48,15 @@ from ebft.run.checkpoints import (
     refuse_checkpoint,
     step_of,
 )
-from ebft.run.checks import check_machine, check_runnable
-from ebft.run.model_checks import check_same_everywhere, check_wrapping_of
-from ebft.run.output import declare_end_of_turn, model_card, output_lock, save_final
-from ebft.run.own_files import claim, final_step, listed
+from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
+from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
-from ebft.run.reporting import check_hub, method_of, push, recorded
-from ebft.run.same_run import optimizer_keys, saved_keys, write_run_keys
-from ebft.run.stopping import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
-from ebft.run.trackers import tracker_environment
+from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, tracker_environment
+from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
 from ebft.trainer import OverTrainer
-from ebft.trainer.finite import check_weights
 from ebft.transformers_internals import load_weights
 
 
@@ -310,7 +305,7 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
     After Ctrl-C or SIGTERM, the model is still saved. Raises TrainingInterrupted if it is not, and NonFiniteLossError
     for weights that are not finite.
     """
-    check_weights(trainer.model, partial(on_any_process, trainer.accelerator))
+    _check_weights(trainer)
     stop.is_saving_model = True
     try:
         save_final(config, trainer, metrics)
@@ -319,6 +314,20 @@ def save(config: RunConfig, trainer: OverTrainer, metrics: dict[str, float], sto
         raise _interrupted(config, trainer, stop, before=before) from None
     finally:
         stop.is_saving_model = False
+
+
+def _check_weights(trainer: OverTrainer) -> None:
+    """Raise NonFiniteLossError if a trained weight is NaN or infinite, on any process."""
+    named = trainer.model.named_parameters()
+    local = ((name, each.to_local() if hasattr(each, "to_local") else each) for name, each in named)
+    found = [name for name, each in local if each.requires_grad and not torch.isfinite(each).all()]
+    if on_any_process(trainer.accelerator, bool(found)):
+        raise NonFiniteLossError(
+            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, although its "
+            "loss was finite, so the final model was not saved. A plugin changed them, the last update overflowed, or "
+            "they were so in base_model. Check the plugins and base_model, or reduce learning_rate; an "
+            "earlier checkpoint can be used as base_model or lora_model_dir."
+        )
 
 
 def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> None:

@@ -23,10 +23,10 @@ from trl.trainer.utils import RepeatSampler
 
 from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
+from ebft.monitor.metrics import HeldOutRows
 from ebft.reward_functions.calls import name_of
 from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
-from ebft.trainer.held_out_rows import HeldOutRows
 
 IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
 ROW = "row"  # key of each row's index in the generation batch

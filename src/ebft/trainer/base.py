@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainerControl
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.files import STAGING, STATE, clean_staging
 from ebft.models.sharding import (
     check_fits,
@@ -33,19 +34,14 @@ from ebft.models.sharding import (
 )
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
 from ebft.trainer import checkpoints
-from ebft.trainer.finite import check_grad_norm, check_loss
 from ebft.trainer.pushing import Pushing
-from ebft.trainer.resuming import (
-    compare_rows,
-    random_state,
-    read_running_state,
-    running_state_path,
-    set_random_state,
-    use_schedule,
-    without_comparison,
-)
 from ebft.transformers_internals import check_tied_weights
 
+_HINT = (
+    "The update was not applied, and saved checkpoints are valid. Check these documents and resume training, or "
+    "start a new run from the weights of a checkpoint with a smaller learning_rate (lora_model_dir or base_model): "
+    "resuming would keep the learning rate."
+)
 _SCHEDULE = "scheduler.pt"
 _PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json
 
@@ -121,13 +117,19 @@ class OverTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         with self.budget.meter.counting():
             loss = super().training_step(model, inputs, num_items_in_batch)
-        check_loss(loss, self.state.global_step + 1, inputs)
+        if not torch.isfinite(loss):
+            raise NonFiniteLossError(
+                f"The loss is {loss.item()} at step {self.state.global_step + 1}, in a batch of {_describe(inputs)}. "
+                + _HINT
+            )
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is not None and not self.args.fp16:  # the gradient scaler skips such updates and reduces its scale
-            check_grad_norm(norm, self.state.global_step + 1)
+        # With fp16, the gradient scaler skips such updates and reduces its scale.
+        if norm is not None and not self.args.fp16 and not math.isfinite(norm):
+            step = self.state.global_step + 1
+            raise NonFiniteLossError(f"The gradient norm is {norm} at step {step}. " + _HINT)
         return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -150,7 +152,7 @@ class OverTrainer(Trainer):
     def _remember(self, evaluation: bool) -> None:
         """Keep what `save_stopped` needs; `evaluation`: whether the evaluation of this step is not finished."""
         self._completed = {
-            "random": random_state(),
+            "random": checkpoints.random_state(),
             "flos": self.current_flos,
             "tokens": self.state.num_input_tokens_seen,  # TRL counts them when it samples, before the step is complete
             "running": self.running_state(),
@@ -162,7 +164,7 @@ class OverTrainer(Trainer):
         completed = self._completed
         if self.state.global_step == self._saved_step or completed is None:
             return
-        set_random_state(completed["random"])
+        checkpoints.set_random_state(completed["random"])
         self.current_flos, self.state.num_input_tokens_seen = completed["flos"], completed["tokens"]
         if completed["evaluation"]:
             self.leave_evaluation_pending()
@@ -231,7 +233,7 @@ class OverTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         state = self._completed["running"] if self._is_stopping else self.running_state()
-        torch.save(state, running_state_path(output_dir, self.args))
+        torch.save(state, checkpoints.running_state_path(output_dir, self.args))
         if self.args.should_save:
             self.save_shared(Path(output_dir))
 
@@ -374,8 +376,8 @@ class OverTrainer(Trainer):
             load_optimizer(self.model, self.optimizer, Path(checkpoint))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
         if checkpoint is not None:
-            use_schedule(self.lr_scheduler)
-            self.restore_running_state(read_running_state(checkpoint, self.args))
+            checkpoints.use_schedule(self.lr_scheduler)
+            self.restore_running_state(checkpoints.read_running_state(checkpoint, self.args))
             self.load_shared(Path(checkpoint))
 
     def restore_running_state(self, state: dict[str, Any]) -> None:
@@ -386,9 +388,9 @@ class OverTrainer(Trainer):
         """Restore what `save_shared` has written; called on every process."""
 
     def _init_training_state(self, max_steps: int, *others: Any) -> tuple[int, int]:
-        with without_comparison():
+        with checkpoints.without_comparison():
             found = super()._init_training_state(max_steps, *others)
-        compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
+        checkpoints.compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
         # transformers keeps the steps between logs, evaluations and saves of the checkpoint; those of this run apply.
         self.state.compute_steps(self.args, max_steps)
         self._saved_step, self._total_loss, self._completed = self.state.global_step, 0.0, None
@@ -471,3 +473,15 @@ def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[st
             by_rate.setdefault(rate_of(names[id(parameter)]), []).append(parameter)
         found += [{**group, "params": parameters, "lr": rate} for rate, parameters in by_rate.items()]
     optimizer.param_groups[:] = sorted(found, key=lambda group: group["lr"] != optimizer.defaults["lr"])
+
+
+def _describe(inputs: dict[str, Any]) -> str:
+    """Describe the documents of a batch by length and first tokens, so that they can be identified."""
+    if isinstance(inputs, list):  # rows of prompts
+        return "prompts that start with " + ", ".join(repr(str(row["prompt"])[:60]) for row in inputs[:3])
+    side = "" if "input_ids" in inputs else "chosen_"  # of pairs
+    ids = inputs[f"{side}input_ids"]
+    mask = inputs.get(f"{side}attention_mask")
+    lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
+    rows = "packed rows" if "position_ids" in inputs else "documents"
+    return f"{rows} with {lengths} tokens that start with token ids {ids[:, :8].tolist()}"

@@ -18,9 +18,8 @@ from rich.text import Text
 
 from ebft.config.user_code import place_of, what_happened
 from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
-from ebft.printed import go_on_without_output, safe_console
+from ebft.printed import go_on_without_output, safe_console, without_secrets_in_text
 from ebft.processes import is_main_process, leave_traceback, reports_failure
-from ebft.secrets import without_secrets_in_text
 
 FAILED = 1
 WRONG_INPUT = 2

@@ -18,9 +18,8 @@ from ebft.config.reference import changed_keys, option_groups
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, EBFTError
 from ebft.files import is_free
-from ebft.printed import safe_console, say
+from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text
 from ebft.run.checks import check_runnable, check_types, imported_names
-from ebft.secrets import REMOVED, value_without_secrets, without_secrets_in_text
 from ebft.tools.cli.arguments import (
     ConfigFile,
     Overrides,

@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 from ebft.errors import EBFTError
 from ebft.machine import installed_version, memory_bytes
-from ebft.secrets import is_secret_variable, without_secrets_in_text
+from ebft.printed import is_secret_variable, without_secrets_in_text
 
 PACKAGE = Path(str(files("ebft")))
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")

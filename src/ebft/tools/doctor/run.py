@@ -39,7 +39,7 @@ from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.keys import BudgetSection
 from ebft.run.rehearsal import rehearse
-from ebft.run.trackers import trackers
+from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, this_machine, training_arguments
 from ebft.run.training import arranged, check_output_dir, run_rows
 from ebft.serving.command import find_interpreter

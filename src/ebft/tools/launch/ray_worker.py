@@ -20,10 +20,9 @@ from ebft.config.user_code import place_of, what_happened
 from ebft.errors import EBFTError, LaunchError
 from ebft.printed import say
 from ebft.processes import join_ray
+from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
-from ebft.run.output import wait_until_free
-from ebft.run.own_files import final_step
-from ebft.run.stopping import StopOnSignal, TrainingInterrupted
+from ebft.run.output import final_step, wait_until_free
 from ebft.run.training import TrainResult, train_until
 from ebft.tools.launch.ray_control import Attempt, Failure, Outcome, Task
 

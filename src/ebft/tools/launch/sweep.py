@@ -27,9 +27,9 @@ from ebft.config.schema import RunConfig
 from ebft.config.yaml_text import YAMLError, parse_yaml, problem
 from ebft.errors import ConfigError, EBFTError, shortened
 from ebft.files import check_regular, write_text
+from ebft.printed import without_secrets
 from ebft.processes import PARENT, passed_on, received_signals
 from ebft.run_files import read_object, read_run
-from ebft.secrets import without_secrets
 from ebft.tools.launch.plan import LaunchOptions
 
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
@@ -218,7 +218,7 @@ class Sweep:
         found = read_run(Path(run.output_dir))
         if found.get("state") != "finished" or self._has_other_rows(run):
             return False
-        from ebft.run.own_files import final_step
+        from ebft.run.output import final_step
         from ebft.run.reporting import description
 
         config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
@@ -241,8 +241,10 @@ class Sweep:
         """Whether the config has changed since the newest checkpoint of the run, which must then not be resumed."""
         if not any(Path(run.output_dir).glob("checkpoint-*")):
             return False
-        from ebft.run.changes import has_other_settings  # imports transformers, which is not needed by a new sweep
         from ebft.run.checkpoints import newest_checkpoint
+        from ebft.run.resume_compat import (
+            has_other_settings,  # imports transformers, which is not needed by a new sweep
+        )
 
         newest = newest_checkpoint(Path(run.output_dir))
         return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)

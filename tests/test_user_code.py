@@ -1,4 +1,4 @@
-"""The line about a call that takes long."""
+"""Calls of user code: the line about one that takes long."""
 
 import os
 import re

@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
-from ebft.run.changes import NOT_COMPARED, compared_settings, has_other_settings, run_record, warn_of_changes
-from ebft.run.same_run import FIXED, OF_OPTIMIZER, optimizer_keys, run_keys, write_run_keys
+from ebft.run import resume_compat
+from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
 from tests.run.crash import config_of
 
 SELECT = ("rl", "ebft.mode", "reward_model", "process_reward_model")
-ELSEWHERE = {*FIXED, *OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
+ELSEWHERE = {*resume_compat.FIXED, *resume_compat.OF_OPTIMIZER, "lr_groups", "embedding_lr", "embedding_lr_scale"}
 ELSEWHERE |= {"loraplus_lr_ratio", "loraplus_lr_embedding"}
 FAMILIES = ("sft", "stream", "strided", "structured_full", "grpo", "dpo", "kto", "orpo", "simpo", "reward_model")
 URL = "https://example.com/reward?token=abcdefgh"
@@ -39,7 +39,9 @@ def with_value(config, key, value):
 def test_every_key_is_compared_or_listed_with_a_reason(family):
     """A key that changes gives a line, unless it is listed, or not read by the method."""
     config = config_of(family, Path("inputs"), Path("out"))
-    all_of = lambda each: run_keys(each) | compared_settings(each, False) | optimizer_keys(each, None)
+    all_of = lambda each: (
+        resume_compat.run_keys(each) | resume_compat.compared_settings(each, False) | optimizer_keys(each, None)
+    )
     before, idle = all_of(config), foreign_keys(config) | {"ebft", "trl", "vllm", "bf16"}
     idle -= {"structured_full": {"ebft", "trl"}, "grpo": {"ebft", "trl"}, "strided": {"ebft"}}.get(family, set())
     keys = [key for key, _ in flat_settings(config) if key not in (*SELECT, "base_model", "gguf_file")]
@@ -49,7 +51,7 @@ def test_every_key_is_compared_or_listed_with_a_reason(family):
     for key in keys:
         now = all_of(with_value(config, key, "another"))
         differs = any(name in before and before[name] != now[name] for name in now)
-        of_adapter = key in FIXED and key.startswith(("lora_", "peft_"))
+        of_adapter = key in resume_compat.FIXED and key.startswith(("lora_", "peft_"))
         unread = key.partition(".")[0] in idle or (config.adapter is None and of_adapter)
         unread |= config.adapter is not None and key == "unfrozen_parameters"
         listed = key in NOT_COMPARED or key.partition(".")[0] in NOT_COMPARED
@@ -230,4 +232,4 @@ def test_other_settings_start_a_run_of_a_sweep_again(inputs, lines):
         ({"seed": 1}, True),
         ({"learning_rate": 1}, True),
     ):
-        assert has_other_settings(record(changes)[0], inputs / "out" / "checkpoint-3") is expected
+        assert resume_compat.has_other_settings(record(changes)[0], inputs / "out" / "checkpoint-3") is expected

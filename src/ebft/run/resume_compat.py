@@ -1,15 +1,14 @@
-"""What a resumed run continues with that differs from the run that saved its checkpoint: one warning for each.
+"""What must be the same when a run is resumed, what may differ with a warning, and what is restored.
 
 Every checkpoint contains the settings of its run and hashes of its inputs: models, tokenizer, user code, data files,
-versions of packages. A key that is added to the schema is compared unless it is listed here. The hash of a model does
-not depend on its folder or on how weights are divided into files. Of large weights, a sample is read.
+versions of packages. Optimizer state and adapter weights only fit the settings that they were saved with, so others are
+an error. Settings of the optimizer that the checkpoint restores keep their values, with a warning if the config has
+others. Each other difference is a warning; a key that is added to the schema is compared unless it is listed here.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,22 +23,44 @@ from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.config.user_functions import module_sources
 from ebft.data.locate import lasting_name
 from ebft.data.sources import source_files
-from ebft.errors import DataError, shortened
-from ebft.files import file_hash, json_hash, json_object, safetensors_header
-from ebft.methods.method import foreign_keys
+from ebft.errors import ConfigError, DataError, shortened
+from ebft.files import (
+    ADAPTER_CONFIG,
+    RUN_FILE,
+    json_hash,
+    sample_hash,
+    settings_of,
+    tokenizer_hashes,
+    weights_hash,
+    write_text,
+)
+from ebft.methods import FLAGS
+from ebft.methods.method import foreign_keys, selecting_keys
 from ebft.models.keys import PrecisionKeys
+from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
 from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.run.reporting import versions
-from ebft.run.same_run import FIXED, OF_OPTIMIZER, optimizer_changes, run_keys, saved_keys, text_of
-from ebft.secrets import without_secrets
 
-_WORDS = 200  # characters of a value in a warning
+_MODEL_KEYS = ("base_model", "gguf_file")
+_ADAPTER_KEYS = (
+    *("lora_r", "lora_alpha", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
+    *("lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_layers_pattern"),
+)
+# Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
+_RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
+OF_OPTIMIZER = (
+    *_RESTORED,
+    *("lr_scheduler", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "max_grad_norm"),
+)
+# Keys that are compared by `check_same_run`, besides those of learning rates.
+FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
+_WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
 _OF_ROWS = "Training continues at the same position in the new data, so rows may be repeated or left out."
 _OF_EVALUATIONS = "Evaluations cannot be compared with those before, of which the best checkpoint is one."
-# Reason -> keys, or sections, whose changes give no warning here.
-_KEYS = {
+# Reason -> keys, or sections, whose changes give no warning.
+_NOT_COMPARED = {
     "their contents are compared": """
         base_model base_model_config tokenizer_config gguf_file revision_of_model lora_model_dir chat_template
         chat_template_jinja datasets test_datasets pretraining_dataset nemo_gym_datasets nemo_gym_dir""",
@@ -74,11 +95,125 @@ _GROUPS: dict[str, tuple[type[Section], ...]] = {
 }
 _OF_METHODS = {"plugins", "metric_for_best_model", "greater_is_better", *PrecisionKeys.model_fields}
 NOT_COMPARED: dict[str, str] = {
-    **{key: reason for reason, keys in _KEYS.items() for key in keys.split()},
+    **{key: reason for reason, keys in _NOT_COMPARED.items() for key in keys.split()},
     **{key: reason for reason, keys in _GROUPS.items() for group in keys for key in group.model_fields},
     **dict.fromkeys((*FIXED, *OF_OPTIMIZER, *RATE_KEYS), "a change is an error, or a warning of the optimizer"),
 }
 NOT_COMPARED = {key: reason for key, reason in NOT_COMPARED.items() if key not in _OF_METHODS}
+
+
+def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
+    """Write the file of settings into the folder of a checkpoint or of the final model.
+
+    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state that of `optimizer_keys`.
+    """
+    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
+
+
+def saved_keys(folder: Path) -> dict[str, Any]:
+    """The file of settings in a folder; empty if there is none. Raises ConfigError if it cannot be read."""
+    return _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+
+
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Key, former value and value of each key that both have and whose value differs."""
+    return [(key, before[key], now[key]) for key in now if key in before and before[key] != now[key]]
+
+
+def _optimizer_changes(config: RunConfig, saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    return changed_values(saved, {key: getattr(config, key) for key in OF_OPTIMIZER})
+
+
+def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
+    """The settings of optimizer and schedule that are in effect, in a run that is resumed from `checkpoint` or new.
+
+    Settings that differ from those of the checkpoint give one warning, which says which of them have an effect.
+    """
+    now = {key: getattr(config, key) for key in OF_OPTIMIZER}
+    changed = [] if checkpoint is None else _optimizer_changes(config, saved_keys(checkpoint))
+    if not changed:
+        return now
+    restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
+    kept = {key: old for key, old, _ in changed if key in restored}
+    facts = [
+        f"{key}: {text_of(new)} has no effect, the run continues with {text_of(old)}"
+        if key in kept
+        else f"{key}: {text_of(new)} replaces {text_of(old)} from here on, without effect on earlier steps"
+        for key, old, new in changed
+    ]
+    weights = "base_model" if config.adapter is None else "lora_model_dir"
+    warnings.warn(
+        f"Optimizer settings differ from those of {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
+        f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
+        f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint.",
+        stacklevel=2,
+    )
+    return now | kept
+
+
+def run_keys(config: RunConfig) -> dict[str, Any]:
+    """The keys that must be the same on resuming, without those that this run does not read."""
+    keys = selecting_keys(config) | {key: getattr(config, key) for key in ("adapter", "optimizer", *_MODEL_KEYS)}
+    keys |= config.model_dump(include=set(RATE_KEYS))  # the state of the optimizer fits the same groups only
+    if config.adapter is None:
+        return keys | {"unfrozen_parameters": _unordered(config.unfrozen_parameters)}
+    if config.lora_model_dir is not None:  # its settings take precedence
+        return _keys_in_files(Path(config.lora_model_dir).expanduser(), config) | keys
+    return keys | {key: _unordered(getattr(config, key)) for key in _ADAPTER_KEYS}
+
+
+def check_same_run(config: RunConfig, checkpoint: Path) -> None:
+    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for the base model only warn.
+
+    Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
+    """
+    saved, now = _keys_in_files(checkpoint, config) | saved_keys(checkpoint), run_keys(config)
+    changed = [key for key, *_ in changed_values(saved, now)]
+    schedule, saved_schedule = config.lr_scheduler, saved.get("lr_scheduler", config.lr_scheduler)
+    if schedule != saved_schedule and not {schedule, saved_schedule}.isdisjoint(_WITH_OWN_STATE):
+        now["lr_scheduler"] = schedule
+        changed.append("lr_scheduler")
+    models = [key for key in _MODEL_KEYS if key in changed]
+    changed = [key for key in changed if key not in models]
+    if models and "inputs" not in saved:  # otherwise, the contents of the models are compared
+        facts = " and ".join(f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])}" for key in models)
+        warnings.warn(
+            f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
+            "that was moved.",
+            stacklevel=3,
+        )
+    problems = [
+        f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])} of {checkpoint}. Set it to "
+        f"{text_of(saved[key])}, or start a new run in another output_dir."
+        for key in changed
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
+    """The keys that can be read from the files of a model or an adapter."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        saved = _read(folder / ADAPTER_CONFIG)
+        keys = {key: saved[name] for key, name in (("lora_r", "r"), ("lora_alpha", "lora_alpha")) if name in saved}
+        return {"adapter": config.adapter or "lora", **keys}  # the same files for lora and qlora
+    return {"adapter": None} if any(folder.glob("model*.safetensors")) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) else value
+
+
+def text_of(value: Any) -> str:
+    """A value as in a config; null for an unset one."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[str, Any]:
@@ -95,7 +230,7 @@ def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[
     if "trl.reward_funcs" in settings:  # folders of reward models may be moved
         names = [name if model_folder(name) is None else Path(name).name for name in config.trl.reward_funcs or []]
         settings["trl.reward_funcs"] = names or None
-    settings |= {"bf16": uses_bf16}
+    settings["bf16"] = uses_bf16
     if uses_bf16 is None:
         del settings["bf16"]
     return json.loads(json.dumps(without_secrets(settings), default=str))
@@ -163,7 +298,7 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
     if "settings" in saved:
         changes = list(_changes(config, saved, now))
         if is_finished:
-            of_optimizer = optimizer_changes(config, saved)
+            of_optimizer = _optimizer_changes(config, saved)
             changes += [(f"{key}: {text_of(new)} instead of {text_of(old)}", "") for key, old, new in of_optimizer]
         for what, effect in changes:
             warnings.warn(
@@ -184,14 +319,8 @@ def has_other_settings(config: RunConfig, folder: Path) -> bool:
     """Whether a run that resumes from `folder` would train with other settings, or be refused because of them."""
     saved = saved_keys(folder)
     settings = run_keys(config) | compared_settings(config)
-    models = ("base_model", "gguf_file")
-    before = {key: value for key, value in (saved | saved.get("settings", {})).items() if key not in models}
-    return any(changed_values(before, settings)) or bool(optimizer_changes(config, saved))
-
-
-def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Key, former value and value of each key that both have and whose value differs."""
-    yield from ((key, before[key], now[key]) for key in now if key in before and before[key] != now[key])
+    before = {key: value for key, value in (saved | saved.get("settings", {})).items() if key not in _MODEL_KEYS}
+    return bool(changed_values(before, settings) or _optimizer_changes(config, saved))
 
 
 def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -199,7 +328,7 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
     for key, old, new in changed_values(saved["settings"], now["settings"]):
         yield f"{key}: {_short(new)} instead of {_short(old)}", _FROM_HERE
     before, inputs, names = saved["inputs"], now["inputs"], saved["names"]
-    differ = {name: list(changed_values(before.get(name, {}), parts)) for name, parts in inputs.items()}
+    differ = {name: changed_values(before.get(name, {}), parts) for name, parts in inputs.items()}
     changed = {name: ", ".join(key for key, *_ in found) for name, found in differ.items()}
     if changed["base_model"]:
         yield f"other weights of base_model: {config.model_name}", _effect_of_weights(config)
@@ -237,16 +366,7 @@ def _effect_of_weights(config: RunConfig) -> str:
 
 
 def _short(value: Any) -> str:
-    return shortened(text_of(value), _WORDS)
-
-
-_ALL = 2**26  # bytes; weights and files up to this size are read as a whole
-_BLOCK = 2**14  # bytes read of each tensor of larger weights
-_TENSORS = 4096  # at most this many of their tensors are sampled
-_BLOCKS = 1024  # of larger files that are not safetensors
-_TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model")
-# Entries of JSON files about the place or the program that saved them, and the template, which is compared separately.
-_LEFT_OUT = ("name_or_path", "is_local", "local_files_only", "transformers_version", "chat_template")
+    return shortened(text_of(value), 200)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
@@ -259,90 +379,3 @@ def model_folder(name: str, revision: str | None = None) -> Path | None:
     except ValueError:  # not a Hub id
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
-    """The tensors of the model or the adapter in `folder`: their names, types and shapes, and a sample of each.
-
-    None if there are no weights, or if they cannot be read, which is reported where they are loaded.
-    """
-    try:
-        if gguf_file is not None:
-            return sample_hash(folder / gguf_file)
-        files = _weight_files(folder)
-        if files and files[0].suffix == ".safetensors":
-            return _tensors_hash(files)
-        return json_hash([sample_hash(path) for path in files]) if files else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
-        return None
-
-
-def tokenizer_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of the tokenizer in `folder`; of JSON files, that of their contents."""
-    paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: _settings_hash(path) for path in sorted(paths)}
-
-
-def settings_of(folder: Path, name: str) -> dict[str, Any]:
-    """The contents of a JSON file of settings such as config.json, without those that do not affect the model."""
-    try:
-        values = json_object(folder / name)
-    except (OSError, ValueError):  # reported where it is loaded
-        return {}
-    return {key: value for key, value in values.items() if not key.startswith("_") and key not in _LEFT_OUT}
-
-
-def sample_hash(path: Path) -> str:
-    """The hash of a file's size and contents; of more than 64 MiB, of 1,024 evenly spaced blocks."""
-    size = path.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= _ALL:
-            found.update(file.read())
-        else:
-            for block in range(_BLOCKS):
-                file.seek((size - _BLOCK) * block // (_BLOCKS - 1))
-                found.update(file.read(_BLOCK))
-    return found.hexdigest()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers or PEFT load from a folder."""
-    for name in ("adapter_model.safetensors", "model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [folder / name]
-        if index.is_file():
-            return [folder / file for file in sorted(set(json_object(index)["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
-
-
-def _tensors_hash(files: list[Path]) -> str:
-    tensors = sorted((name, *rest) for path in files for name, *rest in _tensors(path))
-    reads_all = sum(end - start for *_, start, end in tensors) <= _ALL
-    every = 1 if reads_all else -(-len(tensors) // _TENSORS)
-    found = hashlib.sha256()
-    for place, (name, dtype, shape, path, start, end) in enumerate(tensors):
-        found.update(json.dumps([name, dtype, shape]).encode())
-        if place % every:
-            continue
-        length = end - start if reads_all else min(end - start, _BLOCK)
-        with path.open("rb") as file:
-            file.seek(start + (end - start - length) // 2)
-            found.update(file.read(length))
-    return found.hexdigest()
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, str, list[int], Path, int, int]]:
-    """Name, dtype, shape, file, start and end of each tensor of a safetensors file."""
-    header, begin = safetensors_header(path)
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        yield name, entry["dtype"], entry["shape"], path, begin + start, begin + end
-
-
-def _settings_hash(path: Path) -> str:
-    try:
-        return json_hash(settings_of(path.parent, path.name)) if path.suffix == ".json" else file_hash(path)
-    except OSError:  # reported where it is loaded
-        return ""
