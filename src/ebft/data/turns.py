@@ -9,7 +9,7 @@ from collections.abc import Callable
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from ebft.config.shapes import EOS
+from ebft.config.section import EOS
 from ebft.data.messages import Message, is_context, replies, role_names
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import TAGS

@@ -17,8 +17,8 @@ from huggingface_hub import ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import pinned_model
-from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
+from ebft.config.section import changed_keys
 from ebft.data.conversation import Renderer
 from ebft.data.locate import looks_local
 from ebft.errors import ConfigError, SaveError

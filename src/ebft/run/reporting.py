@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
+from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS
+from ebft.config.base import RayKeys
 from ebft.config.checks.combinations import FOREIGN
 from ebft.config.checks.data import chat_templates, idle_keys, idle_stream_keys
-from ebft.config.tool_keys import RayKeys
 from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, foreign_keys
