@@ -18,9 +18,7 @@ from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
 from ebft.serving.keys import ServerSettings
 
 if TYPE_CHECKING:
-    from ebft.methods.dpo import DPOKeys
-    from ebft.methods.kto import KTOKeys
-    from ebft.methods.orpo import ORPOKeys, SimPOKeys
+    from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
     from ebft.methods.reward_models import RewardKeys
     from ebft.nemo_gym.keys import NemoGymKeys
 
