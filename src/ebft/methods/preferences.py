@@ -6,7 +6,7 @@ They compare completions that are part of the data, pairs of a chosen and a reje
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -17,10 +17,8 @@ from ebft.methods.method import Method, class_at
 from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
-    from ebft.data.load import LoadedRows
     from ebft.machine import Machine
     from ebft.methods.method import MethodConfig
-    from ebft.methods.views import RowView
 
 
 class BetaKeys(Section):
@@ -62,6 +60,7 @@ class PreferenceMethod(Method):
     """A loss that compares completions that are part of the data."""
 
     rows = "preferences"
+    view = "PreferenceView"
     copy_name = "reference model"
     can_be_compared = False
     title: ClassVar[str]  # the summary
@@ -138,18 +137,8 @@ class PreferenceMethod(Method):
     def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return self.metrics
 
-    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.preferences import load_preference_rows
-
-        return load_preference_rows(config, tokenizer)
-
     def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs
-
-    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.methods.views import PreferenceView
-
-        return PreferenceView(tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         """Rows fit into `sequence_len`, so TRL cuts nothing."""
