@@ -41,7 +41,7 @@ CORE = (
     "methods",
     "config.checks",
     "config.schema",
-    "config.load config.reference",
+    "config.reference",
     "run",
 )
 TOOLS = (

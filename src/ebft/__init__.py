@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
     __version__: str
-    from ebft.config.load import load_config
-    from ebft.config.schema import RunConfig
+    from ebft.config.schema import RunConfig, load_config
     from ebft.health.callback import HealthCallback
     from ebft.health.outcome import training_outcome
     from ebft.run.training import TrainResult, train
@@ -16,7 +15,7 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.tools.evaluation.run import evaluate
 
 _EXPORTS = {
-    "load_config": "ebft.config.load",
+    "load_config": "ebft.config.schema",
     "RunConfig": "ebft.config.schema",
     "train": "ebft.run.training",
     "TrainResult": "ebft.run.training",

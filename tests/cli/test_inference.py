@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.run.reporting import description
 from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder

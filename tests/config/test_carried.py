@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import ConfigError
 from tests.config.carried.configs import COMMON, CONFIGS
 

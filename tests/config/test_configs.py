@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.run.checks import check_runnable
 
 HERE = Path(__file__).parent

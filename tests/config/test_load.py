@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from ebft.config.axolotl import UNSUPPORTED_KEYS
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import ConfigError, EBFTError
 
 

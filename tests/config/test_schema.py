@@ -6,8 +6,9 @@ from typing import get_args
 
 import ebft
 from ebft.config.axolotl import IGNORED_KEYS
-from ebft.config.reference import changed_keys, option_groups
+from ebft.config.reference import option_groups
 from ebft.config.schema import GROUPS, RunConfig
+from ebft.config.section import changed_keys
 from ebft.config.validation_errors import section_of
 
 SOURCE = Path(ebft.__file__).parent

@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError
 from ebft.machine import gib
 from ebft.models.load import load_model_config

@@ -3,7 +3,7 @@
 import shlex
 from pathlib import Path
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.tools.quickstart.main import train_line, what_next
 from ebft.tools.quickstart.run import CONFIGS, Run, own_copy
 

@@ -9,7 +9,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.tools.inference.models import model_in_folder, model_of_run

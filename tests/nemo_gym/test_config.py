@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.load import load_config, parse_yaml
-from ebft.config.schema import RunConfig
+from ebft.config.load import parse_yaml
+from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine, check_machine, check_runnable
 from ebft.serving.command import server_command

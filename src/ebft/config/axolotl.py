@@ -10,16 +10,7 @@ from pydantic import Field, create_model, model_validator
 
 from ebft.config.section import Section
 
-_TEXT_ONLY = "models are trained on text only. Remove it"
-_RELORA = (
-    "ReLoRA merges the adapter into the base weights during training, so that the result is not an adapter of "
-    "base_model. Remove it, or train all weights"
-)
-_NO_SAMPLING = "remove it; preference methods do not sample"
-_REFERENCE = "the reference model is base_model, or the adapter of lora_model_dir as it is loaded"
 IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
-_PREPARED = "rows are always prepared: in every run, or once with dataset_prepared_path"
-_KERNELS = "fused adapter kernels are not available; PEFT's layers give the same results"
 # Those that a method trains; others are refused.
 _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
@@ -27,7 +18,9 @@ _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoM
 _UNSUPPORTED = {
     # Adapters and weights
     "relora relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio relora_cpu_offload "
-    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": _RELORA,
+    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": "ReLoRA merges the adapter into "
+    "the base weights during training, so that the result is not an adapter of base_model. Remove it, or train all "
+    "weights",
     "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of base_model. "
     "Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
@@ -53,7 +46,7 @@ _UNSUPPORTED = {
     "split_batches": "micro_batch_size is that of a process. Remove it",
     "accelerator_config": "batches are split by the method. Remove it",
     "is_multimodal processor_type processor_config processor_kwargs image_size image_resize_algorithm "
-    "image_token_id audio_sampling_rate": _TEXT_ONLY,
+    "image_token_id audio_sampling_rate": "models are trained on text only. Remove it",
     # Optimizer, batches, memory
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
@@ -69,13 +62,14 @@ _UNSUPPORTED = {
     "dataset_shard_num": "set shards of the datasets",
     "dataset_shard_idx": "set shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
-    "dpo_generate_during_eval generate_during_eval": _NO_SAMPLING,
+    "dpo_generate_during_eval generate_during_eval": "remove it; preference methods do not sample",
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
     "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
     "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
-    "rl_adapter_ref_model ref_model": f"remove it; {_REFERENCE}",
+    "rl_adapter_ref_model ref_model": "remove it; the reference model is base_model, or the adapter of lora_model_dir "
+    "as it is loaded",
 }
 UNSUPPORTED_KEYS = {name: reason for names, reason in _UNSUPPORTED.items() for name in names.split()}
 
@@ -126,14 +120,15 @@ OTHER_NAMES = {
 
 
 class Ignored(NamedTuple):
-    """A key without effect: the values that give no warning, and why other values change nothing."""
+    """A key without effect: the values that give no warning, why other values change nothing, and what it accepts."""
 
     harmless: tuple[Any, ...]
     reason: str
+    type: Any = Any
 
 
-# Names, harmless values, reason: keys that accept any value, and those declared in `CarriedOverKeys`.
-_WITHOUT_TYPE = (
+# Names, harmless values, reason; those with a type accept no other values. The default of a boolean is harmless.
+_IGNORED = (
     # Kernels and layers
     (
         "liger_rms_norm_gated liger_use_token_scaling",
@@ -210,91 +205,75 @@ _WITHOUT_TYPE = (
     ("generate_samples", (False,), "rollouts are logged with log_completions"),
     ("torchdistx_path", (), "torchdistx is not used"),
     ("device", (), "the trainer places the model; see device_map"),
+    # Keys with a type
+    ("pad_to_sequence_len", (False,), "batches are padded to their longest row", bool),
+    (
+        "skip_prepare_dataset",
+        (False,),
+        "rows are always prepared: in every run, or once with dataset_prepared_path",
+        bool,
+    ),
+    ("save_safetensors", (True,), "models are always saved as safetensors", bool),
+    ("fsdp_version", (2,), "fsdp is not set", int | None),
+    ("strict", (True, False), "unknown keys are always errors", bool),
+    ("model_type", _CLASSES, "the class is determined by the model's config", str | None),
+    ("tokenizer_type", ("AutoTokenizer",), "the class is determined by the tokenizer's files", str | None),
+    ("debug", (False,), "there is no debug mode; `ebft preprocess --debug` shows rows", bool),
+    ("local_rank", (), "the launcher sets the rank of each process", int | None),
+    ("is_llama_derived_model", (), "the model family is determined by the model's config", bool | None),
+    (
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
+        (False,),
+        "fused adapter kernels are not available; PEFT's layers give the same results",
+        bool,
+    ),
+    ("liger_fused_linear_cross_entropy", (False,), IN_CHUNKS, bool),
+    (
+        "profiler_steps",
+        (),
+        "there is no built-in profiler; run the command under torch.profiler",
+        int | list[int] | None,
+    ),
 )
-_WITH_TYPE = (
-    ("pad_to_sequence_len", (False,), "batches are padded to their longest row"),
-    ("skip_prepare_dataset", (False,), _PREPARED),
-    ("save_safetensors", (True,), "models are always saved as safetensors"),
-    ("fsdp_version", (2,), "fsdp is not set"),
-    ("strict", (True, False), "unknown keys are always errors"),
-    ("model_type", _CLASSES, "the class is determined by the model's config"),
-    ("tokenizer_type", ("AutoTokenizer",), "the class is determined by the tokenizer's files"),
-    ("debug", (False,), "there is no debug mode; `ebft preprocess --debug` shows rows"),
-    ("local_rank", (), "the launcher sets the rank of each process"),
-    ("is_llama_derived_model", (), "the model family is determined by the model's config"),
-    ("lora_mlp_kernel lora_qkv_kernel lora_o_kernel", (False,), _KERNELS),
-    ("liger_fused_linear_cross_entropy", (False,), IN_CHUNKS),
-    ("profiler_steps", (), "there is no built-in profiler; run the command under torch.profiler"),
-)
-UNTYPED = {name: Ignored(harmless, reason) for names, harmless, reason in _WITHOUT_TYPE for name in names.split()}
-IGNORED_KEYS = UNTYPED | {
-    name: Ignored(harmless, reason) for names, harmless, reason in _WITH_TYPE for name in names.split()
+IGNORED_KEYS = {name: Ignored(*rest) for names, *rest in _IGNORED for name in names.split()}
+UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]
+# Of keys that have an effect beside others.
+_DESCRIPTIONS = {
+    "fsdp_version": "2, the only supported version. With fsdp_config, it enables fsdp.",
+    "model_type": "No effect: the class is determined by the model's config and the method, which it must match.",
 }
 
-KeysWithoutEffect: type[Section] = create_model(
-    "KeysWithoutEffect",
-    __base__=Section,
-    __module__=__name__,
-    **{key: (Any, Field(None, description=f"No effect: {why.reason}.")) for key, why in UNTYPED.items()},
+
+def _field(name: str) -> tuple[Any, Any]:
+    harmless, reason, accepted = IGNORED_KEYS[name]
+    default = harmless[0] if accepted is bool else None
+    return accepted, Field(default, description=_DESCRIPTIONS.get(name, f"No effect: {reason}."))
+
+
+_IgnoredKeys: type[Section] = create_model(
+    "_IgnoredKeys", __base__=Section, __module__=__name__, **{name: _field(name) for name in IGNORED_KEYS}
 )
 
 
-class CarriedOverKeys(KeysWithoutEffect):
+class CarriedOverKeys(_IgnoredKeys):
     """Keys of configs for other trainers, accepted so that those configs can be loaded."""
-
-    pad_to_sequence_len: bool = Field(False, description="No effect: batches are padded to their longest row.")
-    skip_prepare_dataset: bool = Field(False, description="No effect: rows are always prepared.")
-    save_safetensors: bool = Field(True, description="No effect: models are always saved as safetensors.")
-    fsdp_version: int | None = Field(
-        None, description="2, the only supported version. With fsdp_config, it enables fsdp."
-    )
-    strict: bool = Field(True, description="No effect: unknown keys are always errors.")
-    model_type: str | None = Field(
-        None,
-        description="No effect: the class is determined by the model's config and the method, which it must match.",
-    )
-    tokenizer_type: str | None = Field(None, description="No effect: the class is determined by the tokenizer's files.")
-    debug: bool = Field(False, description="No effect: `ebft preprocess --debug` shows rows.")
-    local_rank: int | None = Field(None, description="No effect: the launcher sets the rank of each process.")
-    is_llama_derived_model: bool | None = Field(
-        None, description="No effect: the model family is determined by the model's config."
-    )
-    lora_mlp_kernel: bool = Field(False, description="No effect: fused adapter kernels are not available.")
-    lora_qkv_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    lora_o_kernel: bool = Field(False, description="No effect, see lora_mlp_kernel.")
-    liger_fused_linear_cross_entropy: bool = Field(False, description="No effect: see chunked_cross_entropy.")
-    profiler_steps: int | list[int] | None = Field(None, description="No effect: there is no built-in profiler.")
 
     @model_validator(mode="before")
     @classmethod
-    def _unset_asks_for_nothing(cls, data: Any) -> Any:
-        """Accept unsupported keys that are empty or false, as configs for other trainers list them."""
+    def _without_what_asks_for_nothing(cls, data: Any) -> Any:
+        """Accept unsupported keys that are empty or false, or repeat another key, as configs for other trainers do."""
         if not isinstance(data, dict):
             return data
-        found = without_repeated(without_unset(data, UNSUPPORTED_KEYS))
+        again = {"bfloat16": "bf16", "float16": "fp16"}
+        asks = lambda key, value: key not in UNSUPPORTED_KEYS or value not in (None, False, "", [], {})
+        repeats = lambda key, value: key in again and value == data.get(again[key])
+        found = {key: value for key, value in data.items() if asks(key, value) and not repeats(key, value)}
+        for section in ("datasets", "test_datasets"):
+            if isinstance(found.get(section), list):
+                found[section] = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
-
-
-def without_unset(values: dict[str, Any], unsupported: dict[str, str]) -> dict[str, Any]:
-    """The keys of a config without unsupported ones that ask for nothing: those that are empty or false."""
-
-    def asks(key: str, value: Any) -> bool:
-        return value not in (None, False, "", [], {})
-
-    return {key: value for key, value in values.items() if key not in unsupported or asks(key, value)}
-
-
-def without_repeated(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config without those that repeat the value of another key, under a name that is refused."""
-    again = {"bfloat16": "bf16", "float16": "fp16"}
-    found = {key: value for key, value in values.items() if key not in again or value != values.get(again[key])}
-    for section in ("datasets", "test_datasets"):
-        entries = found.get(section)
-        if isinstance(entries, list):
-            found[section] = [_without_conversation(entry, found.get("chat_template")) for entry in entries]
-    return found
 
 
 def _without_conversation(entry: Any, chat_template: Any) -> Any:

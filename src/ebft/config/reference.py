@@ -9,7 +9,6 @@ from pydantic.fields import FieldInfo
 
 from ebft.config.base import MethodKeys
 from ebft.config.schema import GROUPS, RunConfig
-from ebft.config.section import Section
 from ebft.config.validation_errors import model_at, section_of
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -112,22 +111,3 @@ def _default(info: FieldInfo) -> str:
 
 def _spelled(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value).replace("\n", "\\n")
-
-
-def changed_keys(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of each option that differs from its default; sections in lists as plain dicts."""
-    for name, info in type(section).model_fields.items():
-        value = getattr(section, name)
-        default = None if info.is_required() else info.get_default(call_default_factory=True)
-        if isinstance(value, Section):
-            yield from changed_keys(value, f"{prefix}{name}.")
-        elif value != default:
-            yield prefix + name, _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Section):
-        return dict(changed_keys(value))
-    return value

@@ -209,6 +209,18 @@ def resolve_single_completion(options: RewardOptions, num_generations: int) -> N
     )
 
 
+def warn_of_reward(options: EBFTSection) -> None:
+    """One warning for each setting of the feature-matching reward in `ebft:` without effect."""
+    if options.alignment_coef == 0 and options.diversity_coef == 0:
+        warnings.warn(
+            "ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0, so it has no "
+            "effect. Set one of them above 0.",
+            stacklevel=3,
+        )
+    if "whitening_space" in options.model_fields_set and not options.use_whitening:
+        warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=3)
+
+
 def check_trainable(options: Any) -> None:
     """Raise ConfigError for options that are valid for evaluation but give no training signal."""
     if 0 < options.temperature < MIN_TEMPERATURE:

@@ -1,6 +1,7 @@
 """The run config: one class with the type, default, bounds and description of every key, checked when it is created."""
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, create_model, model_validator
@@ -9,15 +10,15 @@ from ebft.config.base import GROUPS as COMMON
 from ebft.config.base import MethodKeys
 from ebft.config.checks.combinations import refuse_contradictions
 from ebft.config.checks.resolve import resolve
+from ebft.config.load import read_values
 from ebft.config.section import Section
 from ebft.config.validation_errors import raise_config_error
+from ebft.errors import ConfigError
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
 from ebft.serving.keys import ServerSettings
 
 if TYPE_CHECKING:
-    from ebft.methods.dpo import DPOKeys
-    from ebft.methods.kto import KTOKeys
-    from ebft.methods.orpo import ORPOKeys, SimPOKeys
+    from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
     from ebft.methods.reward_models import RewardKeys
     from ebft.nemo_gym.keys import NemoGymKeys
 
@@ -63,6 +64,18 @@ class RunConfig(MethodConfig, KeysOfMethods):
         port = self.vllm.port if "port" in self.vllm.model_fields_set else self.server_address[1]
         depth, agents = self.trl.prefetch_depth, self.nemo_gym_enabled and self.nemo_gym_multi_turn
         return ServerSettings(self, self.vllm, port, self.seed, depth, agents)
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read the YAML file at `path`, apply `overrides` (`dotted.key=value`), and check the result.
+
+    Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
+    """
+    values = read_values(path, overrides)
+    try:
+        return RunConfig.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}:\n{error}") from None
 
 
 def _paths_as_text(value: Any) -> Any:

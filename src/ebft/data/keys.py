@@ -13,8 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from ebft.config.section import NotBlank, Section, or_null, paths
-from ebft.config.shapes import PromptFormat, ShapeKeys
+from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
 from ebft.data.transforms import LABELS, MODULES, OTHER_TYPES, PreferenceColumns, RequiredRows
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 

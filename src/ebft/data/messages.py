@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ebft.config.shapes import ShapeKeys
+from ebft.config.section import ShapeKeys
 from ebft.data.tokens import join_thinking, split_thinking
 from ebft.data.transforms.rows import first_present, optional_text, text_of
 from ebft.errors import DataError

@@ -10,7 +10,7 @@ import re
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-from ebft.config.shapes import EOS
+from ebft.config.section import EOS
 from ebft.data.messages import Message, is_context, replies, role_names
 from ebft.data.omissions import rendered_marked, texts_of
 from ebft.data.rendering import ChatTemplate

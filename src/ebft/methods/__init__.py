@@ -1,7 +1,7 @@
-"""The training methods, one file each: the keys that a method reads, the rows that it needs, its checks and metrics,
-and how it builds its training arguments and its trainer.
+"""The training methods: the keys that a method reads, the rows that it needs, its checks and metrics, and how it builds
+its training arguments and its trainer.
 
-To add a method, add a class in a new file and a line in `METHODS`; its `keys` become config keys. Code outside this
+To add a method, add a class and a line in `METHODS`; its `keys` become config keys. Code outside this
 package does not depend on which method is used. A method that is selected with a key of its own instead of `rl` has a
 line in `FLAGS`.
 """
@@ -12,11 +12,11 @@ METHODS: dict[tuple[str | None, str | None], str] = {
     ("ebft", "structured"): "ebft.methods.structured:Structured",
     ("grpo", None): "ebft.methods.grpo:GRPO",
     ("gdpo", None): "ebft.methods.grpo:GDPO",
-    ("dpo", None): "ebft.methods.dpo:DPO",
-    ("ipo", None): "ebft.methods.dpo:IPO",
-    ("kto", None): "ebft.methods.kto:KTO",
-    ("orpo", None): "ebft.methods.orpo:ORPO",
-    ("simpo", None): "ebft.methods.orpo:SimPO",
+    ("dpo", None): "ebft.methods.preferences:DPO",
+    ("ipo", None): "ebft.methods.preferences:IPO",
+    ("kto", None): "ebft.methods.preferences:KTO",
+    ("orpo", None): "ebft.methods.preferences:ORPO",
+    ("simpo", None): "ebft.methods.preferences:SimPO",
     (None, None): "ebft.methods.sft:SFT",
 }
 # Keys that select a method when they are true and `rl` is not set -> the class.

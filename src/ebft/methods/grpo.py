@@ -17,7 +17,6 @@ from ebft.config.section import option_names
 from ebft.config.user_functions import call_problem, find_function
 from ebft.errors import ConfigError
 from ebft.methods import nemo_gym
-from ebft.methods.ebft import warn_of_reward
 from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, class_at
 from ebft.models.files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
@@ -79,7 +78,7 @@ class GRPO(Method):
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
         self.warn_of_idle_options(config)
         if FEATURE_MATCHING in self._reward_names(config):
-            warn_of_reward(config)
+            rules.warn_of_reward(config.ebft)
 
     def warn_of_idle_options(self, config: MethodConfig) -> None:
         """One warning for all unused keys of `ebft:`."""

@@ -33,6 +33,14 @@ FEATURES = ("cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened", "alignment", "di
 
 HEALTHY_ROLLOUTS = {"kl": (0.0, 0.5), "truncated completions": (None, 0.3)}
 
+# Kind of rows -> the function that loads them.
+_LOADERS = {
+    "tokens": "ebft.data.load:load_token_rows",
+    "prompts": "ebft.data.prompts:load_prompt_rows",
+    "preferences": "ebft.data.preferences:load_preference_rows",
+    "labelled": "ebft.data.preferences:load_preference_rows",
+}
+
 
 @dataclass(frozen=True)
 class EvaluationSampling:
@@ -87,6 +95,7 @@ class Method(ABC):
     name: ClassVar[str]  # as used in messages
     tag: ClassVar[str]  # of the model card
     rows: ClassVar[Rows]  # what a row of data is converted to
+    view: ClassVar[str]  # the class of ebft.methods.views that shows a row
     arguments: ClassVar[str]  # the class of its training arguments, module:class, imported when it is used
     keys: ClassVar[type[Section]] = Section  # top-level config keys that it adds; other methods warn about them
     citation: ClassVar[str | None] = None  # BibTeX
@@ -149,13 +158,7 @@ class Method(ABC):
 
     def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         """Rows for training and for evaluation, which can be stored and read again."""
-        if self.rows == "prompts":
-            from ebft.data.prompts import load_prompt_rows
-
-            return load_prompt_rows(config, tokenizer)
-        from ebft.data.load import load_token_rows
-
-        return load_token_rows(config, tokenizer)
+        return class_at(_LOADERS[self.rows])(config, tokenizer)
 
     def arrange(self, config: MethodConfig, train: Dataset) -> Any:
         """The training rows as the trainer receives them, such as packed. A deterministic function of `train`."""
@@ -180,9 +183,9 @@ class Method(ABC):
         """Whether a step has the logits of all tokens in memory."""
         return False
 
-    @abstractmethod
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         """Return a function that shows a row of `arrange`, or of the evaluation rows, as the trainer reads it."""
+        return class_at(f"ebft.methods.views:{self.view}")(tokenizer)
 
     # Training
 

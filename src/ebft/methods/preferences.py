@@ -1,10 +1,13 @@
-"""What the preference methods share: keys, rows, checks and metrics. TRL computes the losses."""
+"""The preference methods: DPO, IPO, KTO, ORPO and SimPO (`rl: dpo` and so on), whose losses TRL computes.
+
+They compare completions that are part of the data, pairs of a chosen and a rejected one, or single ones with a label.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,10 +17,8 @@ from ebft.methods.method import Method, class_at
 from ebft.models.files import adapted_head, adapted_heads
 
 if TYPE_CHECKING:
-    from ebft.data.load import LoadedRows
     from ebft.machine import Machine
     from ebft.methods.method import MethodConfig
-    from ebft.methods.views import RowView
 
 
 class BetaKeys(Section):
@@ -47,27 +48,34 @@ _OF_KIND = {
     "labelled": ("field_completion", "field_label", "completion_format"),
 }
 
+_UNSUPPORTED = {
+    "sample_packing": "chosen and rejected completions are separate sequences",
+    "group_by_length": "a row has several sequences",
+    "train_on_inputs": "only completions are compared",
+    "torch_compile": "it is not tested with TRL's losses",
+}
+
 
 class PreferenceMethod(Method):
     """A loss that compares completions that are part of the data."""
 
     rows = "preferences"
+    view = "PreferenceView"
     copy_name = "reference model"
     can_be_compared = False
+    title: ClassVar[str]  # the summary
     has_reference: ClassVar[bool] = True
     trainer: ClassVar[str]  # of `ebft.preferences`, module:class
     metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
 
+    def summary(self, config: MethodConfig) -> str:
+        return self.title
+
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        for key, value, reason in (
-            ("sample_packing", config.sample_packing, "chosen and rejected completions are separate sequences"),
-            ("group_by_length", config.group_by_length, "a row has several sequences"),
-            ("train_on_inputs", config.train_on_inputs, "only completions are compared"),
-            ("torch_compile", config.torch_compile, "it is not tested with TRL's losses"),
-        ):
-            if value:
+        for key, reason in _UNSUPPORTED.items():
+            if getattr(config, key):
                 yield f"{key}: true is not supported by {self.name}: {reason}. Remove it."
         if config.deepspeed:
             yield f"deepspeed is not supported by {self.name}, where it is not tested. Set fsdp, or remove it for DDP."
@@ -129,18 +137,8 @@ class PreferenceMethod(Method):
     def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         return self.metrics
 
-    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.preferences import load_preference_rows
-
-        return load_preference_rows(config, tokenizer)
-
     def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs
-
-    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.methods.views import PreferenceView
-
-        return PreferenceView(tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         """Rows fit into `sequence_len`, so TRL cuts nothing."""
@@ -163,3 +161,187 @@ class PreferenceMethod(Method):
         needs_copy = config.adapter is None and not config.precompute_ref_log_probs
         reference = frozen_copy(model) if needs_copy else None  # before TRL changes the model's forward
         return class_at(self.trainer)(model, is_new_adapter=is_new_adapter, ref_model=reference, **common)
+
+
+Loss = Literal[
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+_UNWEIGHTED = ("aot", "aot_unpaired")
+
+
+class DPOKeys(ReferenceKeys):
+    """Keys of `rl: dpo`."""
+
+    dpo_loss_type: Loss | Annotated[list[Loss], Field(min_length=1)] | None = Field(
+        None, description="Loss of TRL's DPOTrainer, or a list of losses that are added. If unset, sigmoid."
+    )
+    dpo_loss_weights: list[float] | None = Field(
+        None, description="Weight of each loss of dpo_loss_type, if it is a list. If unset, 1 for each."
+    )
+    dpo_label_smoothing: float | None = Field(
+        None,
+        ge=0,
+        lt=0.5,
+        description="Probability that a label is wrong, for dpo_loss_type: robust, exo_pair, aot and aot_unpaired. If "
+        "unset, 0.",
+    )
+    dpo_use_weighting: bool = Field(
+        False, description="Weight pairs by the probability that the policy gives them (WPO)."
+    )
+
+
+class DPO(PreferenceMethod):
+    """DPOTrainer with the losses of `dpo_loss_type`."""
+
+    name = "rl: dpo"
+    tag = "dpo"
+    keys = DPOKeys
+    offloads_activations = True
+    arguments = "trl:DPOConfig"
+    trainer = "ebft.preferences.trainers:DPOTrainer"
+
+    def summary(self, config: MethodConfig) -> str:
+        return f"direct preference optimization (loss {', '.join(_losses(config))})"
+
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        losses, weights = _losses(config), config.dpo_loss_weights
+        if weights is not None and len(weights) != len(losses):
+            yield f"dpo_loss_weights has {len(weights)} weights for {len(losses)} losses. Set one for each loss."
+        if config.dpo_label_smoothing and not set(losses) & set(_SMOOTHED):
+            yield (
+                f"dpo_label_smoothing has no effect with dpo_loss_type: {', '.join(losses)}. Remove it, or use one of "
+                f"{', '.join(_SMOOTHED)} (robust is the sigmoid loss with noisy labels)."
+            )
+        if "exo_pair" in losses and not config.dpo_label_smoothing:
+            yield "dpo_loss_type: exo_pair needs dpo_label_smoothing above 0, for example 1e-3."
+        if config.dpo_use_weighting and set(losses) & set(_UNWEIGHTED):
+            yield f"dpo_use_weighting is not supported with dpo_loss_type: {', '.join(_UNWEIGHTED)}. Remove it."
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        return super().own_arguments(config) | {
+            "loss_type": _losses(config),
+            "loss_weights": config.dpo_loss_weights,
+            "label_smoothing": config.dpo_label_smoothing,
+            "use_weighting": config.dpo_use_weighting,
+        }
+
+
+def _losses(config: MethodConfig) -> list[str]:
+    given = config.dpo_loss_type or "sigmoid"
+    return [given] if isinstance(given, str) else given
+
+
+class IPO(DPO):
+    """The squared distance of the difference of mean log-ratios to 1 / (2 rl_beta)."""
+
+    name = "rl: ipo"
+    tag = "ipo"
+    title = "identity preference optimization (IPO)"
+    summary = PreferenceMethod.summary
+
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
+        yield from PreferenceMethod.conflicts(self, config)
+        for key in ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"):
+            if getattr(config, key) is not None:
+                yield f"{key} is incompatible with rl: ipo, whose loss is fixed. Remove it, or set rl: dpo."
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        return super().own_arguments(config) | {"loss_type": ["ipo"]}
+
+
+class KTOKeys(ReferenceKeys):
+    """Keys of `rl: kto`."""
+
+    kto_desirable_weight: float | None = Field(
+        None, ge=0, description="Weight of the losses of desirable completions. If unset, 1."
+    )
+    kto_undesirable_weight: float | None = Field(
+        None, ge=0, description="Weight of the losses of undesirable completions. If unset, 1."
+    )
+
+
+class KTO(PreferenceMethod):
+    """KTOTrainer, whose KL term pairs the rows of a batch."""
+
+    name = "rl: kto"
+    tag = "kto"
+    title = "Kahneman-Tversky optimization (KTO)"
+    rows = "labelled"
+    keys = KTOKeys
+    offloads_activations = True
+    metrics = ("loss", "rewards/margins")
+    data = "completions with a label"
+    arguments = "trl:KTOConfig"
+    trainer = "ebft.preferences.trainers:KTOTrainer"
+
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        for key in ("micro_batch_size", "eval_batch_size"):
+            if getattr(config, key) == 1:
+                yield (
+                    f"{key}: 1 is not supported by rl: kto, which estimates its KL term with completions of other rows "
+                    "of the batch. Set at least 2."
+                )
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        return super().own_arguments(config) | {
+            "desirable_weight": config.kto_desirable_weight,
+            "undesirable_weight": config.kto_undesirable_weight,
+        }
+
+
+class ORPOKeys(BetaKeys):
+    """Keys of `rl: orpo`."""
+
+    orpo_alpha: float | None = Field(
+        None, gt=0, description="orpo: weight of the odds-ratio loss; another name of rl_beta with this method."
+    )
+
+
+class ORPO(PreferenceMethod):
+    """The cross-entropy on chosen texts and an odds-ratio loss, with ORPOTrainer of trl.experimental."""
+
+    name = "rl: orpo"
+    tag = "orpo"
+    title = "odds ratio preference optimization (ORPO)"
+    keys = ORPOKeys
+    has_reference = False
+    arguments = "ebft.preferences.experimental:orpo.ORPOConfig"
+    trainer = "ebft.preferences.experimental:ORPOTrainer"
+
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        if config.orpo_alpha is not None and config.rl_beta not in (None, config.orpo_alpha):
+            yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one of them."
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        found = super().own_arguments(config)
+        return found if config.orpo_alpha is None else found | {"beta": config.orpo_alpha}
+
+
+class SimPOKeys(BetaKeys):
+    """Keys of `rl: simpo`."""
+
+    simpo_gamma: float | None = Field(
+        None, ge=0, description="simpo: target margin between chosen and rejected. If unset, TRL's default, 0.5."
+    )
+    cpo_alpha: float = Field(0.0, ge=0, description="simpo: weight of the cross-entropy on chosen completions.")
+
+
+class SimPO(PreferenceMethod):
+    """CPOTrainer of trl.experimental with the loss of SimPO."""
+
+    name = "rl: simpo"
+    tag = "simpo"
+    title = "simple preference optimization (SimPO)"
+    keys = SimPOKeys
+    has_reference = False
+    arguments = "ebft.preferences.experimental:cpo.CPOConfig"
+    trainer = "ebft.preferences.experimental:CPOTrainer"
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}
+        return super().own_arguments(config) | own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
     from ebft.machine import Machine
     from ebft.methods.method import MethodConfig
-    from ebft.methods.views import RowView
 
 
 class SFTKeys(Section):
@@ -59,6 +58,7 @@ class SFT(Method):
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
     rows = "tokens"
+    view = "SFTView"
     keys = SFTKeys
     offloads_activations = True
     runs_plain_model = True
@@ -135,11 +135,6 @@ class SFT(Method):
 
         return pack_and_report(train, config.sequence_len)
 
-    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.methods.views import SFTView
-
-        return SFTView(tokenizer)
-
     def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """A stream has no end, so the run is its only epoch."""
         return config.max_steps if config.streaming else super().steps_per_epoch(config, machine, rows)
@@ -149,7 +144,12 @@ class SFT(Method):
         own: dict[str, Any] = {"prediction_loss_only": True, "remove_unused_columns": False}
         if config.streaming:  # which every process reads
             own["accelerator_config"] = {"dispatch_batches": False}
-        return {**own, **liger_arguments(self._kernels(config))}
+        asked = self._kernels(config)
+        if asked:  # all other kernels are switched off
+            kernels = {name: key in asked for key, names in KERNELS.items() for name in names}
+            own["liger_kernel_config"] = {**kernels, "cross_entropy": False, "fused_linear_cross_entropy": False}
+            own["use_liger_kernel"] = True
+        return own
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import pack_rows
@@ -157,12 +157,17 @@ class SFT(Method):
 
         if common["args"].use_liger_kernel:
             check_kernels(unwrap_adapter(model).config.model_type, self._kernels(config))
-        if _packs_held_out(config) and common["eval_dataset"] is not None:
+        packs_held_out = config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
+        if packs_held_out and common["eval_dataset"] is not None:
             common["eval_dataset"] = pack_rows(common["eval_dataset"], config.sequence_len)
         common["chunked_cross_entropy"] = config.chunked_cross_entropy if self._may_be_in_chunks(config) else False
         common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
         if config.streaming:
-            return self._stream_trainer(config, model, tokenizer, **common)
+            from ebft.data.stream import order_of
+            from ebft.sft.stream import StreamCollator, StreamTrainer
+
+            common["data_collator"] = StreamCollator(tokenizer.pad_token_id)
+            return StreamTrainer(order_of(config), packs=config.pretrain_multipack_attn, model=model, **common)
         from ebft.data.batches import JoiningCollator
         from ebft.sft.trainer import SFTTrainer
 
@@ -176,19 +181,6 @@ class SFT(Method):
     def _may_be_in_chunks(self, config: MethodConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
-    def _stream_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, **common: Any) -> Any:
-        from ebft.data.stream import order_of
-        from ebft.sft.stream import StreamCollator, StreamTrainer
-
-        collator = StreamCollator(tokenizer.pad_token_id)
-        return StreamTrainer(
-            order_of(config), packs=config.pretrain_multipack_attn, model=model, data_collator=collator, **common
-        )
-
-
-def _packs_held_out(config: MethodConfig) -> bool:
-    return config.sample_packing if config.eval_sample_packing is None else config.eval_sample_packing
-
 
 # Key -> what Liger calls it. Its kernel of gated layers has two names, of which a model has one.
 KERNELS = {
@@ -197,15 +189,6 @@ KERNELS = {
     "liger_layer_norm": ("layer_norm",),
     "liger_glu_activation": ("swiglu", "geglu"),
 }
-_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-
-
-def liger_arguments(asked: list[str]) -> dict[str, Any]:
-    """The training arguments for the kernels of these keys; all others are switched off."""
-    if not asked:
-        return {}
-    kernels = {name: key in asked for key, names in KERNELS.items() for name in names}
-    return {"use_liger_kernel": True, "liger_kernel_config": {**kernels, **dict.fromkeys(_LOSSES, False)}}
 
 
 def check_kernels(model_type: str, asked: list[str]) -> None:

@@ -1,4 +1,7 @@
-"""Energy-based fine-tuning in strided mode (`rl: ebft`, `ebft.mode: strided`): short rollouts along each document."""
+"""Energy-based fine-tuning in strided mode (`rl: ebft`, `ebft.mode: strided`): short rollouts along each document.
+
+What structured mode shares with it stands at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,27 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.options import StridedOptions, StructuredOptions
-from ebft.config.rules import check_trainable, resolve_single_sample
+from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
-from ebft.methods.ebft import (
-    CITATION,
-    HEALTHY,
-    PAPER,
-    feature_conflicts,
-    missing_device,
-    reference_limit,
-    warn_of_options,
-    warn_of_reward,
-)
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, pass_at
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, HEALTHY_ROLLOUTS, EvaluationSampling, Method, pass_at
 
 if TYPE_CHECKING:
     from ebft.machine import Machine
     from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
+
+
+CITATION = """\
+@article{jelassi2026matching,
+  title   = {Matching Features, Not Tokens: Energy-Based Fine-Tuning of Language Models},
+  author  = {Jelassi, Samy and Kwun, Mujin and Zhao, Rosie and Li, Yuanzhi and Fusi, Nicolo and Du, Yilun and
+             Kakade, Sham M. and Domingo-Enrich, Carles},
+  journal = {arXiv preprint arXiv:2603.12248},
+  year    = {2026}
+}"""
+HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **HEALTHY_ROLLOUTS}
+PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 
 class Strided(Method):
@@ -52,8 +56,8 @@ class Strided(Method):
         estimator = config.ebft.advantage_estimator
         if "rloo_baseline" in config.ebft.model_fields_set and estimator != "rloo":
             warnings.warn(f"ebft.rloo_baseline: no effect with ebft.advantage_estimator: {estimator}.", stacklevel=2)
-        resolve_single_sample(config.ebft)
-        warn_of_reward(config)
+        rules.resolve_single_sample(config.ebft)
+        rules.warn_of_reward(config.ebft)
         if config.train_on_inputs:
             reason = "anchors and cross-entropy of a row with a prompt are restricted to its completion"
             warnings.warn(f"train_on_inputs: true has no effect in strided mode: {reason}.", stacklevel=2)
@@ -63,7 +67,7 @@ class Strided(Method):
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         try:
-            check_trainable(config.ebft)
+            rules.check_trainable(config.ebft)
         except ConfigError as error:
             yield str(error)
         unusable = rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)
@@ -110,3 +114,34 @@ class Strided(Method):
 
         collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
         return StridedEBFTTrainer(model=model, data_collator=collator, **common)
+
+
+def feature_conflicts(config: MethodConfig) -> Iterator[str]:
+    """A device for the feature network, which has no effect with an adapter."""
+    found = rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
+    if found:
+        yield found
+
+
+def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:
+    """The configured device of the feature network, if this machine does not have it."""
+    device = config.ebft.feature_device
+    if device is not None and device not in machine.devices:
+        yield f"ebft.feature_device: {device!r} is unavailable. Choose from {', '.join(machine.devices)}, or remove it."
+
+
+def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections: str) -> None:
+    """One warning for the `options` of `ebft:` and the sections that only the other mode reads."""
+    foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
+    idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
+    if idle:
+        warnings.warn(
+            f"{', '.join(idle)}: no effect on training in {config.ebft.mode} mode, only in {of_mode} mode.",
+            stacklevel=2,
+        )
+
+
+def reference_limit(config: MethodConfig) -> tuple[float, int] | None:
+    """Length limit of a completion: multiple of the reference length, minimum number of tokens. None if disabled."""
+    ebft = config.ebft
+    return (ebft.gt_length_multiplier, ebft.gt_length_floor) if ebft.adaptive_max_tokens else None

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
-from ebft.methods.ebft import (
+from ebft.methods.grpo import FEATURE_MATCHING, GRPO
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
+from ebft.methods.strided import (
     CITATION,
     HEALTHY,
     PAPER,
@@ -19,8 +21,6 @@ from ebft.methods.ebft import (
     reference_limit,
     warn_of_options,
 )
-from ebft.methods.grpo import FEATURE_MATCHING, GRPO
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
 
 if TYPE_CHECKING:
     from ebft.machine import Machine

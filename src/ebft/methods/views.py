@@ -8,7 +8,6 @@ from itertools import groupby, islice
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from ebft.anchors import BlockOptions
@@ -122,9 +121,11 @@ def printable(value: Any) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def counted(tokens: list[Token]) -> tuple[str, str]:
-    """The number of tokens that have a label, as a fact."""
-    return "in the cross-entropy", f"{sum(token.label != IGNORE for token in tokens):,} of {len(tokens):,} tokens"
+def counted(tokens: list[Token], ce_coef: float = 1.0) -> list[tuple[str, str]]:
+    """The number of tokens that have a label, as facts; `ce_coef` is the weight of their cross-entropy."""
+    number = sum(token.label != IGNORE for token in tokens)
+    idle = [] if ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]
+    return [("in the cross-entropy", f"{number:,} of {len(tokens):,} tokens"), *idle]
 
 
 def first_rows(
@@ -140,82 +141,68 @@ def first_rows(
             yield f"row {index + 1:,} of {len(rows):,} for {purpose}", show(rows[index])
 
 
+class View:
+    """Shows rows: called with one, it returns what is shown of it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
+
+
 CONTEXT = 8  # tokens shown before an anchor
 
 
-class StridedView:
+class StridedView(View):
     """Shows a row, or each document of a packed row, with the collator and the layout of the trainer."""
 
     def __init__(self, options: EBFTSection, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.options, self.texts, self.roles = options, TokenTexts(tokenizer), Roles(tokenizer)
+        super().__init__(tokenizer)
+        self.options = options
         self.collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         documents = Documents.from_inputs(self.collator([row]))
         layout = StridedLayout.place(documents, BlockOptions.of(self.options))
         references = documents.tokens[layout.reference_index()].split([len(anchors) for anchors in layout.anchors])
+        shown = zip(row.get("documents", [row]), layout.spans, layout.anchors, references, strict=True)
         parts = []
-        for number, (start, stop) in enumerate(layout.spans):
-            title = "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}"
+        for number, (document, (start, stop), anchors, blocks) in enumerate(shown):
+            ids, learned = documents.tokens[start:stop].tolist(), documents.ce_mask[start:stop].tolist()
+            tokens = self.texts.tokens(ids, learned, anchors)
+            turns = [turn for turn in documents.turns[number].tolist() if turn[1]]
             parts.append(
-                self._part(
-                    title,
-                    documents.tokens[start:stop].tolist(),
-                    documents.ce_mask[start:stop].tolist(),
-                    [turn for turn in documents.turns[number].tolist() if turn[1]],
-                    layout.anchors[number],
-                    references[number],
+                Part(
+                    "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}",
+                    tokens,
+                    [*self._facts(turns, anchors), *counted(tokens, self.options.ce_coef)],
+                    [self._block(ids, *block) for block in zip(anchors, blocks.tolist())],
+                    self.roles.of_document(document),
                 )
             )
-        roles = [self.roles.of_document(document) for document in row.get("documents", [row])]
-        return RowView([replace(part, roles=own) for part, own in zip(parts, roles, strict=True)])
+        return RowView(parts)
 
-    def _part(
-        self,
-        title: str,
-        ids: list[int],
-        learned: list[bool],
-        turns: list[list[int]],
-        anchors: list[int],
-        references: torch.Tensor,
-    ) -> Part:
-        """One document; `references` are the tokens of its blocks (blocks, generate_max_len)."""
-        tokens = self.texts.tokens(ids, learned, anchors)
-        blocks = [
-            Block(
-                anchor,
-                self.texts.joined(ids[max(0, anchor - CONTEXT) : anchor]),
-                self.texts.joined(reference.tolist()),
-            )
-            for anchor, reference in zip(anchors, references)
-        ]
-        return Part(title, tokens, [*self._facts(turns, anchors), counted(tokens), *self._idle()], blocks)
+    def _block(self, ids: list[int], anchor: int, reference: list[int]) -> Block:
+        before = ids[max(0, anchor - CONTEXT) : anchor]
+        return Block(anchor, self.texts.joined(before), self.texts.joined(reference))
 
     def _facts(self, turns: list[list[int]], anchors: list[int]) -> list[tuple[str, str]]:
         options, prompt = self.options, turns[0][0]
         sampled = len(anchors) * options.n_samples_per_prompt * options.generate_max_len
+        counts = [sum(start <= anchor < end for anchor in anchors) for start, end in turns]
+        blocks = [f"{s}-{e - 1} ({count} block{'s' * (count != 1)})" for (s, e), count in zip(turns, counts)]
         return [
             ("prompt", f"{prompt:,} tokens" if prompt else "none"),
-            *([("turns", ", ".join(self._of_turn(turn, anchors) for turn in turns))] if len(turns) > 1 else []),
+            *([("turns", ", ".join(blocks))] if len(turns) > 1 else []),
             ("first anchor", f"{anchors[0]}" if anchors else "none: too short for a block"),
             ("blocks", f"{len(anchors):,}, stride {options.stride}, {options.generate_max_len} tokens each"),
             ("sampled", f"{sampled:,} tokens: {options.n_samples_per_prompt} rollouts per anchor"),
         ]
 
-    def _of_turn(self, turn: list[int], anchors: list[int]) -> str:
-        start, end = turn
-        count = sum(start <= anchor < end for anchor in anchors)
-        return f"{start}-{end - 1} ({count} block{'s' * (count != 1)})"
 
-    def _idle(self) -> list[tuple[str, str]]:
-        return [] if self.options.ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]
-
-
-class SFTView:
+class SFTView(View):
     """Shows a row with `input_ids` and `labels`, or each document of a packed row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
+        super().__init__(tokenizer)
         self.collator = JoiningCollator(tokenizer.pad_token_id)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
@@ -224,29 +211,26 @@ class SFTView:
         learned[0] = False  # the loss compares labels with the predictions of the token before
         tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
         if "pieces" in row:  # of a stream
-            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), counted(tokens)])])
+            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), *counted(tokens)])])
         documents = row.get("documents", [row])
         parts, start = [], 0
         for number, document in enumerate(documents, 1):
             title = f"document {number} of {len(documents)}" if "documents" in row else "row"
             part = tokens[start : start + len(document["input_ids"])]
-            facts = [_beginning(part, document["prompt_length"]), counted(part)]
+            length = document["prompt_length"]
+            # The tokens before the last turn are a prompt if none of them is trained on.
+            is_trained = any(token.label != IGNORE for token in part[:length])
+            facts = [("before the last turn" if is_trained else "prompt", f"{length:,} tokens"), *counted(part)]
             parts.append(Part(title, part, facts, roles=self.roles.of_document(document)))
             start += len(part)
         return RowView(parts)
-
-
-def _beginning(tokens: list[Token], length: int) -> tuple[str, str]:
-    """The number of tokens before the last turn, as a fact; they are a prompt if none of them is trained on."""
-    is_trained = any(token.label != IGNORE for token in tokens[:length])
-    return "before the last turn" if is_trained else "prompt", f"{length:,} tokens"
 
 
 LONGEST = 400  # characters of a column that are shown
 _SHOWN = ("prompt", "remaining_turns")
 
 
-class PromptView:
+class PromptView(View):
     """Shows a row with `prompt` and, if completions are compared with it, the reference in `ground_truth`.
 
     `ce_coef` is the weight of the cross-entropy on references, None for methods without it; `note` is shown with every
@@ -262,8 +246,8 @@ class PromptView:
         mask_thinking: bool = False,
         note: str | None = None,
     ) -> None:
-        self.texts, self.renderer = TokenTexts(tokenizer), Renderer(tokenizer, chat_template_kwargs)
-        self.roles = Roles(tokenizer)
+        super().__init__(tokenizer)
+        self.renderer = Renderer(tokenizer, chat_template_kwargs)
         self.compares, self.ce_coef, self.mask_thinking = compares, ce_coef, mask_thinking
         self.notes = [] if note is None else [("note", note)]
 
@@ -304,8 +288,7 @@ class PromptView:
     def _facts(self, tokens: list[Any]) -> list[tuple[str, str]]:
         if self.ce_coef is None:
             return [("tokens", f"{len(tokens):,}"), ("cross-entropy", "none with this method")]
-        idle = [] if self.ce_coef else [("ebft.ce_coef", "0: the cross-entropy is not trained on")]
-        return [counted(tokens), *idle]
+        return counted(tokens, self.ce_coef)
 
 
 def _short(value: Any) -> str:
@@ -313,11 +296,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
-class PreferenceView:
+class PreferenceView(View):
     """Shows a row with `prompt_ids`, and `chosen_ids` and `rejected_ids`, or `completion_ids` and `label`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts, self.roles = TokenTexts(tokenizer), Roles(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         names = [name for name in ("chosen", "rejected", "completion") if f"{name}_ids" in row]
@@ -334,12 +314,8 @@ class PreferenceView:
         return Part(title, tokens, facts, roles=roles)
 
 
-class ComparisonView:
+class ComparisonView(View):
     """Shows the chosen and the rejected text of a pair, which have no labels, and its margin."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts, self.padding = TokenTexts(tokenizer), tokenizer.pad_token_id
-        self.roles = Roles(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         sides = {name: row[f"{name}_ids"] for name in ("chosen", "rejected")}
@@ -349,20 +325,16 @@ class ComparisonView:
         return RowView(parts)
 
     def _part(self, name: str, ids: list[int], other: list[int]) -> Part:
-        scored = max((index for index, token in enumerate(ids) if token != self.padding), default=0)
-        facts = [
-            ("length", f"{len(ids):,} tokens"),
-            ("scored at", f"token {scored}, {self.texts.texts(ids)[scored]!r}"),
-        ]
+        padding = self.texts.tokenizer.pad_token_id
+        scored = max((index for index, token in enumerate(ids) if token != padding), default=0)
+        text = self.texts.texts(ids)[scored]
+        facts = [("length", f"{len(ids):,} tokens"), ("scored at", f"token {scored}, {text!r}")]
         roles = self.roles.of_pair(ids, other, f"{name} reply")
         return Part(name, self.texts.tokens(ids, [False] * len(ids)), facts, roles=roles)
 
 
-class StepView:
+class StepView(View):
     """Shows a row in which the last token of each step has its class as its label."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.texts = TokenTexts(tokenizer)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         ids, labels = row["input_ids"], row["labels"]

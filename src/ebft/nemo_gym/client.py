@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx2
 
-from ebft.config.yaml_text import YAMLError, parse_yaml
+from ebft.config.load import YAMLError, parse_yaml
 from ebft.errors import ConfigError, RolloutError, ServerError
 from ebft.nemo_gym.keys import NemoGymKeys
 from ebft.printed import say

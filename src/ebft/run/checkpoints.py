@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import YAMLError, parse_yaml
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, json_object, safetensors_header
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files

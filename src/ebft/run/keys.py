@@ -4,8 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ebft.config.section import NotBlank, Section, paths
-from ebft.config.tool_keys import Steps
+from ebft.config.section import NotBlank, Section, Steps, paths
 from ebft.data.keys import SeedKeys
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 

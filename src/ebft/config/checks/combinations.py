@@ -1,8 +1,7 @@
 """Contradictions between keys: a ConfigError names the keys and how to resolve each, all of a config at once."""
 
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 from ebft.catalog import as_folder, is_gguf
 from ebft.config.axolotl import BITSANDBYTES, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
@@ -35,7 +34,7 @@ def adapter_problems(config: MethodConfig) -> Iterator[str]:
             f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
             "lora_target_modules."
         )
-    yield from _contradictions(config, _OF_ADAPTERS)
+    yield from _of_adapters(config)
     if config.lora_target_parameters is not None:
         yield from expert_problems(config, "lora_target_parameters")
 
@@ -91,177 +90,111 @@ def _uses_vllm(config: MethodConfig) -> bool:
     return config.method.rows == "prompts" and config.trl.use_vllm
 
 
-Table = tuple[tuple[Callable[[MethodConfig], object], str], ...]  # when it applies, and the message
+def _of_adapters(c: MethodConfig) -> Iterator[str]:
+    if c.peft_layers_pattern is not None and c.peft_layers_to_transform is None:
+        yield "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern."
+    if c.peft_layers_to_transform is not None and isinstance(c.lora_target_modules, str):
+        yield (
+            "peft_layers_to_transform is not supported with a regular expression in lora_target_modules. Select the "
+            "layers in the expression, or list the modules."
+        )
+    if c.peft_init_lora_weights == "orthogonal" and c.lora_r is not None and c.lora_r % 2:
+        yield f"peft_init_lora_weights: orthogonal requires an even lora_r, not {c.lora_r}. Change one of them."
+    if c.peft_use_dora and _uses_vllm(c):
+        yield "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one."
 
-_OF_ADAPTERS: Table = (
-    (
-        lambda c: c.peft_layers_pattern is not None and c.peft_layers_to_transform is None,
-        "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern.",
-    ),
-    (
-        lambda c: c.peft_layers_to_transform is not None and isinstance(c.lora_target_modules, str),
-        "peft_layers_to_transform is not supported with a regular expression in lora_target_modules. Select the layers "
-        "in the expression, or list the modules.",
-    ),
-    (
-        lambda c: c.peft_init_lora_weights == "orthogonal" and c.lora_r is not None and c.lora_r % 2,
-        "peft_init_lora_weights: orthogonal requires an even lora_r, not {c.lora_r}. Change one of them.",
-    ),
-    (
-        lambda c: c.peft_use_dora and _uses_vllm(c),
-        "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one.",
-    ),
+
+def _is_set(config: MethodConfig, key: str) -> bool:
+    """Whether a key has another value than its default, and is not switched off."""
+    value = getattr(config, key)
+    return value is not False and value != type(config).model_fields[key].get_default(call_default_factory=True)
+
+
+# Two keys of which only one can be set.
+_EXCLUSIVE = (
+    ("embedding_lr", "embedding_lr_scale"),
+    ("warmup_steps", "warmup_ratio"),
+    ("test_datasets", "val_set_size"),
+    ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
+    ("deepspeed", "fsdp"),
 )
-_CONTRADICTIONS: Table = (
-    # Both are set
-    (
-        lambda c: c.embedding_lr is not None and c.embedding_lr_scale is not None,
-        "embedding_lr and embedding_lr_scale are both set. Keep one of them.",
-    ),
-    (
-        lambda c: c.warmup_steps is not None and c.warmup_ratio is not None,
-        "warmup_steps and warmup_ratio are both set. Keep one of them.",
-    ),
-    (
-        lambda c: c.chat_template_jinja is not None and c.chat_template not in (None, "jinja"),
-        "chat_template and chat_template_jinja are both set. Keep one of them.",
-    ),
-    (
-        lambda c: c.test_datasets and c.val_set_size,
-        "test_datasets and val_set_size are both set. Keep one of them.",
-    ),
-    (
-        lambda c: c.resume_from_checkpoint and c.auto_resume_from_checkpoints,
-        "resume_from_checkpoint and auto_resume_from_checkpoints are both set. Keep one of them.",
-    ),
-    (lambda c: c.deepspeed and c.fsdp, "deepspeed and fsdp are both set. Keep one of them."),
-    (lambda c: c.bf16 is True and c.fp16, "bf16 and fp16 are both true. Keep one of them."),
-    (
-        lambda c: c.load_in_4bit and c.load_in_8bit,
-        "load_in_4bit and load_in_8bit are both true. Keep one of them.",
-    ),
-    (
-        lambda c: (
-            None not in (c.trl.chat_template_kwargs, c.chat_template_kwargs)
-            and c.trl.chat_template_kwargs != c.chat_template_kwargs
-        ),
-        "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one.",
-    ),
-    # One needs the other
-    (
-        lambda c: c.adapter == "qlora" and not c.load_in_4bit,
-        "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora.",
-    ),
-    (
-        lambda c: c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit,
-        "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit.",
-    ),
-    (
-        lambda c: c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit,
-        "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit.",
-    ),
-    (
-        lambda c: c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config),
-        "dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it.",
-    ),
-    (
-        lambda c: c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers,
-        "dataloader_prefetch_factor needs dataloader_num_workers of at least 1. Set it, or remove the factor.",
-    ),
-    (
-        lambda c: c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine",
-        "cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one of them.",
-    ),
-    (
-        lambda c: c.chat_template == "jinja" and c.chat_template_jinja is None,
-        "chat_template: jinja needs the text of the template in chat_template_jinja. Set it.",
-    ),
-    (
-        lambda c: c.early_stopping_patience is not None and not _holds_out(c),
-        "early_stopping_patience needs held-out data. Set val_set_size or test_datasets, or remove it.",
-    ),
-    (
-        lambda c: (
-            c.early_stopping_patience is not None
-            and _holds_out(c)
-            and (c.eval_strategy == "no" or c.evals_per_epoch == 0)
-        ),
-        "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it.",
-    ),
-    (
-        lambda c: c.save_strategy == "best" and not _holds_out(c),
-        "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch.",
-    ),
-    (
-        lambda c: c.load_best_model_at_end and not _holds_out(c),
-        "load_best_model_at_end needs held-out data. Set val_set_size or test_datasets, or remove it.",
-    ),
-    (
-        lambda c: c.metric_for_best_model and not _holds_out(c),
-        "metric_for_best_model needs held-out data. Set val_set_size or test_datasets, or remove it.",
-    ),
-    (
-        lambda c: c.use_ray and c.ddp and c.ray_num_workers == 1,
-        "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp.",
-    ),
-    (
-        lambda c: c.use_ray and c.fsdp and c.ray_num_workers == 1,
-        "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp.",
-    ),
-    # One has no effect without the other
-    (
-        lambda c: c.torch_compile_backend is not None and not c.torch_compile,
-        "torch_compile_backend has no effect without torch_compile: true. Add it, or remove torch_compile_backend.",
-    ),
-    (
-        lambda c: c.torch_compile_mode is not None and not c.torch_compile,
-        "torch_compile_mode has no effect without torch_compile: true. Add it, or remove torch_compile_mode.",
-    ),
-    (
-        lambda c: c.loss_watchdog_patience is not None and c.loss_watchdog_threshold is None,
-        "loss_watchdog_patience has no effect without loss_watchdog_threshold. Set it, or remove the patience.",
-    ),
-    (
-        lambda c: c.loraplus_lr_ratio is not None and c.adapter is None,
-        "loraplus_lr_ratio has no effect without an adapter. Set adapter: lora, or remove it.",
-    ),
-    (
-        lambda c: c.loraplus_lr_embedding is not None and c.loraplus_lr_ratio is None,
-        "loraplus_lr_embedding has no effect without loraplus_lr_ratio. Set it, or remove loraplus_lr_embedding.",
-    ),
-    (
-        lambda c: c.fsdp_config and not c.fsdp and (c.fsdp is not None or c.fsdp_version is None),
-        "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it.",
-    ),
-    # One excludes the other
-    (
-        lambda c: c.neftune_noise_alpha is not None and not c.method.runs_plain_model,
-        f"neftune_noise_alpha is not supported with {{c.method.name}}: {NEFTUNE}. Remove it.",
-    ),
-    (
-        lambda c: c.overrides_of_model_config.model_fields_set and not c.method.runs_plain_model,
-        "overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
-        "Remove it.",
-    ),
-    (
-        lambda c: c.use_ray and c.manages_server,
-        "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
-        "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server.",
-    ),
-    (
-        lambda c: c.use_ray and c.ray_max_failures and c.save_only_model,
-        "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: true. "
-        "Remove one of them.",
-    ),
+# A key, the key without which it has no effect, what that is called, and what to do.
+_DEPENDENT = (
+    ("torch_compile_backend", "torch_compile", "torch_compile: true", "Add it, or remove torch_compile_backend."),
+    ("torch_compile_mode", "torch_compile", "torch_compile: true", "Add it, or remove torch_compile_mode."),
+    ("loss_watchdog_patience", "loss_watchdog_threshold", "loss_watchdog_threshold", "Set it, or remove the patience."),
+    ("loraplus_lr_ratio", "adapter", "an adapter", "Set adapter: lora, or remove it."),
+    ("loraplus_lr_embedding", "loraplus_lr_ratio", "loraplus_lr_ratio", "Set it, or remove loraplus_lr_embedding."),
 )
 
 
-def _contradictions(config: MethodConfig, table: Table) -> Iterator[str]:
-    return (message.format(c=config) for applies, message in table if applies(config))
+def _both_set(c: MethodConfig) -> Iterator[str]:
+    for first, second in _EXCLUSIVE:
+        if _is_set(c, first) and _is_set(c, second):
+            yield f"{first} and {second} are both set. Keep one of them."
+    if c.chat_template_jinja is not None and c.chat_template not in (None, "jinja"):
+        yield "chat_template and chat_template_jinja are both set. Keep one of them."
+    if c.bf16 is True and c.fp16:
+        yield "bf16 and fp16 are both true. Keep one of them."
+    if c.load_in_4bit and c.load_in_8bit:
+        yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
+    kwargs, same = c.chat_template_kwargs, c.trl.chat_template_kwargs
+    if None not in (kwargs, same) and kwargs != same:
+        yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
 
 
-def _holds_out(config: MethodConfig) -> bool:
-    return bool(config.test_datasets or config.val_set_size)
+def _needs_another(c: MethodConfig) -> Iterator[str]:
+    if c.adapter == "qlora" and not c.load_in_4bit:
+        yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
+    if c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit:
+        yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
+    if c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit:
+        yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
+    if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
+        yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
+    if c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers:
+        yield "dataloader_prefetch_factor needs dataloader_num_workers of at least 1. Set it, or remove the factor."
+    if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":
+        yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one of them."
+    if c.chat_template == "jinja" and c.chat_template_jinja is None:
+        yield "chat_template: jinja needs the text of the template in chat_template_jinja. Set it."
+    if not (c.test_datasets or c.val_set_size):
+        for key in ("early_stopping_patience", "load_best_model_at_end", "metric_for_best_model"):
+            if getattr(c, key):
+                yield f"{key} needs held-out data. Set val_set_size or test_datasets, or remove it."
+        if c.save_strategy == "best":
+            yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
+    elif c.early_stopping_patience is not None and (c.eval_strategy == "no" or c.evals_per_epoch == 0):
+        yield "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it."
+    if c.use_ray and c.ddp and c.ray_num_workers == 1:
+        yield "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp."
+    if c.use_ray and c.fsdp and c.ray_num_workers == 1:
+        yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
+    for key, other, named, remedy in _DEPENDENT:
+        if _is_set(c, key) and not _is_set(c, other):
+            yield f"{key} has no effect without {named}. {remedy}"
+    if c.fsdp_config and not c.fsdp and (c.fsdp is not None or c.fsdp_version is None):
+        yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
+
+
+def _excluded(c: MethodConfig) -> Iterator[str]:
+    if c.neftune_noise_alpha is not None and not c.method.runs_plain_model:
+        yield f"neftune_noise_alpha is not supported with {c.method.name}: {NEFTUNE}. Remove it."
+    if c.overrides_of_model_config.model_fields_set and not c.method.runs_plain_model:
+        yield (
+            f"overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
+            "Remove it."
+        )
+    if c.use_ray and c.manages_server:
+        yield (
+            "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
+            "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server."
+        )
+    if c.use_ray and c.ray_max_failures and c.save_only_model:
+        yield (
+            "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: "
+            "true. Remove one of them."
+        )
 
 
 def refuse_contradictions(config: MethodConfig) -> None:
@@ -270,7 +203,9 @@ def refuse_contradictions(config: MethodConfig) -> None:
         contradictory_selection,
         adapter_problems,
         unfrozen_problems,
-        partial(_contradictions, table=_CONTRADICTIONS),
+        _both_set,
+        _needs_another,
+        _excluded,
         _of_axolotl,
         _model_type,
         _schedule,

@@ -10,16 +10,28 @@ from ebft.errors import DataError
 if TYPE_CHECKING:
     from ebft.methods.method import MethodConfig
 
-_COMPLETION = ("completion", "completion.transform")
+# Keys that are not supported with streaming, and what follows these words.
+_NOT_STREAMED = {
+    "val_set_size": ": a stream has no length. Set test_datasets, or remove it.",
+    "excess_length_strategy": ", where documents are cut at the ends of rows. Remove it.",
+    "dataset_exact_deduplication": ", which does not keep the documents that it has read. Remove it, or remove "
+    "repeated documents from the files.",
+    "group_by_length": ", where all rows have the same length. Remove it.",
+}
 
 
 def stream_problems(config: "MethodConfig") -> Iterator[str]:
     """Contradictions, one message each."""
+    for number, entry in enumerate(config.test_datasets):
+        if entry.skip:
+            yield (
+                f"test_datasets.{number}.skip is not supported: held-out rows are prepared. Set split: "
+                f"train[{entry.skip}:]."
+            )
     if not config.streaming:
         for number, entry in enumerate(config.datasets):
             if entry.skip:
                 yield f"datasets.{number}.skip is only read with streaming: true. Set split: train[{entry.skip}:]."
-        yield from _of_test_datasets(config)
         return
     if not config.method.reads_streams:
         yield (
@@ -33,20 +45,9 @@ def stream_problems(config: "MethodConfig") -> Iterator[str]:
             "max_steps is missing: a stream has no length, so the number of steps must be set. A step trains on "
             "sequence_len x micro_batch_size x gradient_accumulation_steps x processes tokens."
         )
-    if config.val_set_size:
-        yield "val_set_size is not supported with streaming: a stream has no length. Set test_datasets, or remove it."
-    if config.excess_length_strategy:
-        yield (
-            "excess_length_strategy is not supported with streaming, where documents are cut at the ends of rows. "
-            "Remove it."
-        )
-    if config.dataset_exact_deduplication:
-        yield (
-            "dataset_exact_deduplication is not supported with streaming, which does not keep the documents that it "
-            "has read. Remove it, or remove repeated documents from the files."
-        )
-    if config.group_by_length:
-        yield "group_by_length is not supported with streaming, where all rows have the same length. Remove it."
+    for key, reason in _NOT_STREAMED.items():
+        if getattr(config, key):
+            yield f"{key} is not supported with streaming{reason}"
     if config.dataloader_num_workers > 1:
         yield (
             f"dataloader_num_workers: {config.dataloader_num_workers} is not supported with streaming: one worker "
@@ -54,11 +55,10 @@ def stream_problems(config: "MethodConfig") -> Iterator[str]:
         )
     for number, entry in enumerate(config.datasets):
         yield from _of_entry(f"datasets.{number}", entry)
-    yield from _of_test_datasets(config)
 
 
-def _of_entry(where: str, entry) -> Iterator[str]:
-    if entry.type not in _COMPLETION:
+def _of_entry(where: str, entry: DatasetEntry) -> Iterator[str]:
+    if entry.type not in ("completion", "completion.transform"):
         yield (
             f"{where}.type: {entry.type} is not supported with streaming, which reads raw text. Set type: completion, "
             "or remove streaming."
@@ -70,15 +70,6 @@ def _of_entry(where: str, entry) -> Iterator[str]:
         )
     if entry.shards is not None:
         yield f"{where}.shards is not supported with streaming. Remove it, or name a part of the files in data_files."
-
-
-def _of_test_datasets(config: "MethodConfig") -> Iterator[str]:
-    for number, entry in enumerate(config.test_datasets):
-        if entry.skip:
-            yield (
-                f"test_datasets.{number}.skip is not supported: held-out rows are prepared. Set split: "
-                f"train[{entry.skip}:]."
-            )
 
 
 def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
@@ -100,10 +91,6 @@ def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
         yield "batch_flattening has no effect with streaming: rows are filled, and need no padding."
     if not config.sample_packing and "sample_packing" in config.model_fields_set:
         yield "sample_packing: false has no effect with streaming: documents always fill rows of sequence_len tokens."
-
-
-# The defaults may be written out with any transform.
-_PLAIN_NAMES = {"role": "role", "content": "content"}
 
 
 def entry_conflicts(config: DataSettings) -> Iterator[str]:
@@ -131,7 +118,7 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         if config.train_on_inputs and labels:
             yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
     yield from _strategy(config)
-    if config.train_on_inputs and config.roles_to_train not in (None, ["assistant"]):
+    if config.train_on_inputs and _roles(config):
         yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one of them."
 
 
@@ -163,56 +150,53 @@ def chat_templates(config: DataSettings) -> dict[str, str]:
 
 def idle_keys(config: DataSettings) -> Iterator[str]:
     """Warnings about keys of datasets that are set but have no effect."""
-    for where, entry in entries_of(config):
+    required, entries = config.required_rows, entries_of(config)
+    for where, entry in entries:
         if entry.preprocess_shards is not None:
             yield f"{where}.preprocess_shards has no effect: rows are prepared in batches."
-    required = config.required_rows
     if required.kind == "tokens":
-        yield from _empty_labels(config)
-        yield from _labels_of_one_turn(config)
-        if required.block is not None:
-            yield from _ends_between_turns(config)
+        for where, entry in entries:
+            yield from _idle_labels(where, entry, _roles(config), is_strided=required.block is not None)
         return
-    found = [f"{where}.{key}" for where, entry in entries_of(config) for key in LABELS if _is_set(entry, key)]
-    found += ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
+    found = [f"{where}.{key}" for where, entry in entries for key in LABELS if _is_set(entry, key)] + _roles(config)
     if found:
         yield f"{', '.join(found)}: no effect with {required.method}, which determines the turns that are trained on."
-    tools = [f"{where}.field_tools" for where, entry in entries_of(config) if _is_set(entry, "field_tools")]
+    tools = [f"{where}.field_tools" for where, entry in entries if _is_set(entry, "field_tools")]
     if tools:
         yield f"{', '.join(tools)}: no effect with {required.method}, which renders chats without tools of rows."
 
 
-def _empty_labels(config: DataSettings) -> Iterator[str]:
-    for where, entry in entries_of(config):
-        if entry.empty_labels:
-            keys = ", ".join(f"{where}.{key}" for key in entry.empty_labels)
-            yield (
-                f"{keys}: empty, so the default applies, which trains on every assistant turn and its end. To train on "
-                "the last turn only, use type: ebft_strided_chat.transform_last_turn."
-            )
+# Transforms that determine the turns that are trained on.
+_OF_FIXED_TURNS = (
+    "ebft_strided_chat.transform_last_turn",
+    "ebft_strided_chat.transform_all_turns",
+    "ebft_reasoning.transform_strided",
+)
 
 
-def _labels_of_one_turn(config: DataSettings) -> Iterator[str]:
-    fixed = [f"ebft_strided_chat.transform_{turns}" for turns in ("last_turn", "all_turns")]
-    fixed.append("ebft_reasoning.transform_strided")
-    of_all = ["roles_to_train"] if config.roles_to_train not in (None, ["assistant"]) else []
-    for where, entry in entries_of(config):
-        found = of_all + [f"{where}.{key}" for key in (*LABELS, "field_tools") if _is_set(entry, key)]
-        if found and entry.type in fixed:
-            yield (
-                f"{', '.join(found)}: no effect with type: {entry.type}, which determines the turns that are trained "
-                "on. Use type: ebft_strided_chat.transform."
-            )
+def _idle_labels(where: str, entry: DatasetEntry, roles: list[str], is_strided: bool) -> Iterator[str]:
+    if entry.empty_labels:
+        keys = ", ".join(f"{where}.{key}" for key in entry.empty_labels)
+        yield (
+            f"{keys}: empty, so the default applies, which trains on every assistant turn and its end. To train on "
+            "the last turn only, use type: ebft_strided_chat.transform_last_turn."
+        )
+    found = roles + [f"{where}.{key}" for key in (*LABELS, "field_tools") if _is_set(entry, key)]
+    if found and entry.type in _OF_FIXED_TURNS:
+        yield (
+            f"{', '.join(found)}: no effect with type: {entry.type}, which determines the turns that are trained "
+            "on. Use type: ebft_strided_chat.transform."
+        )
+    if is_strided and entry.train_on_eos == "all":  # the loss is restricted to turns, as the anchors are
+        yield (
+            f"{where}.train_on_eos: all has the effect of turn in strided mode, whose cross-entropy is restricted "
+            "to the turns that are trained on."
+        )
 
 
-def _ends_between_turns(config: DataSettings) -> Iterator[str]:
-    """The loss of strided mode is restricted to turns, as the anchors are."""
-    for where, entry in entries_of(config):
-        if entry.train_on_eos == "all":
-            yield (
-                f"{where}.train_on_eos: all has the effect of turn in strided mode, whose cross-entropy is restricted "
-                "to the turns that are trained on."
-            )
+def _roles(config: DataSettings) -> list[str]:
+    """The key roles_to_train, if its value is not the default, which may be written out."""
+    return [] if config.roles_to_train in (None, ["assistant"]) else ["roles_to_train"]
 
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
@@ -235,14 +219,11 @@ def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
 def _is_set(entry: DatasetEntry, key: str) -> bool:
     """Whether a key has another value than its default, or than the default that is written out."""
     value: Any = getattr(entry, key)
+    if key == "message_property_mappings":
+        return not (value or {}).items() <= {"role": "role", "content": "content"}.items()
     default = DatasetEntry.model_fields[key].get_default(call_default_factory=True)
-    harmless = {
-        "message_property_mappings": _PLAIN_NAMES.items() >= (value or {}).items() if isinstance(value, dict) else True,
-        "roles_to_train": value == ["assistant"],
-        "train_on_eos": value == "turn",
-        "train_on_eot": value == "turn",
-    }
-    return value != default and not harmless.get(key, False)
+    written_out = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "train_on_eot": "turn"}
+    return value not in (default, written_out.get(key, default))
 
 
 def _built_in(entry: DatasetEntry) -> str | None:

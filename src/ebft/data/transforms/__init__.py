@@ -23,8 +23,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from ebft.config.options import EBFTSection
-from ebft.config.section import STRICT, NotBlank, Section
-from ebft.config.shapes import without_empty_names
+from ebft.config.section import STRICT, NotBlank, Section, without_empty_names
 from ebft.config.user_functions import find_function, no_function
 from ebft.errors import DataError
 

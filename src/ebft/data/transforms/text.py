@@ -19,7 +19,7 @@ from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
-from ebft.config.shapes import PromptFormat
+from ebft.config.section import PromptFormat
 from ebft.data.transforms.rows import (
     encode,
     first_present,

@@ -13,9 +13,9 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from ebft.config.load import load_config
-from ebft.config.reference import changed_keys, option_groups
-from ebft.config.schema import RunConfig
+from ebft.config.reference import option_groups
+from ebft.config.schema import RunConfig, load_config
+from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, DataError, EBFTError
 from ebft.files import is_free
 from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text

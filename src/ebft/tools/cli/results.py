@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
 from ebft.printed import printable_json, safe_console, say
 from ebft.run_files import check_rollouts, check_run, read_object

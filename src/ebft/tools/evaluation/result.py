@@ -25,8 +25,8 @@ from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
 if TYPE_CHECKING:
+    from ebft.config.base import EvaluationSection
     from ebft.config.schema import RunConfig
-    from ebft.config.tool_keys import EvaluationSection
 
 HISTOGRAM_BINS = 40
 

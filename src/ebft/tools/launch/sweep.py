@@ -22,9 +22,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from ebft.config.load import load_config
-from ebft.config.schema import RunConfig
-from ebft.config.yaml_text import YAMLError, parse_yaml, problem
+from ebft.config.load import YAMLError, parse_yaml, problem
+from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError, EBFTError, shortened
 from ebft.files import check_regular, write_text
 from ebft.printed import without_secrets

@@ -15,9 +15,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ebft.config.load import load_config
-from ebft.config.reference import changed_keys
-from ebft.config.schema import RunConfig
+from ebft.config.schema import RunConfig, load_config
+from ebft.config.section import changed_keys
 from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer

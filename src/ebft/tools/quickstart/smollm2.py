@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ebft.config.load import load_config
+from ebft.config.schema import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
 from ebft.tools.fetch import fetch_model
