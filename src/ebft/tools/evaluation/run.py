@@ -44,15 +44,7 @@ from ebft.structured.trainer import labelled_reference
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import (
-    KEY,
-    Settings,
-    Task,
-    add_downstream,
-    check_comparable,
-    load_held_out,
-    load_metrics,
-)
+from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
 
 
 def evaluate(
@@ -157,7 +149,9 @@ class PromptMeasure:
                     self._add_features(document, conversation, rollouts)
                     self._add_rollout_nll(document, rollouts)
                 if self.task.metrics:
-                    self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
+                    replies = [self._reply(rollout, row) for rollout in (*rollouts, best)]
+                    columns = {**self.task.held_out.raw(document), **row}
+                    self.scores.add_all(self.task.downstream(row["prompt"], replies, columns), [document])
         return self.scores
 
     def _fits(self, conversation: Conversation) -> bool:
@@ -207,20 +201,6 @@ class PromptMeasure:
     def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
         for position, value in enumerate(nll.tolist()):
             self.scores.add(f"{CURVE}/{name}/{_bin(position)}", [document], [value])
-
-    def _add_downstream(
-        self, document: int, row: dict[str, Any], rollouts: list[Rollout], best: Rollout, raw: dict[str, Any]
-    ) -> None:
-        add_downstream(
-            self.scores,
-            self.task.metrics,
-            document,
-            row["prompt"],
-            [self._reply(rollout, row) for rollout in rollouts],
-            self._reply(best, row),
-            {**raw, **row},
-            self.task.settings.pass_at,
-        )
 
     def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
         """Return a completion as text, or, for several turns, as messages starting with the first reply."""
@@ -307,16 +287,9 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
         sampled = completions.sample(conversations, f"batch {number}")
         greedy = completions.greedy(conversations)
         for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
-            add_downstream(
-                scores,
-                task.metrics,
-                document,
-                task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True),
-                [completions.text(rollout.ids) for rollout in rollouts],
-                completions.text(best.ids),
-                task.held_out.raw(document),
-                task.settings.pass_at,
-            )
+            prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
+            replies = [completions.text(rollout.ids) for rollout in (*rollouts, best)]
+            scores.add_all(task.downstream(prompt, replies, task.held_out.raw(document)), [document])
 
 
 def _conversation(row: dict[str, Any]) -> Conversation:

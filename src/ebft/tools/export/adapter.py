@@ -20,16 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebft.errors import ModelError
+from ebft.errors import ModelError, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
 from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
-WEIGHTS = "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
@@ -228,7 +227,7 @@ def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
     if result.unexpected_keys:
         raise ModelError(
             f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
-            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base-model)."
+            f"{some_of(result.unexpected_keys, 3)}. Merge it into the model that it was trained on (--base-model)."
         )
 
 
@@ -239,7 +238,7 @@ def _check_loaded(adapter: Adapter) -> None:
         if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
             missing += names
     if missing:
-        raise ModelError(f"The adapter has no weights, or NaN, for {_some(missing)}.")
+        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
 
 
 def _changed(layer: LoraLayer, prefix: str) -> list[str]:
@@ -284,11 +283,6 @@ def _same(adapter: Adapter, name: str, source: str) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
-
-
-def _some(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 WITHOUT = "Or merge into the weights without quantisation, with adapter=lora load_in_4bit=false load_in_8bit=false."
