@@ -30,6 +30,11 @@ def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def positions_of(model: nn.Module) -> int | None:
+    """The largest number of positions of a causal LM, with or without adapter; None if it has no limit."""
+    return getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
+
+
 def backbone_name(causal_lm: PreTrainedModel) -> str:
     """The attribute that contains the decoder, without the language-model head."""
     if isinstance(causal_lm._modules.get(causal_lm.base_model_prefix), PreTrainedModel):

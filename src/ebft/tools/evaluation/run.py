@@ -30,7 +30,7 @@ from ebft.data.lengths import fits_one_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.features import check_sampled_ids
-from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.causal_lm import evaluating, positions_of, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported
 from ebft.rewards import unbiased_cfm_loss
@@ -156,8 +156,7 @@ class PromptMeasure:
 
     def _fits(self, conversation: Conversation) -> bool:
         """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
-        config = unwrap_adapter(self.subject.policy).config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = self.completions.positions
         # The token that ends the reference is scored too.
         return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
 
@@ -311,8 +310,8 @@ class Completions:
         pad = self.tokenizer.pad_token_id
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
-        positions = getattr(unwrap_adapter(policy).config.get_text_config(), "max_position_embeddings", None)
-        self._limits = Limits(settings.max_new_tokens, settings.by_reference, positions)
+        self.positions = positions_of(policy)
+        self._limits = Limits(settings.max_new_tokens, settings.by_reference, self.positions)
 
     def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
         """Return the samples of each conversation; the random numbers depend on the seed and `name`."""

@@ -298,7 +298,14 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
         self._bits, self._dtype = bits, dtype
-        self._functional = _bitsandbytes()
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModelError(
+                "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
+                f"pip install 'ebft[qlora]'. {WITHOUT}"
+            )
+        from bitsandbytes import functional
+
+        self._functional = functional
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
@@ -327,14 +334,3 @@ class BitsAndBytesRounding:
 
 def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
-
-
-def _bitsandbytes() -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
-            f"pip install 'ebft[qlora]'. {WITHOUT}"
-        )
-    from bitsandbytes import functional
-
-    return functional

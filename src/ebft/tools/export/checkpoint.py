@@ -24,7 +24,7 @@ from ebft.errors import ModelError
 from ebft.files import file_hash, write_text
 from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
 
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,13 @@ class Checkpoint:
         """All weights by name, on the meta device."""
         return {key: weight for weights in self.files.values() for key, weight in weights.items()}
 
-    def file_of(self) -> dict[str, str]:
-        """The file of each weight."""
-        return {key: name for name, weights in self.files.items() for key in weights}
-
 
 class Reader:
     """Reads single weights; a context manager that closes the files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._folder, self._file_of = checkpoint.folder, checkpoint.file_of()
+        self._folder = checkpoint.folder
+        self._file_of = {key: name for name, weights in checkpoint.files.items() for key in weights}
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -85,9 +82,7 @@ def base_folder(name: str, revision: str | None = None) -> Path:
     if locate(name, "model", "base_model") is not None:
         return Path(lasting_name(name))
     try:
-        return Path(
-            snapshot_download(name, revision=revision, ignore_patterns=[*PICKLED, "*.gguf", "*.msgpack", "*.h5"])
-        )
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
     except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
 

@@ -38,7 +38,7 @@ from ebft.tools.export.adapter import (
     read_adapter_weights,
 )
 from ebft.tools.export.checkpoint import (
-    PICKLED,
+    OTHER_FORMATS,
     Checkpoint,
     Reader,
     ShardFolder,
@@ -54,28 +54,10 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-_NOT_COPIED = (
-    "*.safetensors",
-    "*.index.json",
-    *PICKLED,
-    "*.gguf",
-    "*.msgpack",
-    "*.h5",
-    "*.onnx",
-    "README.md",
-    MARK,
-    ".*",
-)
+_NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*")
 
 
 @dataclass(frozen=True)

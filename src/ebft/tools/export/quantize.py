@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import DataError, ModelError
-from ebft.files import allow_readers, json_object, read_text
-from ebft.models.files import refuse_classifier
+from ebft.files import allow_readers, read_text
+from ebft.models.files import read_object, refuse_classifier
 from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
@@ -166,11 +166,7 @@ def _check_source(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} contains no model (no config.json).")
-    try:
-        values = json_object(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from error
-    quantised = values.get("quantization_config")
+    quantised = read_object(folder / "config.json", "Copy or download it again.").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
 from ebft.files import ADAPTER_CONFIG as _ADAPTER
-from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, publish
+from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, json_object, publish
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
 from ebft.tools.export.checkpoint import parse_size
@@ -121,9 +120,7 @@ def _check_complete(parts: Path) -> None:
     if not sums.is_file():
         return
     try:
-        listed = json.loads(sums.read_text(encoding="utf-8"))
-        if not isinstance(listed, dict):
-            raise ValueError("it is not a JSON object")
+        listed = json_object(sums)
     except (OSError, ValueError) as error:
         raise ModelError(f"{sums} is damaged: {cause(error)}") from error
     for name, value in listed.items():
