@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError
-from ebft.files import file_hash, write_text
+from ebft.files import file_hash, publish, write_text
 from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
 
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
@@ -85,6 +87,31 @@ def base_folder(name: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
     except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
+
+
+def check_free(to: Path) -> None:
+    """Raise ModelError unless `to` is an empty folder, or does not exist."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
+
+
+@contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """Context manager with a folder that is moved to `to` at the end, and deleted if there is an error."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f"{to.name}.", dir=to.parent))
+    except OSError as error:
+        raise ModelError(f"{to} cannot be created ({error.strerror}). Choose another folder with --output.") from error
+    try:
+        staged = temporary / to.name
+        staged.mkdir()
+        yield staged
+        if to.exists():
+            to.rmdir()
+        publish(staged, to)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 PROGRESS = "merge_progress.json"
