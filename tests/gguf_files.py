@@ -11,10 +11,6 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 CONTROL, NORMAL = 3, 1  # token types
-NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-NAMES |= {f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"} | {"self_attn.o_proj": "attn_output"}
-NAMES |= {f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")}
-NAMES |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 
 
 def write_gguf(path, model, tokenizer, pre="gpt-2", add_bos=True, chat_template=None):
@@ -22,30 +18,22 @@ def write_gguf(path, model, tokenizer, pre="gpt-2", add_bos=True, chat_template=
     writer = gguf.GGUFWriter(path, "llama")
     _write_shape(writer, model.config)
     _write_tokenizer(writer, tokenizer, pre, add_bos, chat_template)
-    held = {}
+    held, kind = {}, GGMLQuantizationType.Q8_0
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        array = weight.numpy()
+        short, array, heads = names.get_name(name, (".weight",)), weight.numpy(), _heads(name, model.config)
         if weight.dim() == 1:
-            writer.add_tensor(_gguf_name(name), array)
+            writer.add_tensor(short, array)
             held[name] = weight
             continue
-        heads = _heads(name, model.config)
-        packed = quantize(_interleaved(array, heads), GGMLQuantizationType.Q8_0)
-        writer.add_tensor(_gguf_name(name), packed, raw_dtype=GGMLQuantizationType.Q8_0)
-        held[name] = torch.tensor(_separated(dequantize(packed, GGMLQuantizationType.Q8_0), heads))
+        packed = quantize(_exchanged(array, heads, 2, -1), kind)
+        writer.add_tensor(short, packed, raw_dtype=kind)
+        held[name] = torch.tensor(_exchanged(dequantize(packed, kind), heads, -1, 2))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return held
-
-
-def _gguf_name(name):
-    stem = name.removesuffix(".weight")
-    if stem in NAMES:
-        return f"{NAMES[stem]}.weight"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.weight"
 
 
 def _heads(name, config):
@@ -54,19 +42,9 @@ def _heads(name, config):
     return next((count for part, count in counts.items() if part in name), 0)
 
 
-def _interleaved(array, heads):
-    """Rows of each head with the two halves of its rotary pairs next to each other."""
-    if not heads:
-        return array
-    rows, columns = array.shape
-    return array.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-def _separated(array, heads):
-    if not heads:
-        return array
-    rows, columns = array.shape
-    return array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+def _exchanged(array, heads, *sizes):
+    """Rows of each head, as two halves or as pairs (`sizes`), in the other order, as llama.cpp has rotary pairs."""
+    return array.reshape(heads, *sizes, array.shape[1]).swapaxes(1, 2).reshape(array.shape) if heads else array
 
 
 def _write_shape(writer, config):

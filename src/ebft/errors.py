@@ -1,6 +1,7 @@
 """Errors that a user can correct, with one class for each source of error."""
 
 import errno
+from collections.abc import Iterable
 from pathlib import Path
 
 from ebft.machine import free_disk
@@ -105,6 +106,12 @@ def shortened(text: object, longest: int = LONGEST_CAUSE) -> str:
         return words
     end = longest // 4
     return words[: longest - end - len(_OMITTED)] + _OMITTED + words[-end:]
+
+
+def some_of(names: Iterable[str], most: int = 5) -> str:
+    """The first names in alphabetical order, and the number of the others."""
+    found = sorted(names)
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
 
 
 def cause(error: BaseException) -> str:

@@ -1,3 +1,3 @@
-from tests.evaluation.fixtures import models, rows, write_config
+from tests.evaluation.fixtures import models, rows, unmeasured, write_config
 
-__all__ = ["models", "rows", "write_config"]
+__all__ = ["models", "rows", "unmeasured", "write_config"]

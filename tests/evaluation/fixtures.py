@@ -62,6 +62,14 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture
+def unmeasured(monkeypatch):
+    """Models are loaded and checked, but not measured on tokens."""
+    from ebft.scores import Scores
+
+    monkeypatch.setattr("ebft.tools.evaluation.run.measure_tokens", lambda task, subject: Scores())
+
+
+@pytest.fixture
 def write_config(models, rows, tmp_path):
     """`write_config(kind, **keys)`: the path of a config that evaluates on pairs or texts."""
 

@@ -22,26 +22,6 @@ def even_rows(prompt, completions, row):
     return None if row["number"] % 2 else True
 
 
-def words(prompt, completions, row):
-    return completions[0]
-
-
-def fails(prompt, completions, row):
-    raise KeyError("expected")
-
-
-def infinite(prompt, completions, row):
-    return float("nan")
-
-
-def leaves(prompt, completions, row):
-    raise SystemExit(0)
-
-
-def huge(prompt, completions, row):
-    return 10**400
-
-
 def reward(prompt, completions, row):
     return 100.0
 

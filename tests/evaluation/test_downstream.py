@@ -1,13 +1,14 @@
 """Functions of the user's own as metrics: how they are called, what becomes of what they return."""
 
+import sys
+
 import numpy as np
 import pytest
 
 from ebft import evaluate, load_config
 from ebft.data.keys import DatasetEntry
 from ebft.errors import ConfigError
-from ebft.scores import Scores
-from ebft.tools.evaluation.task import HeldOut, add_downstream, load_metrics
+from ebft.tools.evaluation.task import HeldOut, downstream_scores, load_metrics
 
 HERE = "tests.evaluation.metrics"
 
@@ -15,7 +16,8 @@ HERE = "tests.evaluation.metrics"
 @pytest.mark.parametrize("kind", ["strided", "structured", "plain"])
 def test_metrics_on_whole_completions(kind, write_config, models):
     """The function's asserts hold: the prompt as text, one completion, and the raw row with its own columns."""
-    path = write_config(kind, evaluation={"metrics": [f"{HERE}.length", f"{HERE}.even_rows"], "max_new_tokens": 6})
+    names = ("length", "even_rows", "reward", "curve_of")
+    path = write_config(kind, evaluation={"metrics": [f"{HERE}.{name}" for name in names], "max_new_tokens": 6})
     (result,) = evaluate(load_config(path), [str(models / "adapter")]).models
     metrics = result.metrics
     samples = 4 if kind == "plain" else 3
@@ -23,6 +25,8 @@ def test_metrics_on_whole_completions(kind, write_config, models):
     assert metrics["length_greedy"] > 0
     assert metrics["even_rows_pass@1"] == metrics["even_rows_greedy"] == 1.0  # rows that it does not apply to are out
     assert result.intervals["length_pass@1"][0] < metrics["length_pass@1"]
+    assert metrics[f"{HERE}.reward_greedy"] == 100.0 and metrics["curve_of_greedy"] == 1.0
+    assert kind == "plain" or metrics["reward_pass@1"] < 50  # that of the features
 
 
 LIMITED = ["ebft.gt_length_floor=1", "trl.max_completion_length=40"]
@@ -46,16 +50,16 @@ def test_limits_of_completions(kind, key, small, large, metric, factor, write_co
 
 
 def test_pass_at_k_and_greedy_by_hand_and_a_row_of_its_own():
-    scores, values = Scores(), {"a": 0.0, "b": 1.0, "c": 0.5}
+    values = {"a": 0.0, "b": 1.0, "c": 0.5}
     metrics = {"value": lambda prompt, completions, row: values[completions[0]]}
-    add_downstream(scores, metrics, 3, "p", ["a", "b", "a", "c"], "c", {}, [1, 2, 4])
+    found = downstream_scores(metrics, "p", ["a", "b", "a", "c", "c"], {}, [1, 2, 4])
     # Of the six pairs, three hold b, two more hold c.
     expected = {"value_pass@1": 0.375, "value_pass@2": (3 * 1 + 2 * 0.5) / 6, "value_pass@4": 1.0, "value_greedy": 0.5}
-    assert scores.means() == pytest.approx(expected)
-    scores, row = Scores(), {"x": [1.0]}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected)
+    row = {"x": [1.0]}
     takes = lambda prompt, completions, row: np.bool_(row["x"].pop())
-    add_downstream(scores, {"m": takes}, 0, "p", ["a", "b"], "a", row, [1])
-    assert scores.means() == {"m_pass@1": 1.0, "m_greedy": 1.0} and row == {"x": [1.0]}
+    assert downstream_scores({"m": takes}, "p", ["a", "b", "a"], row, [1]) == {"m_pass@1": 1.0, "m_greedy": 1.0}
+    assert row == {"x": [1.0]}
 
 
 def test_names_that_are_shared_stay_apart():
@@ -70,28 +74,18 @@ def test_names_that_are_shared_stay_apart():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("returns", "message"),
     [
-        ("fails", r"fails failed: KeyError: 'expected'.*called as fails\(prompt, completions, row\)"),
-        ("infinite", "infinite returned nan.*finite"),
-        ("words", "words returned '.*must return a finite"),
-        ("leaves", "leaves failed: it called sys.exit"),
-        ("huge", "huge failed: OverflowError"),
+        (lambda: {}["expected"], r"m failed: KeyError: 'expected'.*called as m\(prompt, completions, row\)"),
+        (lambda: float("nan"), "m returned nan.*finite"),
+        (lambda: "words", "m returned '.*must return a finite"),
+        (lambda: sys.exit(0), "m failed: it called sys.exit"),
+        (lambda: 10**400, "m failed: OverflowError"),
     ],
 )
-def test_what_a_function_may_not_do(name, message, write_config, models):
-    path = write_config("strided", evaluation={"metrics": [f"{HERE}.{name}"], "max_new_tokens": 3, "documents": 2})
+def test_what_a_function_may_not_do(returns, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        evaluate(load_config(path), [str(models / "base")])
-
-
-def test_names_of_ours_are_not_mixed_with_those_of_the_user(write_config, models):
-    path = write_config("strided")
-    metrics = ["evaluation.max_new_tokens=3", f"evaluation.metrics=[{HERE}.reward,{HERE}.curve_of]"]
-    (without,) = evaluate(load_config(path), [str(models / "base")]).models
-    (result,) = evaluate(load_config(path, metrics), [str(models / "base")]).models
-    assert result.metrics["reward_pass@1"] == without.metrics["reward_pass@1"]
-    assert result.metrics[f"{HERE}.reward_greedy"] == 100.0 and result.metrics["curve_of_greedy"] == 1.0
+        downstream_scores({"m": lambda prompt, completions, row: returns()}, "p", ["a", "b"], {}, [1])
 
 
 def test_raw_rows_over_several_sources(rows):

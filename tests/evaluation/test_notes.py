@@ -9,7 +9,7 @@ import pytest
 from ebft import evaluate, load_config
 from ebft.config.schema import RunConfig
 from ebft.run.reporting import description, recorded
-from ebft.scores import Scores
+from ebft.tools.evaluation.notes import TextIndex, texts_of
 
 
 def record_run(folder, path, **changes):
@@ -21,10 +21,9 @@ def record_run(folder, path, **changes):
 
 
 @pytest.fixture
-def notes(write_config, models, tmp_path, monkeypatch):
+def notes(write_config, models, tmp_path, unmeasured):
     """`notes(*overrides)`: the notes on the evaluation of the model in the folder `run`, without measuring it."""
     shutil.copytree(models / "adapter", tmp_path / "run")
-    monkeypatch.setattr("ebft.tools.evaluation.run.measure_tokens", lambda task, subject: Scores())
 
     def of(*overrides, name="run"):
         config = load_config(write_config("strided"), list(overrides))
@@ -102,26 +101,38 @@ def test_training_data_that_changed_since_the_run_are_a_note(notes, tmp_path):
     assert "own.jsonl" in notes()[0] and "changed" not in notes()[0]
 
 
-SHAPES = {
-    "more columns": lambda prompt, answer: {"input": prompt, "output": answer, "id": "row-1", "note": "n"},
-    "renamed": lambda prompt, answer: {"prompt": prompt, "completion": answer},
-    "white space": lambda prompt, answer: {"prompt": f"{prompt}\n", "completion": f"{answer}\n"},
-    "messages": lambda prompt, answer: {
-        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    },
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_training_documents_are_found_by_their_text(shape, notes, rows, tmp_path):
-    lines = [json.loads(line) for line in (rows / "pairs.jsonl").read_text().splitlines()[:3]]
-    copies = [SHAPES[shape](row["input"], row["output"]) for row in lines]
-    (tmp_path / "copies.jsonl").write_text("\n".join(map(json.dumps, copies)))
-    record_run(tmp_path / "run", tmp_path / "copies.jsonl")
-    [note] = notes()
-    assert "3 of the 9 evaluated documents" in note
-
-
 def test_few_documents_are_a_note(notes):
     [note] = notes("evaluation.documents=7")
     assert note.startswith("Only 7 documents are evaluated") and "chance" in note
+
+
+TEXT = "A text of several words."
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ({"text": TEXT}, {"content": f" {TEXT}\n"}, True),
+        ({"text": TEXT, "id": "a" * 99}, {"text": TEXT, "file": "/some/where/file.txt", "n": 3}, True),
+        ({"prompt": "p", "completion": TEXT}, {"input": "p", "output": TEXT, "kind": "easy"}, True),
+        ({"line": json.dumps({"question": "p", "answer": TEXT})}, {"prompt": "p", "completion": TEXT}, True),
+        ({"prompt": TEXT, "completion": "yes"}, {"prompt": TEXT, "completion": "no"}, False),
+        ({"text": "yes"}, {"prompt": TEXT, "completion": "yes"}, False),  # a short line of another text
+        ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": None}, True),
+        ({"input_ids": [1, 2]}, {"input_ids": [1, 3]}, False),
+        ({"text": ""}, {"text": None}, False),
+        ({"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": TEXT}]},
+         {"input": "p", "output": TEXT}, True),
+    ],
+)  # fmt: skip
+def test_rows_are_compared_by_their_texts(one, other, is_same):
+    """In other columns and formats."""
+    for first, second in ((one, other), (other, one)):
+        assert bool(TextIndex([texts_of(first)]).same_as(texts_of(second))) is is_same
+
+
+def test_a_shared_system_prompt_does_not_make_documents_the_same():
+    rows = [{"system": TEXT, "prompt": f"question {number}", "completion": "yes"} for number in range(50)]
+    index = TextIndex([texts_of(row) for row in rows])
+    assert list(index.same_as(texts_of({**rows[7], "id": "x"}))) == [7]
+    assert not index.same_as(texts_of({"system": TEXT, "prompt": "another", "completion": "yes"}))

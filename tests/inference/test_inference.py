@@ -64,15 +64,6 @@ def test_the_base_of_a_fully_trained_model(folders, config_file, tmp_path):
     assert Sampler(model_in_folder(str(copy)), OPTIONS).reply_ids(CHAT, base=True) == base
 
 
-def test_trained_biases_are_switched_off_with_the_adapter(folders, tmp_path):
-    copy = shutil.copytree(folders["adapter"], tmp_path / "adapter")
-    config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(config | {"bias": "all"}))
-    loaded = model_in_folder(str(copy))
-    with loaded.model(base=True) as model:
-        assert model is loaded.base and not isinstance(model, PeftModel)
-
-
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 def test_rewards_are_those_of_the_trainer(kind, folders, config_file, tmp_path):
     config = load_config(config_file(kind))

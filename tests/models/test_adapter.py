@@ -1,4 +1,4 @@
-"""LoRA adapters: which modules get one, in which type, and going on from a saved one."""
+"""LoRA adapters: which modules get one, in which type, going on from a saved one; and training of some parameters."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import _adapter
 
-LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": {"pad_token": "<|end|>"}}
+PAD = {"pad_token": "<|end|>"}
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": PAD}
 
 
 def adapted(config):
@@ -25,7 +26,7 @@ def test_an_adapter_is_attached_once_and_where_asked_for(make_config):
     config = make_config(**LORA, lora_target_linear=True)
     with pytest.raises(ModelError, match="already has an adapter"):
         attach_adapter(adapted(config), config)
-    config = make_config(special_tokens=LORA["special_tokens"])
+    config = make_config(special_tokens=PAD)
     model = load_base_model(config, load_tokenizer(config))
     assert attach_adapter(model, config) is model
 
@@ -72,18 +73,24 @@ def test_bad_expressions(make_config, monkeypatch):
             adapted(make_config(**{**LORA, **keys}))
 
 
-def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config):
-    config = make_config(**LORA, **ALL)
+def trained(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("keys", [{**LORA, **ALL}, {"unfrozen_parameters": [r"model\.layers\.0\.mlp"]}])
+def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config, keys):
+    config = make_config(**{"special_tokens": PAD, **keys})
     model = load_model(config, load_tokenizer(config), gradient_checkpointing=True).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     ids = torch.tensor([[1, 2, 3, 4]])
     model(input_ids=ids, labels=ids).loss.backward()
-    grads = [weight.grad for weight in model.parameters() if weight.requires_grad]
-    assert all(grad is not None for grad in grads) and any(grad.abs().sum() > 0 for grad in grads)
+    grads = [model.get_parameter(name).grad for name in trained(model)]
+    share = 0.5 if "adapter" in keys else 1  # B of LoRA is 0 at first, so A has no gradient
+    assert sum(grad.abs().sum() > 0 for grad in grads) == share * len(grads) > 0
 
 
 def test_going_on_from_a_saved_adapter(make_config, tmp_path):
-    keys = {"adapter": "lora", "special_tokens": LORA["special_tokens"], "lora_model_dir": str(tmp_path)}
+    keys = {"adapter": "lora", "special_tokens": PAD, "lora_model_dir": str(tmp_path)}
     with pytest.raises(ModelError, match="lora_model_dir: .* does not contain an adapter"):
         adapted(make_config(**keys))
     first = adapted(make_config(**LORA, lora_target_modules=["q_proj"]))
@@ -92,8 +99,9 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
             if "lora_" in name:
                 weight.fill_(0.5)
     first.save_pretrained(tmp_path)
-    trained = {name: weight for name, weight in adapted(make_config(**keys)).named_parameters() if weight.requires_grad}
-    assert trained and all("q_proj.lora_" in name and bool((weight == 0.5).all()) for name, weight in trained.items())
+    again = adapted(make_config(**keys))
+    assert trained(again) and all("q_proj.lora_" in name for name in trained(again))
+    assert all(bool((again.get_parameter(name) == 0.5).all()) for name in trained(again))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +276,7 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.2)
     first.save_pretrained(tmp_path / "saved")
-    keys = {"adapter": "lora", "lora_model_dir": str(tmp_path / "saved"), "special_tokens": LORA["special_tokens"]}
+    keys = {"adapter": "lora", "lora_model_dir": str(tmp_path / "saved"), "special_tokens": PAD}
     again = adapted(type(config).model_validate({**config.model_dump(exclude_unset=True), **keys})).eval()
     with torch.no_grad():
         assert torch.equal(first(ids).logits, again(ids).logits)
@@ -297,3 +305,23 @@ def test_linear_layers_that_have_the_names_of_experts(mixture):
     with pytest.warns(UserWarning, match=message):
         model = adapted(mixture("glm4_moe", **ALL))
     assert not any("shared" in name or "layers.0.mlp" in name for name in model.targeted_module_names)
+
+
+def test_names_are_compared_from_the_start(make_config):
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+    patterns = ["lm_head", r"model\.layers\.1\.mlp\.(up|down)"]
+    model = adapted(make_config(special_tokens=PAD, unfrozen_parameters=patterns))
+    assert trained(model) == [up, down, "lm_head.weight"]
+    assert len(trained(adapted(make_config(special_tokens=PAD)))) == 21
+    with pytest.raises(ModelError, match="unfrozen_parameters: 'layers' matches no parameter. Names are compared from"):
+        adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
+
+
+def test_a_tied_output_layer_is_named(make_config, tiny_llama_dir, tmp_path):
+    config = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="matches lm_head.weight, which is the same parameter as model.embed_tokens"):
+        adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["^lm_head.weight$"]))
+    model = adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["model.embed"]))
+    assert trained(model) == ["model.embed_tokens.weight"]

@@ -5,10 +5,19 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, MixtralConfig
 
 from ebft.errors import ConfigError, ModelError
-from ebft.models.load import check_sequence_len, load_base_model, load_model, load_model_config, weights_dtype
+from ebft.models.load import (
+    check_sequence_len,
+    load_base_model,
+    load_model,
+    load_model_config,
+    share_that_moves,
+    warn_of_lost_steps,
+    weights_dtype,
+)
 from ebft.models.tokenizer import load_tokenizer
 
 
@@ -24,21 +33,16 @@ def tokenizer(make_config):
         ({"bf16": "auto", "fp16": False}, torch.float32),
         ({"bf16": True}, torch.bfloat16),
         ({"bf16": False, "fp16": True}, torch.float32),
-        ({"bf16": False, "torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"bf16": False, "torch_dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16),
     ],
 )
-def test_weights_dtype(make_config, tokenizer, monkeypatch, keys, dtype):
+def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = make_config(**keys)
     model = load_model(config, tokenizer)
     assert weights_dtype(config) == model.dtype == dtype
+    assert model.config._attn_implementation == keys.get("attn_implementation", "sdpa")
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
-
-
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_implementation(make_config, tokenizer, implementation):
-    model = load_model(make_config(attn_implementation=implementation), tokenizer)
-    assert model.config._attn_implementation == implementation
 
 
 @pytest.mark.parametrize(
@@ -175,3 +179,32 @@ def test_the_computation_of_experts(make_config, tiny_llama_dir, tmp_path):
         embeddings(make_config, experts_implementation="eager")
     with pytest.raises(ModelError, match=r"overrides_of_model_config.router_aux_loss_coef: a llama model has no such"):
         embeddings(make_config, overrides_of_model_config={"router_aux_loss_coef": 0.1})
+
+
+def layer(dtype, value=0.02, trained=True):
+    model = nn.Linear(8, 8, bias=False).to(dtype)
+    model.weight.data.fill_(value)
+    return model.requires_grad_(trained)
+
+
+def test_the_share_is_that_of_the_weights_that_a_step_changes():
+    model = layer(torch.bfloat16)
+    model.weight.data[:2] = 1e-5  # a quarter of them is small enough for steps of 1e-6
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1e-6
+    assert model.weight.ne(before).float().mean() == 0.25
+    model.weight.data = before
+    assert share_that_moves(model, 1e-6) == 0.25
+    assert share_that_moves(model, 1e-3) == 1.0
+    assert model.weight.equal(before)
+
+
+def test_steps_that_bfloat16_loses_are_warned_of():
+    bfloat16, float32 = layer(torch.bfloat16), layer(torch.float32)
+    with pytest.warns(UserWarning, match="learning_rate: 1e-06 .* changes 0.0% of them.*torch_dtype: float32"):
+        warn_of_lost_steps(bfloat16, 1e-6)
+    adapted = nn.Sequential(layer(torch.bfloat16, trained=False), float32)
+    with warnings.catch_warnings(action="error"):
+        for model, rate in ((bfloat16, 1e-3), (float32, 1e-6), (adapted, 1e-6)):
+            warn_of_lost_steps(model, rate)

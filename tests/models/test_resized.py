@@ -79,15 +79,15 @@ def check_loading_and_merging(config, tokenizer, folder):
     return expected
 
 
-@pytest.mark.parametrize("size", [NEW, MULTIPLE], ids=["tokens", "32x"])
 @pytest.mark.parametrize(
-    ("targets", "saved"),
+    ("targets", "saved", "size"),
     [
-        (["q_proj"], None),
-        (["embed_tokens", "lm_head"], None),
-        (["q_proj"], ["lm_head"]),
-        (["q_proj", "embed_tokens"], ["lm_head"]),
-        (["q_proj", "lm_head"], ["embed_tokens"]),
+        (["q_proj"], None, NEW),
+        (["q_proj"], None, MULTIPLE),
+        (["embed_tokens", "lm_head"], None, MULTIPLE),
+        (["q_proj"], ["lm_head"], NEW),
+        (["q_proj", "embed_tokens"], ["lm_head"], NEW),
+        (["q_proj", "lm_head"], ["embed_tokens"], NEW),
     ],
 )
 def test_logits_after_loading_and_merging(base, targets, saved, size, configured, tmp_path):
@@ -96,8 +96,7 @@ def test_logits_after_loading_and_merging(base, targets, saved, size, configured
     assert expected.shape[-1] == (544 if size is MULTIPLE else 514)
 
 
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-@pytest.mark.parametrize("size", [NEW, MULTIPLE], ids=["tokens", "32x"])
+@pytest.mark.parametrize(("target", "size"), [("embed_tokens", NEW), ("lm_head", MULTIPLE)])
 def test_one_of_two_layers(base, target, size, configured, tmp_path):
     config, tokenizer = configured(base, ["q_proj", target], **size)
     if AutoConfig.from_pretrained(base).tie_word_embeddings:  # one weight, which is saved

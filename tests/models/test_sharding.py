@@ -1,14 +1,125 @@
-"""Settings of FSDP that are refused or changed; sharded models are tested in tests/structured and tests/strided."""
+"""Settings of FSDP, and weights of checkpoints in models without it.
+
+Those of two processes are tested in tests/run/test_sharded.py, sharded models in tests/structured and tests/strided.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import without_hooks
-from ebft.models.sharding import check_version, keep_output_dtype
+from ebft.models.sharding import check_fits, check_version, has_other_names, keep_output_dtype, load_weights
+from ebft.tools.export.sharded import merge_sharded
+from ebft.trainer import OverTrainer
+from tests.export.test_sharded import save_parts
+
+
+@pytest.fixture
+def experts(tmp_path):
+    """A mixture of experts, whose experts are stacked in the model and separate in files."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=1, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    return lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def changed(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+def test_resuming_a_mixture_of_experts(experts, tmp_path):
+    """transformers would resume with the experts of the base model, and a warning."""
+    trained = changed(experts())
+    trained.save_pretrained(tmp_path / "checkpoint")
+    assert has_other_names(trained, tmp_path / "checkpoint")
+    args = TrainingArguments(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True)
+    for trainer, is_right in ((Trainer, False), (OverTrainer, True)):
+        resumed = experts()
+        trainer(resumed, args)._load_from_checkpoint(str(tmp_path / "checkpoint"))
+        found = resumed.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in trained.state_dict().items()) == is_right
+
+
+def test_parts_of_a_mixture_of_experts(experts, tmp_path):
+    trained = changed(experts())
+    for folder in ("whole", "parts"):
+        trained.save_pretrained(tmp_path / folder)
+    (tmp_path / "parts" / "model.safetensors").unlink()
+    save_parts(trained.state_dict(), tmp_path / "parts")
+    loaded, merged = experts(), merge_sharded(tmp_path / "parts").folder
+    load_weights(loaded, tmp_path / "parts")
+    for name, value in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert (merged / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+
+
+def test_several_adapters(tiny_llama_dir, tmp_path):
+    def model():
+        settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        found = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), settings)
+        found.add_adapter("ref", settings)
+        return found
+
+    saved, loaded = model(), model()
+    saved.save_pretrained(tmp_path)
+    load_weights(loaded, tmp_path)
+    weights = {name: weight for name, weight in saved.named_parameters() if "lora" in name}
+    assert len(weights) == 8 and all(torch.equal(loaded.get_parameter(name), w) for name, w in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
+        (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
+         r"has the shape \(3,\) in .* and \(32,\)"),
+    ],
+)  # fmt: skip
+def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
+    weights = load_file(tiny_llama_dir / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_weights(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), tmp_path)
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(tiny_llama_dir, tmp_path):
+    def model(r, *names):
+        settings = LoraConfig(r=r, target_modules=list(names))
+        return get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama_dir), settings)
+
+    model(2, "q_proj").save_pretrained(tmp_path)
+    check_fits(model(2, "q_proj"), tmp_path)
+    for settings, message in (
+        ((3, "q_proj"), r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in"),
+        ((2, "q_proj", "v_proj"), "the model has .*v_proj.lora_A.weight, which is not in the"),
+        ((2, "v_proj"), "4 such weights.; the checkpoint has .*q_proj.*Resume with the base"),
+    ):
+        with pytest.raises(ModelError, match=f"does not fit the model: .*{message}"):
+            check_fits(model(*settings), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    weights = {key: value.clone() for key, value in model.state_dict().items() if key != name}
+    save_file(weights, tmp_path / "model.safetensors")
+    check_fits(model, tmp_path)
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="the model has model.norm.weight, which is not in the checkpoint .1 such wei"):
+        check_fits(model, tmp_path)
 
 
 def accelerator(**changes):

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name
-from ebft.errors import ModelError, cause, shortened
+from ebft.errors import ModelError, cause, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
@@ -265,12 +265,10 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
     if own.issuperset(stored):
         return
     # PEFT converts names of other releases. A second time, loading changes nothing, but returns the names.
-    left = set(model.load_adapter(name, "default", is_trainable=not model.active_peft_config.inference_mode)[1])
-    left = sorted(left - own)
+    left = set(model.load_adapter(name, "default", is_trainable=not model.active_peft_config.inference_mode)[1]) - own
     if left:
-        shown = f"{', '.join(left[:3])}{f' and {len(left) - 3} more' if len(left) > 3 else ''}"
         raise ModelError(
-            f"the adapter in {name!r} has tensors that belong to no part of the model: {shown}. It was "
+            f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}. It was "
             f"trained on another model, or its {ADAPTER_CONFIG} was changed. Use it with the model that it was trained "
             "on"
         )

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from ebft.errors import ModelError
-from ebft.models import files
+from ebft.models.files import TASKS
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
@@ -28,6 +28,11 @@ def unwrap_adapter(model: nn.Module) -> PreTrainedModel:
     if type(model).__name__ == "DeepSpeedEngine":  # around the reference model of TRL
         model = model.module
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def positions_of(model: nn.Module) -> int | None:
+    """The largest number of positions of a causal LM, with or without adapter; None if it has no limit."""
+    return getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
 
 
 def backbone_name(causal_lm: PreTrainedModel) -> str:
@@ -123,26 +128,14 @@ def without_hooks(module: nn.Module) -> WithoutHooks:
 def frozen_copy(model: nn.Module) -> PreTrainedModel:
     """Return a copy of the causal LM in `model` that is not trained, with the weights of the first process."""
     frozen = copy.deepcopy(unwrap_adapter(model)).requires_grad_(False).eval()
-    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and _is_one_of_many():
-        _take_weights_of_rank_0(frozen)
+    is_one_of_many = distributed.is_initialized() and distributed.get_world_size() > 1
+    if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true" and is_one_of_many:
+        # FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 only and broadcasts them when training starts.
+        for tensor in (*frozen.parameters(), *frozen.buffers()):
+            shared = tensor.detach().to(PartialState().device)
+            distributed.broadcast(shared, 0)
+            tensor.detach().copy_(shared)
     return frozen
-
-
-def _is_one_of_many() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-@torch.no_grad()
-def _take_weights_of_rank_0(model: nn.Module) -> None:
-    """Broadcast the weights of rank 0.
-
-    FSDP with `cpu_ram_efficient_loading` loads weights on rank 0 only and broadcasts them when training starts.
-    """
-    device = PartialState().device
-    for tensor in (*model.parameters(), *model.buffers()):
-        shared = tensor.detach().to(device)
-        distributed.broadcast(shared, 0)
-        tensor.copy_(shared)
 
 
 # What counts products hooks into modules. These functions tell it of products that no module computes.
@@ -168,38 +161,30 @@ def is_reused(output: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Head:
-    """A kind of output layer: the ending of class names, the class that loads it, and PEFT's name of the task.
+    """A kind of output layer: the class that loads it, and the number of its outputs; None for the vocabulary."""
 
-    `num_labels` is the number of outputs; None for the vocabulary.
-    """
-
-    ending: str
     auto_class: type
-    task_type: str
     num_labels: int | None = None
 
 
-LANGUAGE = Head("ForCausalLM", AutoModelForCausalLM, "CAUSAL_LM")
-SCORE = Head(files.SCORE, AutoModelForSequenceClassification, "SEQ_CLS", 1)
+LANGUAGE = Head(AutoModelForCausalLM)
+SCORE = Head(AutoModelForSequenceClassification, 1)
 
 
 def step_head(num_labels: int) -> Head:
     """The head that classifies tokens; those that end a step are trained on."""
-    return Head(files.STEPS, AutoModelForTokenClassification, "TOKEN_CLS", num_labels)
-
-
-_CLASSIFIERS = (SCORE, step_head(2))
+    return Head(AutoModelForTokenClassification, num_labels)
 
 
 def task_type(model: nn.Module) -> str:
     """PEFT's name of the task of a model, by its class."""
     name = type(model).__name__
-    return next((head.task_type for head in _CLASSIFIERS if name.endswith(head.ending)), LANGUAGE.task_type)
+    return next((task for ending, task in TASKS.items() if name.endswith(ending)), "CAUSAL_LM")
 
 
 def head_modules(model: PreTrainedModel) -> list[str]:
     """The names of the linear layers that a classifier has in addition to its backbone; none for a language model."""
-    if task_type(model) == LANGUAGE.task_type:
+    if task_type(model) == "CAUSAL_LM":
         return []
     found = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
     if len(found) != 1:

@@ -8,7 +8,7 @@ files; of large weights, a sample is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from ebft.errors import ModelError, cause
 from ebft.files import ADAPTER_CONFIG, exists, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
-_TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters, by class names
+TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters, by class names
 _HINT = "Give the folder or Hub id of a reward model with one score per text, such as one of reward_model: true."
 
 
-def classifier_kind(folder: Path) -> str | None:
+def _classifier_kind(folder: Path) -> str | None:
     """SCORE or STEPS for a folder with such a model or an adapter of one; None for other folders."""
-    task, kind = _values(folder / "adapter_config.json").get("task_type"), _kind_of(_values(folder / "config.json"))
-    return next((end for end in (SCORE, STEPS) if end == kind or task == _TASKS[end]), None)
+    task, kind = _values(folder / ADAPTER_CONFIG).get("task_type"), _kind_of(_values(folder / "config.json"))
+    return next((end for end in (SCORE, STEPS) if end == kind or task == TASKS[end]), None)
 
 
 def _kind_of(config: dict[str, Any]) -> str | None:
@@ -34,7 +34,7 @@ def _kind_of(config: dict[str, Any]) -> str | None:
 
 def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> None:
     """Raise ModelError, with the reason `use`, if a folder has a reward model or an adapter of one."""
-    kind = classifier_kind(folder)
+    kind = _classifier_kind(folder)
     if kind is not None:
         hint = " It can be used in trl.reward_funcs of rl: grpo" if kind == SCORE else ""
         flag = "reward_model" if kind == SCORE else "process_reward_model"
@@ -50,7 +50,7 @@ def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | Non
     if values is None and not exists(folder):
         return None
     if values is None and exists(folder / ADAPTER_CONFIG):
-        kind, labels = classifier_kind(folder), 1
+        kind, labels = _classifier_kind(folder), 1
     else:
         values = _values(folder / "config.json") if values is None else values
         kind = _kind_of(values)
@@ -181,17 +181,13 @@ _KINDS = {
 }
 
 
-def adapter_settings(name: str) -> dict[str, Any]:
-    """The object in adapter_config.json; empty if it cannot be read, which is reported when it is loaded."""
-    try:
-        return json_object(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG)
-    except (OSError, ValueError):
-        return {}
+def _adapter_settings(name: str) -> dict[str, Any]:
+    return _values(Path(lasting_name(name)).expanduser() / ADAPTER_CONFIG)
 
 
 def task_problem(name: str, class_ending: str) -> str | None:
     """Why an adapter does not fit a model of the class, as a message; None if it does, or has no settings."""
-    settings, wanted = adapter_settings(name), _TASKS[class_ending]
+    settings, wanted = _adapter_settings(name), TASKS[class_ending]
     found = settings.get("task_type")
     if not settings or found == wanted or (found is None and class_ending == "ForCausalLM"):
         return None
@@ -203,20 +199,18 @@ def task_problem(name: str, class_ending: str) -> str | None:
     )
 
 
-def adapted_heads(targets: Any) -> Iterator[str]:
+def adapted_heads(targets: Any) -> list[str]:
     """The output layers that PEFT's `target_modules` select: a regular expression, or suffixes of names."""
     if not isinstance(targets, str):
-        given = [target for target in targets or () if isinstance(target, str)]
-        yield from (name for name in _HEADS if name in given)
-        return
+        return [name for name in _HEADS if isinstance(targets, list) and name in targets]
     try:
-        yield from (name for name in _HEADS if re.fullmatch(targets, name))
+        return [name for name in _HEADS if re.fullmatch(targets, name)]
     except re.error:  # reported when the adapter is created
-        return
+        return []
 
 
 def adapted_head(name: str) -> str | None:
     """The output layer that a saved adapter adapts; None if it does not, or replaces it by a trained copy."""
-    settings = adapter_settings(name)
+    settings = _adapter_settings(name)
     excluded = set(adapted_heads(settings.get("exclude_modules")))
     return next((head for head in adapted_heads(settings.get("target_modules")) if head not in excluded), None)

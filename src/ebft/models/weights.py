@@ -11,7 +11,7 @@ import logging
 import os
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from ebft.catalog import is_gguf, require_gguf
-from ebft.errors import ModelError, cause
+from ebft.errors import ModelError, cause, some_of
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, head_modules
 from ebft.models.files import read_object, refuse_classifier
@@ -40,7 +40,6 @@ from ebft.transformers_internals import forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
-_SHOWN = 5  # names of tensors in messages
 _SAMPLED = 64  # rows of a tensor whose values are checked
 _LARGEST = 1e19  # the square of a larger value overflows in float32, so norms give zeros
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -83,20 +82,20 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
     sizes = [f"{key} ({shape(given)}, but the model has {shape(own)})" for key, given, own in found["mismatched_keys"]]
     if sizes:
         raise ModelError(
-            f"the weights do not fit the configuration in config.json: {_some(sizes)}. Correct config.json, or use the "
-            "weights that belong to it"
+            f"the weights do not fit the configuration in config.json: {some_of(sizes)}. Correct config.json, or use "
+            "the weights that belong to it"
         )
     if found["missing_keys"]:
-        unused = f" The weights have instead {_some(found['unexpected_keys'])}." if found["unexpected_keys"] else ""
+        unused = f" The weights have instead {some_of(found['unexpected_keys'])}." if found["unexpected_keys"] else ""
         raise ModelError(
-            f"the weights lack {_some(found['missing_keys'])}, which would start from random values.{unused} Use "
+            f"the weights lack {some_of(found['missing_keys'])}, which would start from random values.{unused} Use "
             "complete weights, or correct config.json"
         )
     if found["unexpected_keys"]:
         count = len(found["unexpected_keys"])
         warnings.warn(
             f"{name}: the weights contain {count} tensor{'s' * (count > 1)} that {type(model).__name__} with this "
-            f"config.json does not use: {_some(found['unexpected_keys'])}.",
+            f"config.json does not use: {some_of(found['unexpected_keys'])}.",
             stacklevel=4,
         )
     _check_types(name, model, stored)
@@ -129,13 +128,13 @@ def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -
     complex_ones = [key for key in plain if stored[key].is_complex()]
     if complex_ones:
         raise ModelError(
-            f"{len(complex_ones)} weights are stored as complex numbers ({_some(complex_ones)}), whose imaginary parts "
-            "would be lost. Use weights with real numbers"
+            f"{len(complex_ones)} weights are stored as complex numbers ({some_of(complex_ones)}), whose imaginary "
+            "parts would be lost. Use weights with real numbers"
         )
     integers = [key for key in plain if stored[key].dtype in _INTEGERS]
     if integers:
         raise ModelError(
-            f"{len(integers)} weights are stored as {_dtype(stored[min(integers)])} ({_some(integers)}), as those of "
+            f"{len(integers)} weights are stored as {_dtype(stored[min(integers)])} ({some_of(integers)}), as those of "
             "quantised models are, but config.json has no quantization_config, so their scales are unknown. Use the "
             "original model, or restore quantization_config"
         )
@@ -144,8 +143,8 @@ def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -
     scales = [key for key in stored if key.rpartition(".")[0] in modules and "scale" in key.rpartition(".")[2]]
     if scales:
         raise ModelError(
-            f"the weights are stored as {_dtype(stored[small[0]])} with scales ({_some(scales)}), but config.json has "
-            "no quantization_config, so the scales would not be applied. Restore quantization_config"
+            f"the weights are stored as {_dtype(stored[small[0]])} with scales ({some_of(scales)}), but config.json "
+            "has no quantization_config, so the scales would not be applied. Restore quantization_config"
         )
     if small:
         warnings.warn(
@@ -215,7 +214,7 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(
-            f"{path} names {_some(missing)}, which {'is' if len(missing) == 1 else 'are'} not in the folder. Copy or "
+            f"{path} names {some_of(missing)}, which {'is' if len(missing) == 1 else 'are'} not in the folder. Copy or "
             "download the missing files"
         )
     return files
@@ -256,8 +255,8 @@ def refuse_pickles(folder: Path) -> None:
     found = pickles(folder)
     if found:
         raise ModelError(
-            f"{_some(found)} in {folder} may be a pickle, which can run code when it is loaded, so it is not read. If "
-            "you trust its source, load it in Python with transformers or PEFT, and save it with "
+            f"{some_of(found)} in {folder} may be a pickle, which can run code when it is loaded, so it is not read. "
+            "If you trust its source, load it in Python with transformers or PEFT, and save it with "
             "save_pretrained(FOLDER), which writes safetensors"
         )
 
@@ -267,12 +266,6 @@ def pickles(folder: Path) -> list[str]:
     other = ("training_args.bin", "optimizer.pt", "scheduler.pt")
     found = (path.name for pattern in _PICKLES for path in folder.glob(pattern))
     return sorted(name for name in found if name not in other and not name.startswith("rng_state"))
-
-
-def _some(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"{', '.join(found[:_SHOWN])}{more}"
 
 
 @contextmanager
@@ -330,10 +323,11 @@ def check_readable(name: str) -> None:
         )
 
 
-def load_gguf_config(name: str, **options: Any) -> Any:
+def load_gguf_config(name: str) -> Any:
     """The transformers configuration in the GGUF file `name`."""
+    folder, file = _place(name)
     with _undamaged(name):
-        config = AutoConfig.from_pretrained(**_file(name), **options)
+        config = AutoConfig.from_pretrained(folder, gguf_file=file)
     forget_title(config)
     return config
 
@@ -343,10 +337,9 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     options.setdefault("config", load_gguf_config(name))
     # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
     dense = GgufConfig(dequantize=True)
+    folder, file = _place(name)
     with _undamaged(name):
-        file = _file(name)
-        folder = file.pop("pretrained_model_name_or_path")
-        model = load_complete(folder, **file, quantization_config=dense, **options)
+        model = load_complete(folder, gguf_file=file, quantization_config=dense, **options)
     model.config.name_or_path = model.name_or_path = name
     # When saving an adapter, PEFT looks for a config.json of the base model to check whether the vocabulary grew.
     warnings.filterwarnings("ignore", message=r"Could not find a config file in .*\.gguf", category=UserWarning)
@@ -362,7 +355,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # transformers prefers a tokenizer.json in the same folder, which may be of another model.
         link = Path(alone) / Path(name).name
         link.symlink_to(Path(name).absolute())
-        loaded = AutoTokenizer.from_pretrained(**_file(str(link)))
+        loaded = AutoTokenizer.from_pretrained(alone, gguf_file=str(link))
         metadata, _ = read_gguf_metadata(name)
     backend = json.loads(loaded.backend_tokenizer.to_str())
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
@@ -408,8 +401,7 @@ def _undamaged(name: str) -> Iterator[None]:
         raise ModelError(f"{name} is truncated or corrupted ({error}). Download or convert it again.") from error
 
 
-def _file(name: str) -> dict[str, str]:
-    """The arguments of `from_pretrained` for a GGUF file."""
+def _place(name: str) -> tuple[str, str]:
+    """The folder and the absolute path of a GGUF file: a bare name would first be looked up in the current folder."""
     path = Path(name).absolute()
-    # The absolute path, since a bare file name would first be looked up in the current folder.
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": str(path)}
+    return str(path.parent), str(path)

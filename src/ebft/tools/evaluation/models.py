@@ -116,7 +116,7 @@ def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBas
         policy = _with_adapter(config, adapter, name, tokenizer)
     policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
-    if _shares_base(config, name, adapter):
+    if keeps_base(adapter) and _same_model(config, name if adapter is None else adapter.base_model_name_or_path):
         network = FeatureNetwork(policy, ebft.feature_layers, ebft.embed_method, copy=False)
     else:
         frozen = placed(load_base_model(config, tokenizer), ebft.feature_device).eval().requires_grad_(False)
@@ -124,15 +124,10 @@ def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBas
     return Subject(policy, network)
 
 
-def _shares_base(config: RunConfig, name: str, adapter: PeftConfig | None) -> bool:
-    """Whether the weights of the policy without its adapter are exactly those of the config's base model."""
+def keeps_base(adapter: PeftConfig | None) -> bool:
+    """Whether a model with this adapter switched off is exactly its base model; None: without an adapter, it is."""
     if adapter is None:
-        return _same_model(config, name)
-    return keeps_base(adapter) and _same_model(config, adapter.base_model_name_or_path)
-
-
-def keeps_base(adapter: PeftConfig) -> bool:
-    """Whether a model with this adapter switched off is exactly its base model."""
+        return True
     # Other initialisations move a part of the base weights into the adapter; trained biases are part of the base model.
     is_lora = isinstance(adapter, LoraConfig)
     return is_lora and adapter.bias == "none" and adapter.init_lora_weights in (True, False, "gaussian")

@@ -18,6 +18,7 @@ import torch
 from rich.table import Table
 
 from ebft.errors import ConfigError
+from ebft.files import write_text
 from ebft.methods.method import selecting_keys
 from ebft.scores import CURVE, Scores, interval
 from ebft.tools.dashboard.live import NOT_COMPARABLE
@@ -165,14 +166,12 @@ def write_atomically(path: Path, text: str) -> None:
     An existing path that is not a regular file, such as /dev/stdout, is written to directly.
     """
     path = path.resolve()
-    part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
-            return
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        else:
+            write_text(path, text, is_flushed=False)
     except OSError as error:
         raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
 

@@ -30,7 +30,7 @@ from ebft.data.lengths import fits_one_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.features import check_sampled_ids
-from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.causal_lm import evaluating, positions_of, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported
 from ebft.rewards import unbiased_cfm_loss
@@ -44,15 +44,7 @@ from ebft.structured.trainer import labelled_reference
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import (
-    KEY,
-    Settings,
-    Task,
-    add_downstream,
-    check_comparable,
-    load_held_out,
-    load_metrics,
-)
+from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
 
 
 def evaluate(
@@ -157,13 +149,14 @@ class PromptMeasure:
                     self._add_features(document, conversation, rollouts)
                     self._add_rollout_nll(document, rollouts)
                 if self.task.metrics:
-                    self._add_downstream(document, row, rollouts, best, self.task.held_out.raw(document))
+                    replies = [self._reply(rollout, row) for rollout in (*rollouts, best)]
+                    columns = {**self.task.held_out.raw(document), **row}
+                    self.scores.add_all(self.task.downstream(row["prompt"], replies, columns), [document])
         return self.scores
 
     def _fits(self, conversation: Conversation) -> bool:
         """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
-        config = unwrap_adapter(self.subject.policy).config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = self.completions.positions
         # The token that ends the reference is scored too.
         return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
 
@@ -207,20 +200,6 @@ class PromptMeasure:
     def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
         for position, value in enumerate(nll.tolist()):
             self.scores.add(f"{CURVE}/{name}/{_bin(position)}", [document], [value])
-
-    def _add_downstream(
-        self, document: int, row: dict[str, Any], rollouts: list[Rollout], best: Rollout, raw: dict[str, Any]
-    ) -> None:
-        add_downstream(
-            self.scores,
-            self.task.metrics,
-            document,
-            row["prompt"],
-            [self._reply(rollout, row) for rollout in rollouts],
-            self._reply(best, row),
-            {**raw, **row},
-            self.task.settings.pass_at,
-        )
 
     def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
         """Return a completion as text, or, for several turns, as messages starting with the first reply."""
@@ -307,16 +286,9 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
         sampled = completions.sample(conversations, f"batch {number}")
         greedy = completions.greedy(conversations)
         for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
-            add_downstream(
-                scores,
-                task.metrics,
-                document,
-                task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True),
-                [completions.text(rollout.ids) for rollout in rollouts],
-                completions.text(best.ids),
-                task.held_out.raw(document),
-                task.settings.pass_at,
-            )
+            prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
+            replies = [completions.text(rollout.ids) for rollout in (*rollouts, best)]
+            scores.add_all(task.downstream(prompt, replies, task.held_out.raw(document)), [document])
 
 
 def _conversation(row: dict[str, Any]) -> Conversation:
@@ -338,8 +310,8 @@ class Completions:
         pad = self.tokenizer.pad_token_id
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
-        positions = getattr(unwrap_adapter(policy).config.get_text_config(), "max_position_embeddings", None)
-        self._limits = Limits(settings.max_new_tokens, settings.by_reference, positions)
+        self.positions = positions_of(policy)
+        self._limits = Limits(settings.max_new_tokens, settings.by_reference, self.positions)
 
     def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
         """Return the samples of each conversation; the random numbers depend on the seed and `name`."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.user_code import named_call, state_kept
@@ -22,7 +23,7 @@ from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
 from ebft.data.sources import read_source
 from ebft.errors import ConfigError
-from ebft.scores import Scores, best_of
+from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 
 if TYPE_CHECKING:
@@ -46,25 +47,18 @@ def load_metrics(names: list[str]) -> dict[str, Metric]:
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
 
 
-def add_downstream(
-    scores: Scores,
-    metrics: dict[str, Metric],
-    document: int,
-    prompt: Any,
-    completions: list[Any],
-    greedy: Any,
-    row: dict[str, Any],
-    pass_at: list[int],
-) -> None:
-    """Add `NAME_pass@k` of the sampled completions and `NAME_greedy` for every metric that applies to the row."""
+def downstream_scores(
+    metrics: dict[str, Metric], prompt: Any, completions: list[Any], row: dict[str, Any], pass_at: list[int]
+) -> dict[str, Tensor]:
+    """`NAME_pass@k` of the sampled completions and `NAME_greedy` of the last, for each metric that applies: (1,)."""
+    found = {}
     for name, metric in metrics.items():
-        values = [_value(name, metric, prompt, completion, row) for completion in [*completions, greedy]]
-        if None in values:
-            continue
-        sampled = torch.tensor(values[:-1], dtype=torch.float64)
-        for k in pass_at:
-            scores.add(f"{name}_pass@{k}", [document], best_of(sampled, k)[None])
-        scores.add(f"{name}_greedy", [document], [values[-1]])
+        values = [_value(name, metric, prompt, completion, row) for completion in completions]
+        if None not in values:
+            values = torch.tensor(values, dtype=torch.float64)
+            found |= {f"{name}_pass@{k}": best_of(values[None, :-1], k) for k in pass_at}
+            found[f"{name}_greedy"] = values[-1:]
+    return found
 
 
 def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[str, Any]) -> float | None:
@@ -184,6 +178,10 @@ class Task:
     held_out: HeldOut
     tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, Metric]
+
+    def downstream(self, prompt: Any, completions: list[Any], row: dict[str, Any]) -> dict[str, Tensor]:
+        """See `downstream_scores`."""
+        return downstream_scores(self.metrics, prompt, completions, row, self.settings.pass_at)
 
     def batches(self) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
         """Yield batches of `settings.batch_size` rows with their documents."""

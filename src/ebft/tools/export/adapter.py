@@ -20,16 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebft.errors import ModelError
+from ebft.errors import ModelError, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
 from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
-WEIGHTS = "adapter_model.safetensors"
 # LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
 _REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
@@ -228,7 +227,7 @@ def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
     if result.unexpected_keys:
         raise ModelError(
             f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
-            f"{_some(result.unexpected_keys)}. Merge it into the model that it was trained on (--base-model)."
+            f"{some_of(result.unexpected_keys, 3)}. Merge it into the model that it was trained on (--base-model)."
         )
 
 
@@ -239,7 +238,7 @@ def _check_loaded(adapter: Adapter) -> None:
         if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
             missing += names
     if missing:
-        raise ModelError(f"The adapter has no weights, or NaN, for {_some(missing)}.")
+        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
 
 
 def _changed(layer: LoraLayer, prefix: str) -> list[str]:
@@ -286,11 +285,6 @@ def _same(adapter: Adapter, name: str, source: str) -> bool:
     return torch.equal(one, other)
 
 
-def _some(names: Any) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 WITHOUT = "Or merge into the weights without quantisation, with adapter=lora load_in_4bit=false load_in_8bit=false."
 
 
@@ -304,7 +298,14 @@ class BitsAndBytesRounding:
 
     def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
         self._bits, self._dtype = bits, dtype
-        self._functional = _bitsandbytes()
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ModelError(
+                "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
+                f"pip install 'ebft[qlora]'. {WITHOUT}"
+            )
+        from bitsandbytes import functional
+
+        self._functional = functional
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
@@ -333,14 +334,3 @@ class BitsAndBytesRounding:
 
 def _is_within(name: str, other: str) -> bool:
     return name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
-
-
-def _bitsandbytes() -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(
-            "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
-            f"pip install 'ebft[qlora]'. {WITHOUT}"
-        )
-    from bitsandbytes import functional
-
-    return functional

@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -21,10 +23,10 @@ from torch import Tensor
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name, locate
 from ebft.errors import ModelError
-from ebft.files import file_hash, write_text
+from ebft.files import file_hash, publish, write_text
 from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
 
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,13 @@ class Checkpoint:
         """All weights by name, on the meta device."""
         return {key: weight for weights in self.files.values() for key, weight in weights.items()}
 
-    def file_of(self) -> dict[str, str]:
-        """The file of each weight."""
-        return {key: name for name, weights in self.files.items() for key in weights}
-
 
 class Reader:
     """Reads single weights; a context manager that closes the files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._folder, self._file_of = checkpoint.folder, checkpoint.file_of()
+        self._folder = checkpoint.folder
+        self._file_of = {key: name for name, weights in checkpoint.files.items() for key in weights}
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
@@ -85,11 +84,34 @@ def base_folder(name: str, revision: str | None = None) -> Path:
     if locate(name, "model", "base_model") is not None:
         return Path(lasting_name(name))
     try:
-        return Path(
-            snapshot_download(name, revision=revision, ignore_patterns=[*PICKLED, "*.gguf", "*.msgpack", "*.h5"])
-        )
+        return Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
     except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
+
+
+def check_free(to: Path) -> None:
+    """Raise ModelError unless `to` is an empty folder, or does not exist."""
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
+
+
+@contextmanager
+def new_folder(to: Path) -> Iterator[Path]:
+    """Context manager with a folder that is moved to `to` at the end, and deleted if there is an error."""
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f"{to.name}.", dir=to.parent))
+    except OSError as error:
+        raise ModelError(f"{to} cannot be created ({error.strerror}). Choose another folder with --output.") from error
+    try:
+        staged = temporary / to.name
+        staged.mkdir()
+        yield staged
+        if to.exists():
+            to.rmdir()
+        publish(staged, to)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 PROGRESS = "merge_progress.json"

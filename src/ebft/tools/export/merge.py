@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -38,7 +38,7 @@ from ebft.tools.export.adapter import (
     read_adapter_weights,
 )
 from ebft.tools.export.checkpoint import (
-    PICKLED,
+    OTHER_FORMATS,
     Checkpoint,
     Reader,
     ShardFolder,
@@ -54,28 +54,10 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-_NOT_COPIED = (
-    "*.safetensors",
-    "*.index.json",
-    *PICKLED,
-    "*.gguf",
-    "*.msgpack",
-    "*.h5",
-    "*.onnx",
-    "README.md",
-    MARK,
-    ".*",
-)
+_NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*")
 
 
 @dataclass(frozen=True)
@@ -236,14 +218,6 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
             shutil.copyfile(tokenizer / name, to / name)
 
 
-class Rounding(Protocol):
-    """What happened to weights of the model before the adapter was trained on them, such as quantisation."""
-
-    def covers(self, name: str) -> bool: ...
-
-    def __call__(self, weight: Tensor) -> Tensor: ...
-
-
 @dataclass(eq=False)
 class Part:
     """Weights that are written together; `outputs` are on the meta device, by their names in the checkpoint."""
@@ -272,7 +246,11 @@ class Merge:
     """
 
     def __init__(
-        self, model: PreTrainedModel, adapter: Adapter, weights: Mapping[str, Tensor], rounding: Rounding | None = None
+        self,
+        model: PreTrainedModel,
+        adapter: Adapter,
+        weights: Mapping[str, Tensor],
+        rounding: BitsAndBytesRounding | None,
     ) -> None:
         self._model, self._adapter, self._rounding = model, adapter, rounding
         self.parts = self._joined(weight_groups(model, weights))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import DataError, ModelError
-from ebft.files import allow_readers, json_object, read_text
-from ebft.models.files import refuse_classifier
+from ebft.files import read_text
+from ebft.models.files import read_object, refuse_classifier
 from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
-from ebft.tools.export.checkpoint import Checkpoint
+from ebft.tools.export.checkpoint import Checkpoint, check_free, new_folder
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -66,8 +65,7 @@ def quantize_model(
     _check_source(folder)
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
+    check_free(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     settings = torchao_settings(kind, device)
     size = sum(weight.nbytes for weight in Checkpoint.of(folder).weights.values())
@@ -76,20 +74,16 @@ def quantize_model(
     options = {"dtype": "auto", "device_map": {"": str(device)}}
     before = perplexity(_loaded(pretrained_model, folder, **options), scored)
     model = _loaded(pretrained_model, folder, quantization_config=TorchAoConfig(settings), **options)
-    partial = to.with_name(f".{to.name}.partial")
-    if partial.is_dir():
-        shutil.rmtree(partial, ignore_errors=True)
-    if partial.exists():
-        raise ModelError(f"{partial} is in the way. Remove it, or choose another folder with --output.")
     try:
-        _save(model, tokenizer, partial)
-        del model
-        after = perplexity(_loaded(pretrained_model, partial, **options), scored)
-        if to.exists():
-            to.rmdir()
-        partial.rename(to)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        with new_folder(to) as staged:
+            model.save_pretrained(staged)
+            tokenizer.save_pretrained(staged)
+            del model
+            after = perplexity(_loaded(pretrained_model, staged, **options), scored)
+    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
+        raise ModelError(
+            f"Cannot write to {to.parent}: {error}. Free disk space, or choose another folder with --output."
+        ) from error
     own = sum(path.stat().st_size for path in to.glob("*.safetensors"))
     return QuantizeResult(given, size, own, sum(one.scored for one in scored), before, after)
 
@@ -166,27 +160,12 @@ def _check_source(folder: Path) -> None:
         )
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} contains no model (no config.json).")
-    try:
-        values = json_object(folder / "config.json")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder / 'config.json'} cannot be read as JSON: {error}") from error
-    quantised = values.get("quantization_config")
+    quantised = read_object(folder / "config.json", "Copy or download it again.").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(
             f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
         )
-
-
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    try:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        allow_readers(folder)
-    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
-        raise ModelError(
-            f"Cannot write to {folder.parent}: {error}. Free disk space, or choose another folder with --output."
-        ) from error
 
 
 def _loaded(load: Callable[..., Any], folder: Path, **options: Any) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import mkdtemp
 
 import torch
 from safetensors import SafetensorError
@@ -19,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
 from ebft.files import ADAPTER_CONFIG as _ADAPTER
-from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, publish
+from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, json_object
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
-from ebft.tools.export.checkpoint import parse_size
+from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
 _OF_TRAINING = (STATE, CHECKSUMS, RUN_FILE, "ebft_final.json")
@@ -50,9 +48,9 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     parts = _find_parts(folder)
     checkpoint = parts.parent
     to = to or checkpoint / "merged"
-    if to.is_symlink() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
-        kind = "a symbolic link" if to.is_symlink() else "not empty"
-        raise ModelError(f"{to} is {kind}. Remove it, or choose another folder with --output.")
+    if to.is_symlink():
+        raise ModelError(f"{to} is a symbolic link. Remove it, or choose another folder with --output.")
+    check_free(to)
     _check_complete(parts)
     described = any((checkpoint / name).is_file() for name in _NAMES)
     if not described and base is None:
@@ -60,32 +58,21 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
             f"{checkpoint} has neither config.json nor {_ADAPTER}. Name the model that was trained: --base-model MODEL"
         )
     weights = _read(parts)
+    is_adapter = (checkpoint / _ADAPTER).is_file()
     try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(mkdtemp(prefix=f"{to.name}.", dir=to.parent))
-    except OSError as error:
-        raise ModelError(f"{to} cannot be created ({error.strerror}). Choose another folder with --output.") from error
-    try:
-        staged = temporary / to.name
-        staged.mkdir()
-        is_adapter = (checkpoint / _ADAPTER).is_file()
-        if is_adapter:
-            save_file(weights, staged / "adapter_model.safetensors", {"format": "pt"})
-        else:
-            source = str(checkpoint) if described else find_model(str(base), "--base-model")
-            _model(source, weights).save_pretrained(staged, max_shard_size=limit)
-            if not described:
-                pretrained_tokenizer(source).save_pretrained(staged)
-        for path in sorted(checkpoint.iterdir()):
-            if path.is_file() and path.suffix in _TEXTS and path.name not in _OF_TRAINING:
-                shutil.copy2(path, staged / path.name)
-        if to.exists():
-            to.rmdir()
-        publish(staged, to)
+        with new_folder(to) as staged:
+            if is_adapter:
+                save_file(weights, staged / "adapter_model.safetensors", {"format": "pt"})
+            else:
+                source = str(checkpoint) if described else find_model(str(base), "--base-model")
+                _model(source, weights).save_pretrained(staged, max_shard_size=limit)
+                if not described:
+                    pretrained_tokenizer(source).save_pretrained(staged)
+            for path in sorted(checkpoint.iterdir()):
+                if path.is_file() and path.suffix in _TEXTS and path.name not in _OF_TRAINING:
+                    shutil.copy2(path, staged / path.name)
     except (OSError, SafetensorError) as error:
         raise SaveError.of(to, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return Merged(to, len(weights), sum(weight.nbytes for weight in weights.values()), is_adapter)
 
 
@@ -121,9 +108,7 @@ def _check_complete(parts: Path) -> None:
     if not sums.is_file():
         return
     try:
-        listed = json.loads(sums.read_text(encoding="utf-8"))
-        if not isinstance(listed, dict):
-            raise ValueError("it is not a JSON object")
+        listed = json_object(sums)
     except (OSError, ValueError) as error:
         raise ModelError(f"{sums} is damaged: {cause(error)}") from error
     for name, value in listed.items():

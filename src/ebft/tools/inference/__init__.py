@@ -1,1 +1,1 @@
-"""Sampling from trained models: interactively, beside the base model, with rewards, and in a web page."""
+"""Sampling from trained models: interactively, beside the base model, and with rewards."""

@@ -63,9 +63,7 @@ class Loaded:
     @cached_property
     def shares_base(self) -> bool:
         """Whether the model with its adapter disabled is exactly the base model."""
-        if not isinstance(self.tuned, PeftModel):
-            return False
-        return keeps_base(self.tuned.active_peft_config)
+        return isinstance(self.tuned, PeftModel) and keeps_base(self.tuned.active_peft_config)
 
     @cached_property
     def base(self) -> PreTrainedModel:

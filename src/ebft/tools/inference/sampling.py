@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_se
 from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, as_texts
 from ebft.errors import DataError, ModelError
-from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.causal_lm import positions_of, unwrap_adapter
 from ebft.printed import safe_console, say
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.tools.inference.models import Loaded
@@ -62,11 +62,7 @@ class Sampler:
     def __init__(self, loaded: Loaded, options: SamplingOptions) -> None:
         self.loaded, self.options = loaded, options
         self.renderer = Renderer(loaded.tokenizer, loaded.template)
-
-    @property
-    def positions(self) -> int | None:
-        """The positions of the model; None if it has no limit."""
-        return getattr(unwrap_adapter(self.loaded.tuned).config.get_text_config(), "max_position_embeddings", None)
+        self.positions = positions_of(loaded.tuned)
 
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
         """Ids of a prompt. Raises DataError if it cannot be rendered, or if its first part is far too long."""

@@ -1,0 +1,65 @@
+"""Changes of files in a folder: a `Change` is a function of the folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Change = Callable[[Path], Any]
+GONE = object()  # a key that is removed
+WEIGHTS = "model.safetensors"
+
+
+def unchanged(folder: Path) -> None:
+    pass
+
+
+def then(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def write(name: str, content: str | bytes | dict) -> Change:
+    text = json.dumps(content) if isinstance(content, dict) else content
+
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return change
+
+
+def remove(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def cut(name: str, size: int) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def edited(name: str, edit: Callable[[dict], dict]) -> Change:
+    """Change the object in a JSON file."""
+    return lambda folder: (folder / name).write_text(json.dumps(edit(json.loads((folder / name).read_text()))))
+
+
+def settings(name: str = "config.json", **values: Any) -> Change:
+    """Change keys of a JSON file."""
+    return edited(name, lambda found: {key: own for key, own in {**found, **values}.items() if own is not GONE})
+
+
+def tensors(edit: Callable[[dict], dict], name: str = WEIGHTS) -> Change:
+    def change(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        save_file(edit(load_file(folder / name)), folder / name, metadata={"format": "pt"})
+
+    return change
+
+
+def values(edit: Callable[[Any], Any], part: str = "", name: str = WEIGHTS) -> Change:
+    """Change the tensors whose name contains `part`."""
+    return tensors(lambda found: {key: edit(value) if part in key else value for key, value in found.items()}, name)
+
+
+def named(rename: Callable[[str], str | None], name: str = WEIGHTS) -> Change:
+    """Rename tensors; those without a new name are left out."""
+    return tensors(lambda found: {new: value for key, value in found.items() if (new := rename(key))}, name)
