@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions, first_anchor
+from ebft.anchors import BlockOptions, turn_anchors
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
 
 OPTIONS = {"stride": 4, "context_length": 3, "generate_max_len": 2, "n_samples_per_prompt": 2,
@@ -74,9 +74,8 @@ def test_masks_that_are_no_padding_are_refused():
 
 
 def test_first_anchors_and_the_last_that_just_fits():
-    assert first_anchor(0, 8, 5) == 8  # text: min_completion_prefix has no say
-    assert first_anchor(20, 8, 5) == 25 and first_anchor(2, 8, 5) == 8
-    assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
+    options = BlockOptions(4, 8, 2, 2, 5)
+    assert [turn_anchors(start, 40, options).start for start in (0, 20, 2)] == [8, 25, 8]  # text has no prompt to pass
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
         assert generated_token_count(documents, BlockOptions(**OPTIONS)) == blocks * 4
