@@ -254,24 +254,6 @@ def test_turns_with_full_fine_tuning(family, tmp_path):
     assert anchors == [[5, 21, 24, 27], [9, 12, 15, 18], [4, 11, 20], [4, 7]]  # written out by hand
 
 
-def test_turns_of_packed_and_of_left_padded_rows(tmp_path):
-    inputs, rows = chat_batch(4)
-    lengths = [len(ids) for ids, _, _ in rows]
-    padded = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
-    left = {name: torch.stack([row.roll(31 - length) for row, length in zip(padded[name], lengths)])
-            for name in ("input_ids", "attention_mask", "labels")}  # fmt: skip
-    flat = {name: torch.cat([row[:length] for row, length in zip(inputs[name], lengths)])[None]
-            for name in ("input_ids", "labels")}  # fmt: skip
-    flat["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    found = []
-    for changed in (inputs, {**inputs, **left}, {**flat, **{k: inputs[k] for k in ("prompt_length", "turn_spans")}}):
-        trainer = make_trainer(tiny_model("llama"), tmp_path, **TURNS)
-        found.append(trainer.compute_loss(trainer.model, changed, return_outputs=True)[1])
-    for other in found[1:]:
-        for name, value in vars(found[0]).items():
-            torch.testing.assert_close(value, getattr(other, name), msg=lambda m, n=name: f"{n}: {m}")
-
-
 FEW = ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"]
 SAME = list(itertools.product(FEW, ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"]))
 
