@@ -85,7 +85,7 @@ OF_NO_METHOD = [
     ("dpo", {"dpo_beta": 0.1}, "Use 'rl_beta' instead"),
     ("simpo", {"simpo_beta": 0.1}, "Use 'rl_beta' instead"),
     *(("dpo", of_rows(type={name: value}), NOT_READ.format(name)) for name, value in OF_COMPLETIONS),
-    ("kto", of_rows(type={"field_chosen": "a"}), "type.field_chosen is not read by rl: kto, which trains on completions"),
+    ("kto", of_rows(type={"field_chosen": "a"}), "type.field_chosen is not read by rl: kto, which trains on compl"),
     ("dpo", of_rows(type="chatml.intel", field_chosen="a"),
      "field_chosen is only read with type: chat_template.default"),
 ])  # fmt: skip
