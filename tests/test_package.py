@@ -146,10 +146,16 @@ for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
 
 def imported(path: Path) -> set[str]:
     """The top-level names of the packages that a file imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    return {name.partition(".")[0] for name in names}
+    return {module.partition(".")[0] for module, _ in imports(path.read_text(encoding="utf-8"))}
+
+
+@cache
+def imports(source: str) -> list[tuple[str, str]]:
+    """The module and the name ("" for a whole module) of each import, anywhere in a source."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = [(alias.name, "") for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    named = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return found + [(node.module, alias.name) for node in named for alias in node.names]
 
 
 @pytest.mark.slow
@@ -185,15 +191,8 @@ def room_of(module: str) -> str:
 
 def own_imports(source: str) -> set[str]:
     """The modules of the package that a source imports, anywhere in it; a name of a package is that of its file."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [(node.module, alias.name) for alias in node.names]
-    own = [
-        (module.removeprefix("ebft").lstrip("."), name) for module, name in found if module.partition(".")[0] == "ebft"
-    ]
+    own = [(module.removeprefix("ebft").lstrip("."), name) for module, name in imports(source)
+           if module.partition(".")[0] == "ebft"]  # fmt: skip
     candidates = [
         [f"{module}.{name}", f"{module}.{name}.__init__", module, f"{module}.__init__"] for module, name in own
     ]
@@ -219,12 +218,9 @@ def test_imports_have_no_circle():
 
 
 def test_the_core_imports_no_tool():
-    lowest = len(CORE)
     for module, path in modules().items():
-        if LEVELS[room_of(module)] < lowest:
-            assert not [name for name in own_imports(path.read_text(encoding="utf-8")) if name.startswith("tools")], (
-                path
-            )
+        found = own_imports(path.read_text(encoding="utf-8"))
+        assert LEVELS[room_of(module)] >= len(CORE) or not any(name.startswith("tools") for name in found), path
 
 
 WITHOUT_TOOLS = """

@@ -1,4 +1,4 @@
-"""The SFT trainer with the cross-entropy in chunks logs what the model's own loss gives, in training and evaluation."""
+"""The SFT trainer: the cross-entropy in chunks is the model's own loss, the router loss, and losses of evaluations."""
 
 from functools import wraps
 from unittest.mock import patch
@@ -6,14 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from trl.models.activation_offloading import OffloadActivations
 
 from ebft.data.batches import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
-from ebft.sft.trainer import SFTTrainer
-from tests.monitor.sft_run import plain_trainer
+from ebft.sft.trainer import SFTTrainer, coefficient
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -34,15 +34,17 @@ def rows(count):
 
 
 def sft_trainer(folder, model, settings=None, **given):
-    args = plain_trainer(folder, tiny_model(), **(settings or {})).args
-    given = {"train_dataset": rows(12), **given}
-    return SFTTrainer(model, args, DocumentCollator(0, with_prompt_length=False), **given)
+    args = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    args |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "prediction_loss_only": True, **(settings or {})}
+    given = {"train_dataset": rows(12), "eval_dataset": rows(5), **given}
+    collator = DocumentCollator(0, with_prompt_length=False)
+    return SFTTrainer(model, TrainingArguments(str(folder), **args), collator, **given)
 
 
 def logged(folder, chunked, **changes):
     """Everything that a run of three steps of two micro-batches logs, without times; and its trainer."""
-    settings = {"evaluation": rows(5), "gradient_accumulation_steps": 2, "eval_strategy": "steps", **changes}
-    trainer = sft_trainer(folder, tiny_model(), settings, eval_dataset=rows(5), chunked_cross_entropy=chunked)
+    settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", **changes}
+    trainer = sft_trainer(folder, tiny_model(), settings, chunked_cross_entropy=chunked)
     trainer.train()
     history = [{k: v for k, v in entry.items() if "second" not in k and "runtime" not in k and "time" not in k}
                for entry in trainer.state.log_history]  # fmt: skip
@@ -138,3 +140,71 @@ def test_offloading_keeps_numbers_and_leaves_the_head_alone(chunked, adapter, of
         found.append([(entry.get("loss"), entry.get("grad_norm")) for entry in trainer.state.log_history])
     assert found[0] == found[1] and len(found[0]) == 4
     assert chunked is False or all(shape[-1:] != (37,) for shape in offloading_on_cpu)
+
+
+ROWS = [{**row, "labels": [*row["labels"][:-1], row["input_ids"][-1]]} for row in rows(6)]
+
+
+def mixtral(weight):
+    settings = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": weight}
+    return tiny_model("mixtral", num_key_value_heads=1, **settings)
+
+
+def naive_cross_entropy(model, rows):
+    """The mean over the labels of all rows, one row at a time."""
+    losses = []
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        logits = model(input_ids=ids, output_router_logits=False).logits[0, :-1]
+        losses.append(F.cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+def routed_loss(model, batches):
+    """The load-balancing losses of batches, weighted with their labels, without their coefficient."""
+    labels = [batch["labels"][:, 1:].ne(-100).sum() for batch in batches]
+    losses = [model(**batch, output_router_logits=True).aux_loss for batch in batches]
+    return sum(count * loss for count, loss in zip(labels, losses)) / sum(labels), sum(labels)
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(6, 1), (2, 3), (1, 6)])
+def test_the_weight_of_the_router_loss_does_not_depend_on_the_split(size, accumulation, tmp_path):
+    model = mixtral(1.0)
+    settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+    run = sft_trainer(tmp_path, model, {**settings, "max_steps": 1, "max_grad_norm": 0.0}, train_dataset=ROWS)
+    batches = list(run.get_train_dataloader())
+    routed, count = routed_loss(model, batches)
+    expected = naive_cross_entropy(model, ROWS) + routed
+    expected.backward()
+    wanted = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    for batch in batches:
+        run.training_step(model, batch, num_items_in_batch=count)
+    for weight, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-6)
+    model.zero_grad()
+    run.train()
+    assert run.state.log_history[0]["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("size", "smoothing"), [(1, 0.0), (4, 0.0), (6, 0.1)])
+def test_the_loss_of_an_evaluation_is_the_mean_over_tokens(size, smoothing, tmp_path):
+    """It is the cross-entropy, also with label smoothing."""
+    settings = {"per_device_eval_batch_size": size, "label_smoothing_factor": smoothing}
+    run = sft_trainer(tmp_path, tiny_model(), settings, eval_dataset=ROWS)
+    metrics = run.evaluate()
+    assert smoothing or metrics["eval_loss"] == metrics["eval_ce_loss"]
+    assert metrics["eval_loss"] == pytest.approx(naive_cross_entropy(run.model, ROWS).item(), rel=1e-5)
+
+
+def test_the_loss_of_an_evaluation_includes_the_router_loss(tmp_path):
+    model = mixtral(0.5)
+    run = sft_trainer(tmp_path, model, {"per_device_eval_batch_size": 4}, eval_dataset=ROWS)
+    metrics, (routed, _) = run.evaluate(), routed_loss(model, list(run.get_eval_dataloader()))
+    assert metrics["eval_ce_loss"] == pytest.approx(naive_cross_entropy(model, ROWS).item(), rel=1e-5)
+    assert metrics["eval_loss"] - metrics["eval_ce_loss"] == pytest.approx(0.5 * routed.item(), rel=1e-4)
+
+
+def test_models_whose_router_loss_has_an_unknown_weight_are_refused():
+    with pytest.raises(ModelError, match="load-balancing loss of a llama model is not known.*output_router_logits"):
+        coefficient(tiny_model())

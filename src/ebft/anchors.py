@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class BlockOptions:
@@ -30,26 +27,14 @@ class BlockOptions:
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
-def first_anchor(prompt_length, context_length: int, min_completion_prefix: int = 0):
-    """Return the first anchor a_0 of a row: `context_length` for text (`prompt_length` 0), otherwise after the prompt.
+def turn_anchors(start: int, end: int, options: Any) -> range:
+    """Return the anchors `a_0 + b * stride` of a turn, each followed by a full reference block before its `end`.
 
-    `prompt_length` is an int or a long tensor of any shape; the result has the same type and shape.
+    `a_0` is `context_length` for text (`start` 0), otherwise after the prompt. `options`: those of the blocks.
     """
-    if isinstance(prompt_length, Tensor):
-        past_prompt = (prompt_length + min_completion_prefix).clamp_min(context_length)
-        return torch.where(prompt_length > 0, past_prompt, context_length)
-    return max(prompt_length + min_completion_prefix, context_length) if prompt_length > 0 else context_length
-
-
-def count_blocks(length, first, stride: int, generate_max_len: int):
-    """Return the number of anchors `first + b * stride` that are followed by a full reference block.
-
-    `length` and `first` are ints or long tensors; the result has the same type.
-    """
-    room = length - generate_max_len - first
-    if isinstance(room, Tensor):
-        return torch.where(room >= 0, room.div(stride, rounding_mode="floor") + 1, 0)
-    return room // stride + 1 if room >= 0 else 0
+    past_prompt = max(start + options.min_completion_prefix, options.context_length)
+    first = past_prompt if start > 0 else options.context_length
+    return range(first, end - options.generate_max_len + 1, options.stride)
 
 
 def count_row_blocks(length: int, prompt_length: int, turns: Sequence[Sequence[int]] | None, options: Any) -> int:
@@ -57,13 +42,4 @@ def count_row_blocks(length: int, prompt_length: int, turns: Sequence[Sequence[i
 
     Blocks are in its `turns`, (start, end) pairs of token positions, or if there are none, from `prompt_length` on.
     """
-    counts = (
-        count_blocks(
-            min(end, length),
-            first_anchor(start, options.context_length, options.min_completion_prefix),
-            options.stride,
-            options.generate_max_len,
-        )
-        for start, end in turns or [(prompt_length, length)]
-    )
-    return int(sum(counts))
+    return sum(len(turn_anchors(start, min(end, length), options)) for start, end in turns or [(prompt_length, length)])

@@ -104,19 +104,8 @@ def test_plots_come_from_the_json_alone_and_a_missing_wheel_is_said_in_one_line(
 
 def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.rounds.SLOW", 0.0)
-    few = (
-        "--repeats",
-        "3",
-        "--lengths",
-        "24",
-        "--dtypes",
-        "float32",
-        "--overhead-steps",
-        "0",
-        "--recompile-steps",
-        "0",
-    )
-    results, _ = run(tmp_path / "out.json", *few, "--wheel", "missing.whl")
+    few = ("--repeats", "3", "--lengths", "24", "--dtypes", "float32", "--overhead-steps", "0")
+    results, _ = run(tmp_path / "out.json", *few, "--recompile-steps", "0", "--wheel", "missing.whl")
     assert results["lengths"][0]["sides"]["ours"]["rounds"] == 1
 
 

@@ -3,7 +3,6 @@
 import pytest
 from datasets import Dataset
 
-from ebft.anchors import first_anchor
 from ebft.data.apply import FEATURES
 from ebft.data.lengths import cut_and_drop, fits_one_block, longest_document
 from ebft.data.row_counts import RowCounts
@@ -96,7 +95,7 @@ def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels,
 def test_rule_is_the_layouts(config):
     for length in range(1, 14):
         for prompt in range(length):
-            room = first_anchor(prompt, 4, 2) + 3 <= length
+            room = (max(prompt + 2, 4) if prompt else 4) + 3 <= length
             row = {"input_ids": [1] * length, "prompt_length": prompt, "turn_spans": []}
             assert fits_one_block(row, config.ebft) == room
             assert fits_one_block({**row, "prompt_length": 0, "turn_spans": [[prompt, length]]}, config.ebft) == room

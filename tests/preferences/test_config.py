@@ -39,21 +39,26 @@ def test_keys_of_each_method(tmp_path):
         assert arguments(method, tmp_path, precompute_ref_log_probs=True).precompute_ref_log_probs
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("changes", "message"), [
+NOT_READ = "datasets.type.{} is not read by rl: dpo, which trains on pairs"
+OF_COMPLETIONS = (("field_completion", "a"), ("field_label", "a"), ("completion_format", "{completion}"))
+
+
+def of_rows(**entry):
+    return {"datasets": [{"path": "x", **entry}]}
+
+
+OF_NO_METHOD = [
     ({"sample_packing": True}, "sample_packing: true is not supported by rl: {method}"),
     ({"group_by_length": True}, "group_by_length: true is not supported by rl: {method}"),
     ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
     ({"torch_compile": True}, "torch_compile: true is not supported by rl: {method}"),
     ({"deepspeed": "zero2"}, "deepspeed is not supported by rl: {method}"),
     ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
-])  # fmt: skip
-def test_what_no_method_supports(method, changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message.format(method=method)):
-        config_of(method, tmp_path, **changes)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("method", "changes", "message"), [
+    *((method, changes, message.format(method=method)) for method in METHODS for changes, message in OF_NO_METHOD),
     ("dpo", {"dpo_label_smoothing": 0.1}, "dpo_label_smoothing has no effect with dpo_loss_type: sigmoid"),
     ("dpo", {"dpo_loss_weights": [1.0, 2.0]}, "dpo_loss_weights has 2 weights for 1 losses"),
     ("dpo", {"dpo_loss_type": "exo_pair"}, "exo_pair needs dpo_label_smoothing above 0"),
@@ -79,28 +84,14 @@ def test_what_no_method_supports(method, changes, message, tmp_path):
     ("dpo", {"ref_model": "x"}, "ref_model is not supported: remove it; the reference model is base_model, or"),
     ("dpo", {"dpo_beta": 0.1}, "Use 'rl_beta' instead"),
     ("simpo", {"simpo_beta": 0.1}, "Use 'rl_beta' instead"),
-])  # fmt: skip
-def test_what_one_method_does_not_support(method, changes, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        config_of(method, tmp_path, **changes)
-
-
-NOT_READ = "datasets.type.{} is not read by rl: dpo, which trains on pairs"
-
-
-@pytest.mark.parametrize(("method", "entry", "message"), [
-    *(("dpo", {"type": {name: value}}, NOT_READ.format(name)) for name, value in (
-        ("field_completion", "a"), ("field_label", "a"), ("completion_format", "{completion}"))),
-    ("kto", {"type": {"field_chosen": "a"}},
-     "datasets.type.field_chosen is not read by rl: kto, which trains on compl"),
-    ("dpo", {"type": "chatml.intel", "field_chosen": "a"},
+    *(("dpo", of_rows(type={name: value}), NOT_READ.format(name)) for name, value in OF_COMPLETIONS),
+    ("kto", of_rows(type={"field_chosen": "a"}), "type.field_chosen is not read by rl: kto, which trains on compl"),
+    ("dpo", of_rows(type="chatml.intel", field_chosen="a"),
      "field_chosen is only read with type: chat_template.default"),
 ])  # fmt: skip
-def test_columns_of_other_rows(method, entry, message, tmp_path):
+def test_what_is_refused(method, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        config_of(method, tmp_path, datasets=[{"path": "x", **entry}])
-    if "pairs" in message:
-        config_of("kto", tmp_path, datasets=[{"path": "x", **entry}])
+        config_of(method, tmp_path, **changes)
 
 
 @pytest.mark.parametrize(("method", "type", "message"), [
@@ -117,7 +108,7 @@ def test_columns_of_other_rows(method, entry, message, tmp_path):
 ])  # fmt: skip
 def test_formats_of_other_rows(method, type, message, tmp_path):
     changes = {} if method else {"rl": None}
-    config = config_of(method or "dpo", tmp_path, datasets=[{"path": "x", "type": type}], **changes)
+    config = config_of(method or "dpo", tmp_path, **of_rows(type=type), **changes)
     for use in (check_runnable, train):  # no model is loaded
         with pytest.raises(DataError, match=message):
             use(config)
@@ -128,7 +119,7 @@ def test_formats_of_other_rows(method, type, message, tmp_path):
     ("orpo", "orpo.chat_template.argilla", "chat_template.argilla"),
 ])  # fmt: skip
 def test_other_names_of_formats(method, type, other, tmp_path):
-    config = config_of(method, tmp_path, datasets=[{"path": "x", "type": type}])
+    config = config_of(method, tmp_path, **of_rows(type=type))
     assert config.datasets[0].type == other
     check_runnable(config)
 
@@ -147,6 +138,8 @@ def test_what_is_accepted(tmp_path):
     with warnings.catch_warnings(action="error"):
         for method in METHODS:
             config_of(method, tmp_path, rl_beta=0.2)
+        for name, value in OF_COMPLETIONS:
+            config_of("kto", tmp_path, **of_rows(type={name: value}))
     expression = r"^(?!lm_head).*_proj"  # leaves out the output layer
     config = config_of("dpo", tmp_path, lora_target_linear=False, lora_target_modules=expression)
     assert config.lora_target_modules == expression
@@ -170,8 +163,8 @@ def test_adapters_of_the_output_layer_are_refused_before_a_model_is_loaded(metho
 
 def test_gdpo_is_grpo_with_another_aggregation(tmp_path):
     trl = {"reward_funcs": ["feature_matching"], "num_generations": 2}
-    entry = [{"path": "x", "type": "ebft_opencode.transform"}]
-    config = config_of("gdpo", tmp_path, datasets=entry, trl=trl)
+    rows = of_rows(type="ebft_opencode.transform")
+    config = config_of("gdpo", tmp_path, **rows, trl=trl)
     assert config.method.own_arguments(config)["multi_objective_aggregation"] == "normalize_then_sum"
     with pytest.raises(ConfigError, match="multi_objective_aggregation: sum_then_normalize contradicts rl: gdpo"):
-        config_of("gdpo", tmp_path, datasets=entry, trl=trl | {"multi_objective_aggregation": "sum_then_normalize"})
+        config_of("gdpo", tmp_path, **rows, trl=trl | {"multi_objective_aggregation": "sum_then_normalize"})

@@ -20,6 +20,7 @@ from ebft.run.training import load_data
 from tests.preferences.runs import TRAINERS, WITH_REFERENCE, config_of, trained, write_inputs
 
 BETA = 0.3
+SIDES = ("chosen", "rejected")
 
 
 def trainer_of(method, folder, adapter=True, **changes):
@@ -58,6 +59,38 @@ def loss_of(trainer, rows):
         return trainer.compute_loss(trainer.model, inputs).item()
 
 
+def sides(model, row):
+    return [logp(model, row["prompt_ids"], row[f"{side}_ids"]) for side in SIDES]
+
+
+def ratios(policy, base, row):
+    """The log-probability of each token of the chosen and of the rejected completion, minus that of the reference."""
+    return [ours - theirs for ours, theirs in zip(sides(policy, row), sides(base, row))]
+
+
+def pair_loss(method, policy, base, row, dpo_loss_type="sigmoid", dpo_use_weighting=False, simpo_gamma=0.5, **others):
+    """The loss of a pair with the settings of a run, without means over tokens."""
+    if method in ("orpo", "simpo"):
+        good, bad = (each.mean() for each in sides(policy, row))
+        if method == "simpo":
+            return -F.logsigmoid(BETA * (good - bad) - simpo_gamma)
+        odds = [mean - torch.log(1 - mean.exp()) for mean in (good, bad)]
+        return -BETA * F.logsigmoid(odds[0] - odds[1])
+    chosen, rejected = ratios(policy, base, row)
+    difference, of_means = BETA * (chosen.sum() - rejected.sum()), chosen.mean() - rejected.mean()
+    if method == "ipo":
+        return (of_means - 1 / (2 * BETA)) ** 2
+    one, share = -F.logsigmoid(difference), torch.sigmoid(difference)
+    if dpo_use_weighting:
+        return one * torch.exp(sum(weight(policy, row["prompt_ids"], row[f"{side}_ids"]) for side in SIDES))
+    return {
+        "sigmoid_norm": -F.logsigmoid(BETA * of_means),
+        "robust": (0.8 * one + 0.2 * F.logsigmoid(-difference)) / 0.6,
+        "exo_pair": share * (share / 0.9).log() + (1 - share) * ((1 - share) / 0.1).log(),
+        "sigmoid hinge": one + 0.25 * torch.relu(1 - difference),
+    }.get(dpo_loss_type if isinstance(dpo_loss_type, str) else " ".join(dpo_loss_type), one)
+
+
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 
 
@@ -78,30 +111,10 @@ def test_pairs_with_a_reference(method, adapter, changes, tmp_path):
     trainer = trainer_of(method, write_inputs(tmp_path), adapter, **changes)
     rows = [trainer.train_dataset[index] for index in range(4)]
     policy, base = models(trainer, tmp_path)
-    expected, margins = [], []
-    for row in rows:
-        sides = [row["chosen_ids"], row["rejected_ids"]]
-        chosen, rejected = (logp(policy, row["prompt_ids"], ids) - logp(base, row["prompt_ids"], ids) for ids in sides)
-        difference = chosen.sum() - rejected.sum()
-        means = chosen.mean() - rejected.mean()
-        one = -F.logsigmoid(BETA * difference)
-        if method == "ipo":
-            one = (means - 1 / (2 * BETA)) ** 2
-        elif changes.get("dpo_loss_type") == "sigmoid_norm":
-            one = -F.logsigmoid(BETA * means)
-        elif changes.get("dpo_loss_type") == "robust":
-            one = (0.8 * one + 0.2 * F.logsigmoid(-BETA * difference)) / 0.6
-        elif changes.get("dpo_loss_type") == "exo_pair":
-            share = torch.sigmoid(BETA * difference)
-            one = share * (share / 0.9).log() + (1 - share) * ((1 - share) / 0.1).log()
-        elif "dpo_loss_weights" in changes:
-            one = one + 0.25 * torch.relu(1 - BETA * difference)
-        elif "dpo_use_weighting" in changes:
-            one = one * torch.exp(sum(weight(policy, row["prompt_ids"], ids) for ids in sides))
-        expected.append(one)
-        margins.append(BETA * difference)
-    assert loss_of(trainer, rows) == pytest.approx(torch.stack(expected).mean().item(), rel=2e-4)
-    margins = torch.stack(margins)
+    expected = torch.stack([pair_loss(method, policy, base, row, **changes) for row in rows])
+    assert loss_of(trainer, rows) == pytest.approx(expected.mean().item(), rel=2e-4)
+    chosen, rejected = zip(*(ratios(policy, base, row) for row in rows))
+    margins = BETA * torch.stack([good.sum() - bad.sum() for good, bad in zip(chosen, rejected)])
     assert margins.abs().min() > 1e-3
     assert trainer.logged("eval")["rewards/margins"] == pytest.approx([margins.mean().item()], rel=1e-3)
     assert trainer.logged("eval")["rewards/accuracies"] == pytest.approx([(margins > 0).double().mean().item()])
@@ -113,7 +126,7 @@ def test_the_reference_of_a_continued_adapter_has_its_modules(tmp_path):
     rows = [trainer.train_dataset[index] for index in range(4)]
     policy, base = models(trainer, tmp_path)
     reference = PeftModel.from_pretrained(base, tmp_path / "out").eval()
-    losses = torch.tensor([pair_loss("dpo", policy, reference, row) for row in rows])
+    losses = torch.stack([pair_loss("dpo", policy, reference, row) for row in rows])
     assert loss_of(trainer, rows) == pytest.approx(losses.mean().item(), rel=2e-4)
     assert (losses - math.log(2)).abs().min() > 5e-4  # the policy is not the reference
 
@@ -128,8 +141,7 @@ def weight(model, prompt, completion):
 
 
 @pytest.mark.parametrize(("adapter", "changes"), [
-    (True, {}), (False, {}), (True, {"precompute_ref_log_probs": True}),
-    (True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
+    (True, {}), (False, {}), (True, PRECOMPUTED), (True, {"lora_modules_to_save": ["embed_tokens", "lm_head"]}),
 ])  # fmt: skip
 def test_kto(adapter, changes, tmp_path):
     weights = {"kto_desirable_weight": 2.0, "kto_undesirable_weight": 0.5, **changes}
@@ -207,13 +219,9 @@ def test_a_held_out_metric_counts_every_row_once(method, tmp_path):
         margins = torch.stack([reward(row, "chosen_ids") - reward(row, "rejected_ids") for row in rows])
         margin = margins.mean()
         assert found["eval_rewards/accuracies"] == pytest.approx((margins > 0).double().mean().item())
-        if method in ("dpo", "simpo"):
-            gamma = 0.5 if method == "simpo" else 0.0
-            assert found["eval_loss"] == pytest.approx(-F.logsigmoid(margins - gamma).mean().item(), rel=2e-4)
     assert found["eval_rewards/margins"] == pytest.approx(margin.item(), rel=1e-3, abs=1e-5)
-    assert all(f"eval_{name}" in found
-               for name in config_of(method, tmp_path).method.held_out_metrics(config_of(method,
-                                                                                         tmp_path)))  # fmt: skip
+    config = config_of(method, tmp_path)
+    assert {f"eval_{name}" for name in config.method.held_out_metrics(config)} <= found.keys()
 
 
 def token_mean(method, policy, rows):
@@ -235,24 +243,12 @@ WITH_TOKENS = [
 ]  # fmt: skip
 
 
-def pair_loss(method, policy, base, row, gamma=0.5):
-    sides = [row["chosen_ids"], row["rejected_ids"]]
-    good, bad = (logp(policy, row["prompt_ids"], ids) for ids in sides)
-    if method == "dpo":
-        bases = [logp(base, row["prompt_ids"], ids).sum() for ids in sides]
-        return -F.logsigmoid(BETA * (good.sum() - bases[0] - bad.sum() + bases[1])).item()
-    if method == "simpo":
-        return -F.logsigmoid(BETA * (good.mean() - bad.mean()) - gamma).item()
-    odds = [mean - torch.log(1 - mean.exp()) for mean in (good.mean(), bad.mean())]
-    return -BETA * F.logsigmoid(odds[0] - odds[1]).item()
-
-
 @pytest.mark.parametrize(("method", "adapter", "changes", "weight"), WITH_TOKENS)
 def test_losses_with_a_mean_over_tokens_in_batches_of_any_size(method, adapter, changes, weight, tmp_path):
     """Five rows of unequal lengths: the cross-entropy is a mean over tokens, the rest one over rows."""
     trainer = trainer_of(method, write_inputs(tmp_path), adapter, val_set_size=5, **changes)
     rows, (policy, base) = list(trainer.eval_dataset), models(trainer, tmp_path)
-    losses = [pair_loss(method, policy, base, row, changes.get("simpo_gamma", 0.5)) for row in rows]
+    losses = [pair_loss(method, policy, base, row, **changes).item() for row in rows]
     for count in (1, 4):  # outside of an evaluation
         expected = sum(losses[:count]) / count + weight * token_mean(method, policy, rows[:count])
         assert loss_of(trainer, rows[:count]) == pytest.approx(expected, rel=1e-5)

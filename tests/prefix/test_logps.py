@@ -67,21 +67,6 @@ def inputs(k):
     return torch.randn(ROWS, HIDDEN, requires_grad=True), targets, torch.randn(ROWS, k)
 
 
-@EACH_HEAD
-@pytest.mark.parametrize("k", [1, 2, 7])  # of 7 tokens, so that rows have some several times
-def test_values_and_gradients_are_those_of_the_head_at_once(module, k, frozen, chunks):
-    module = MODULES[module].requires_grad_(not frozen)
-    head = head_of(module)
-    states, targets, weight = inputs(k)
-    found = logps.token_logps(states, targets, head, 0.7)
-    whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
-    torch.testing.assert_close(found, whole)
-    close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
-    nothing = logps.token_logps(states[:0], targets[:0], head, 1.0)
-    assert nothing.shape == (0, k) and nothing.requires_grad
-    assert not any(grad.any() for grad in torch.autograd.grad(nothing.sum(), [states, *head.trained]))
-
-
 TRUNCATIONS = [
     {"top_k": 3},
     {"top_k": VOCAB + 5},
@@ -102,12 +87,16 @@ def truncated(logits, targets, min_p=0.0, top_k=0, top_p=1.0):
     return logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
-@pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_truncated_distributions(options, k, frozen, chunks):
-    module = nn.Linear(HIDDEN, VOCAB).requires_grad_(not frozen)
-    head, kept = head_of(module), Truncation(**options)
+OF_EACH_HEAD = [
+    (*case, k, {}) for case in CASES for k in (1, 2, 7)
+]  # of 7 tokens, so that rows have some several times
+OF_EACH_HEAD += [("linear", frozen, k, options) for frozen in (True, False) for k in (1, 2) for options in TRUNCATIONS]
+
+
+@pytest.mark.parametrize(("module", "frozen", "k", "options"), OF_EACH_HEAD, ids=str)
+def test_values_and_gradients_are_those_of_the_head_at_once(module, frozen, k, options, chunks):
+    module = MODULES[module].requires_grad_(not frozen)
+    head, kept = head_of(module), Truncation(**options) if options else None
     states, targets, weight = inputs(k)
     found = logps.token_logps(states, targets, head, 0.7, kept)
     whole = truncated(module(states) / 0.7, targets, **options).gather(-1, targets)
@@ -115,6 +104,9 @@ def test_truncated_distributions(options, k, frozen, chunks):
     close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
     with torch.no_grad():
         torch.testing.assert_close(logps.token_logps(states, targets, head, 0.7, kept), whole.detach())
+    nothing = logps.token_logps(states[:0], targets[:0], head, 1.0)
+    assert nothing.shape == (0, k) and nothing.requires_grad
+    assert not any(grad.any() for grad in torch.autograd.grad(nothing.sum(), [states, *head.trained]))
 
 
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=str)

@@ -25,20 +25,27 @@ def plain_logits(model, ids):
     return model(input_ids=ids[None], use_cache=False).logits[0].float()
 
 
-def sampled_logp(logits, token, o):
-    """Log-probability of a token in the distribution that is sampled from, given the logits (V,) before it."""
-    scores = logits / (o.temperature or 1.0)
-    if o.temperature and o.top_p < 1:
+def distribution(logits, temperature, top_p):
+    """The log-probabilities (V,) that are sampled from, given the logits (V,); minus infinity outside of a nucleus."""
+    scores = logits / (temperature or 1.0)
+    if temperature and top_p < 1:
         probabilities, mass = scores.detach().double().softmax(-1), 0.0
         kept = torch.zeros_like(scores, dtype=torch.bool)
         for index in probabilities.argsort(descending=True).tolist():
             kept[index] = True
             mass += probabilities[index].item()
-            if mass >= o.top_p:
+            if mass >= top_p:
                 break
-        assert kept[token] and not kept.all()
         scores = scores.masked_fill(~kept, -torch.inf)
-    return scores.log_softmax(-1)[token]
+    return scores.log_softmax(-1)
+
+
+def sampled_logp(logits, token, o):
+    """Log-probability of a token that was sampled, which is in the nucleus, given the logits (V,) before it."""
+    logps = distribution(logits, o.temperature, o.top_p)
+    assert logps[token].isfinite()
+    assert logps.isfinite().all() == (o.temperature == 0 or o.top_p == 1)
+    return logps[token]
 
 
 def block_feature(model, ids, start, o):

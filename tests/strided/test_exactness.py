@@ -223,13 +223,18 @@ OPTIONS = REWARDS | PASSES
 
 
 FULL = ["stride one", "no cross-entropy", "nucleus", "second forward", "passes and reentrant checkpointing"]
+
+
+def slow_unless(is_fast, cases):
+    """Mark the other cases as slow."""
+    return [case if is_fast(*case) else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 # Every option is fast with an adapter or without; those of passes are tested with both.
-FAST = [*((name, True) for name in OPTIONS if name not in FULL), *((name, False) for name in FULL)]
 BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
-WITH_ADAPTERS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in BOTH if case not in FAST)]
 
 
-@pytest.mark.parametrize(("name", "adapter"), WITH_ADAPTERS)
+@pytest.mark.parametrize(("name", "adapter"), slow_unless(lambda name, adapter: adapter == (name not in FULL), BOTH))
 def test_option(name, adapter, tmp_path):
     model = tiny_model("llama", seed=5)
     exact(tmp_path, with_lora(model) if adapter else model, unequal_batch(2), **OPTIONS[name])
@@ -238,11 +243,10 @@ def test_option(name, adapter, tmp_path):
 TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in a pass", "five blocks in a pass",
             "passes and reentrant checkpointing", "stride one", "long context"]  # fmt: skip
 
-
 FAST_TURNS = ("concat", "one block in a pass", "stride one")
 
 
-@pytest.mark.parametrize("name", [n if n in FAST_TURNS else pytest.param(n, marks=pytest.mark.slow) for n in TURNS_OF])
+@pytest.mark.parametrize(("name",), slow_unless(FAST_TURNS.__contains__, [(name,) for name in TURNS_OF]))
 def test_turns(name, tmp_path):
     exact(tmp_path, with_lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})
 
@@ -254,34 +258,13 @@ def test_turns_with_full_fine_tuning(family, tmp_path):
     assert anchors == [[5, 21, 24, 27], [9, 12, 15, 18], [4, 11, 20], [4, 7]]  # written out by hand
 
 
-def test_turns_of_packed_and_of_left_padded_rows(tmp_path):
-    inputs, rows = chat_batch(4)
-    lengths = [len(ids) for ids, _, _ in rows]
-    padded = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)}
-    left = {name: torch.stack([row.roll(31 - length) for row, length in zip(padded[name], lengths)])
-            for name in ("input_ids", "attention_mask", "labels")}  # fmt: skip
-    flat = {name: torch.cat([row[:length] for row, length in zip(inputs[name], lengths)])[None]
-            for name in ("input_ids", "labels")}  # fmt: skip
-    flat["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
-    found = []
-    for changed in (inputs, {**inputs, **left}, {**flat, **{k: inputs[k] for k in ("prompt_length", "turn_spans")}}):
-        trainer = make_trainer(tiny_model("llama"), tmp_path, **TURNS)
-        found.append(trainer.compute_loss(trainer.model, changed, return_outputs=True)[1])
-    for other in found[1:]:
-        for name, value in vars(found[0]).items():
-            torch.testing.assert_close(value, getattr(other, name), msg=lambda m, n=name: f"{n}: {m}")
-
-
 FEW = ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"]
-SAME = list(itertools.product(FEW, ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"]))
+SAME = itertools.product(FEW, ["llama", "gemma2", "gpt_oss", "gpt2", "bloom"])
+ALL = [(*case, number % 2 == 0) for number, case in enumerate(SAME)]
+EACH = [ALL[number] for number in (0, 4, 7, 11, 13)]  # every family and every option once
 
 
-ALL = [(*case, i % 2 == 0) for i, case in enumerate(SAME)]
-EACH = (0, 4, 7, 11, 13)  # every family and every option once
-ALL = [case if i in EACH else pytest.param(*case, marks=pytest.mark.slow) for i, case in enumerate(ALL)]
-
-
-@pytest.mark.parametrize(("name", "family", "adapter"), ALL)
+@pytest.mark.parametrize(("name", "family", "adapter"), slow_unless(lambda *case: case in EACH, ALL))
 def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_path):
     """At a low temperature many do. The oracle computes every rollout by itself."""
     model = tiny_model(family, seed=5)

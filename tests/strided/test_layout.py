@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.anchors import BlockOptions, first_anchor
+from ebft.anchors import BlockOptions, turn_anchors
 from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
 
 OPTIONS = {"stride": 4, "context_length": 3, "generate_max_len": 2, "n_samples_per_prompt": 2,
@@ -45,38 +45,40 @@ def test_anchors_of_turns_by_hand():
         StridedLayout.place(Documents.from_inputs(few), BlockOptions(**OPTIONS))
 
 
+IDS = torch.ones(2, 9, dtype=torch.long)
+WRONG_TURNS = [
+    ([[[2, 4]]], r"shape \(2, turns, 2\), got shape \(1, 1, 2\)"),
+    ([[2, 4], [0, 0]], r"got shape \(2, 2\)"),
+    ([[[2, 4]], [[2, 10]]], "document 1 are .*2, 10.*, but it has 9 tokens"),
+    ([[[2, 4]], [[4, 4]]], "document 1"),
+    ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0 .* without overlaps"),
+    ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0 .* followed only by \(0, 0\)"),
+    ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0 .* in order"),
+]
+WRONG_MASKS = [([1] * 7 + [2, 2], "only 0 and 1, got 2. .* position_ids"), ([1, 0] + [1] * 7, "gaps"),
+               ([0] + [1] * 6 + [0, 1], "gaps")]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("spans", "match"),
+    ("given", "match"),
     [
-        ([[[2, 4]]], r"shape \(2, turns, 2\), got shape \(1, 1, 2\)"),
-        ([[2, 4], [0, 0]], r"got shape \(2, 2\)"),
-        ([[[2, 4]], [[2, 10]]], "document 1 are .*2, 10.*, but it has 9 tokens"),
-        ([[[2, 4]], [[4, 4]]], "document 1"),
-        ([[[2, 4], [3, 6]], [[0, 0]] * 2], "document 0 .* without overlaps"),
-        ([[[0, 0], [3, 6]], [[0, 0]] * 2], r"document 0 .* followed only by \(0, 0\)"),
-        ([[[5, 7], [1, 2]], [[0, 0]] * 2], "document 0 .* in order"),
+        ({"input_ids": IDS[0]}, "input_ids must be"),
+        ({"attention_mask": torch.zeros(2, 9)}, "contains only padding"),
+        ({"attention_mask": IDS[:, 1:]}, "attention_mask must have the same shape"),
+        ({"labels": torch.ones(2, 12)}, r"labels must have the same shape as input_ids .*, got \(2, 12\)"),
+        ({"prompt_length": torch.tensor([0, -1])}, "prompt_length must contain one non-negative value"),
+        *(({"turn_spans": torch.tensor(spans)}, match) for spans, match in WRONG_TURNS),
+        *(({"attention_mask": torch.tensor([[1] * 8 + [0], mask])}, match) for mask, match in WRONG_MASKS),
     ],
 )
-def test_wrong_turns(spans, match):
+def test_wrong_inputs(given, match):
     with pytest.raises(ValueError, match=match):
-        Documents.from_inputs({"input_ids": torch.ones(2, 9, dtype=torch.long), "turn_spans": torch.tensor(spans)})
-
-
-def test_masks_that_are_no_padding_are_refused():
-    ids = torch.ones(2, 4, dtype=torch.long)
-    for mask, match in (
-        ([1, 1, 2, 2], "only 0 and 1, got 2. .* position_ids"),
-        ([1, 0, 1, 1], "gaps"),
-        ([0, 1, 0, 1], "gaps"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            Documents.from_inputs({"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1, 0], mask])})
+        Documents.from_inputs({"input_ids": IDS, **given})
 
 
 def test_first_anchors_and_the_last_that_just_fits():
-    assert first_anchor(0, 8, 5) == 8  # text: min_completion_prefix has no say
-    assert first_anchor(20, 8, 5) == 25 and first_anchor(2, 8, 5) == 8
-    assert first_anchor(torch.tensor([0, 20, 2]), 8, 5).tolist() == [8, 25, 8]
+    options = BlockOptions(4, 8, 2, 2, 5)
+    assert [turn_anchors(start, 40, options).start for start in (0, 20, 2)] == [8, 25, 8]  # text has no prompt to pass
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
         assert generated_token_count(documents, BlockOptions(**OPTIONS)) == blocks * 4
@@ -102,6 +104,8 @@ def test_documents_from_left_padded_rows_with_masked_labels():
     assert documents.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
     assert documents.lengths.tolist() == [4, 3] and documents.prompt_length.tolist() == [2, 0]
     assert documents.ce_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 1]
+    turns = Documents.from_inputs({**inputs, "turn_spans": torch.tensor([[[1, 3]], [[0, 0]]])})
+    assert turns.ce_mask.int().tolist() == [0, 0, 1, 0, 0, 1, 1]
 
 
 def test_positions_part_a_row_into_documents():
@@ -117,6 +121,9 @@ def test_positions_part_a_row_into_documents():
     assert documents.ce_mask.int().tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1]
     given = Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0, 0, 1])})
     assert given.ce_mask.int().tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    turns = Documents.from_inputs({**inputs, "turn_spans": torch.tensor([[[1, 2]], [[0, 0]], [[3, 4]], [[0, 0]]])})
+    assert turns.ce_mask.int().tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1]
+    assert StridedLayout.place(turns, BlockOptions(1, 1, 1, 1)).anchors == [[1], [1], [3], [1]]
     with pytest.raises(ValueError, match="one non-negative value per document, .* for 4 documents"):
         Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0])})
     inputs["position_ids"][0, 1] = 5

@@ -86,7 +86,7 @@ class PreparedBatches(KeepsMetrics):
     def logged(self, mode: str) -> Logged:
         return self._stored_metrics[mode]
 
-    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
         return len(inputs["chosen_input_ids"])
 
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:

@@ -85,7 +85,7 @@ class DPOTrainer(HasReference, trl.DPOTrainer):
         finally:
             self.loss_weights = weights
 
-    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
         return len(inputs["input_ids"]) // 2  # chosen, then rejected
 
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
@@ -123,11 +123,8 @@ class KTOTrainer(HasReference, trl.KTOTrainer):
             **kwargs,
         )
 
-    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
-        desirable = int(inputs["label"].sum())
-        if name.endswith("/chosen"):
-            return desirable
-        return len(inputs["label"]) - desirable if name.endswith("/rejected") else len(inputs["label"])
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
+        return len(inputs["label"])
 
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
         is_desirable = inputs["label"].bool()

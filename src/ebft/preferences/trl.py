@@ -64,8 +64,8 @@ class KeepsMetrics(OverTrainer):
         """Return the values of the batches since the last log of `train` or `eval`, by metric."""
 
     @abstractmethod
-    def rows_behind(self, name: str, inputs: dict[str, Tensor]) -> int:
-        """Return the number of rows of a batch that a metric is a mean of."""
+    def count_rows(self, inputs: dict[str, Tensor]) -> int:
+        """Return the number of rows of a batch."""
 
     @abstractmethod
     def counts_behind(self, inputs: dict[str, Tensor]) -> dict[str, int]:
@@ -78,11 +78,11 @@ class KeepsMetrics(OverTrainer):
         the mean over all of their items. None in a pass that is part of neither.
         """
         if self._is_evaluating:
-            return None if self._per_row is None else self._per_row * self.rows_behind("loss", inputs)
+            return None if self._per_row is None else self._per_row * self.count_rows(inputs)
         return self._per_batch
 
     def _counts(self, inputs: dict[str, Tensor]) -> dict[str, int]:
-        return self.counts_behind(inputs) | {_ROWS: self.rows_behind("loss", inputs)}
+        return self.counts_behind(inputs) | {_ROWS: self.count_rows(inputs)}
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         loader = self.held_out_rows.loader(eval_dataset, super().get_eval_dataloader)
@@ -99,7 +99,7 @@ class KeepsMetrics(OverTrainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
-        self.budget.add(documents=self.rows_behind("loss", inputs))
+        self.budget.add(documents=self.count_rows(inputs))
         logged = self.logged("train")
         before = {name: len(values) for name, values in logged.items()}
         batches = self.current_gradient_accumulation_steps
@@ -154,18 +154,13 @@ class KeepsMetrics(OverTrainer):
             self._is_evaluating = False
         if self.args.world_size > 1:
             logged[self.loss_name].append(self.accelerator.reduce(found[0], reduction="mean").item())
+        counts = self._of_all([self._counts(inputs)])
         for name, values in logged.items():  # TRL logs the mean of the values, one for each batch
             if len(values) > before.get(name, 0):
-                values += values[-1:] * (self._rows_of_all(name, inputs) // self.held_out_rows.copies - 1)
+                metric = name.removeprefix("eval_")
+                count = counts[_ROWS] if metric in self.of_step else counts.get(metric, counts[_ROWS])
+                values += values[-1:] * (int(count) // self.held_out_rows.copies - 1)
         return found
-
-    def _rows_of_all(self, name: str, inputs: dict[str, Any]) -> int:
-        """Return the number of rows or tokens of a batch that a metric is a mean of, summed over processes."""
-        of_batch = {} if name.removeprefix("eval_") in self.of_step else self.counts_behind(inputs)
-        rows = of_batch.get(name.removeprefix("eval_"), self.rows_behind(name, inputs))
-        if self.args.world_size == 1:
-            return rows
-        return int(self.accelerator.reduce(torch.tensor(rows, device=self.accelerator.device), reduction="sum"))
 
 
 # What TRL logs of the distributions at scored tokens, by the name of its output: functions of the softmax and the

@@ -32,11 +32,10 @@ def build_strided_position_ids(
             f"full_sequence_length ({full_sequence_length}) is too short: a document of {prompt_length} tokens with "
             f"{generation_step} generation steps of {num_blocks} blocks requires at least {needed}"
         )
-    step, block = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
-    generated = context_length + block * stride + step
     index = torch.arange(full_sequence_length, device=device)
-    position = torch.where(index < prompt_length, index, torch.where(step < generation_step, generated, 0))
-    return position.expand(batch_size, -1).clone()
+    step, block = (index - prompt_length) // num_blocks, (index - prompt_length) % num_blocks
+    generated = torch.where(step < generation_step, context_length + block * stride + step, 0)
+    return torch.where(index < prompt_length, index, generated).expand(batch_size, -1).clone()
 
 
 def build_strided_dense_mask_and_positions(
@@ -59,17 +58,16 @@ def build_strided_dense_mask_and_positions(
     position_ids = build_strided_position_ids(
         full_sequence_length, prompt_length, context_length, generation_step, stride, num_blocks, device, batch_size
     )
-    step, _ = _step_and_block(full_sequence_length, prompt_length, num_blocks, device)
+    index = torch.arange(full_sequence_length, device=device)
     visible = _visible(
-        torch.arange(full_sequence_length, device=device)[:, None],
-        torch.arange(full_sequence_length, device=device)[None, :],
+        index[:, None],
+        index,
         prompt_length=prompt_length,
         context_length=context_length,
-        max_generation_length=max_generation_length,
+        max_generation_length=min(generation_step, max_generation_length),
         stride=stride,
         num_blocks=num_blocks,
     )
-    visible &= (step < generation_step)[:, None]
     mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
     return mask.expand(batch_size, 1, -1, -1).clone(), position_ids
 
@@ -119,9 +117,3 @@ def _visible(query, key, *, prompt_length, context_length, max_generation_length
     in_prefix = (key < prompt_length) & (key < context_length + query_block * stride)
     in_own_block = (key >= prompt_length) & (key_block == query_block) & (key_step <= query_step)
     return in_document | (generated & (in_prefix | in_own_block))
-
-
-def _step_and_block(length: int, prompt_length: int, num_blocks: int, device) -> tuple[Tensor, Tensor]:
-    """Return the generation step and the block of every index; the step of a document token is -1."""
-    generated = torch.arange(length, device=device) - prompt_length
-    return torch.where(generated >= 0, generated // num_blocks, -1), generated % num_blocks

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from ebft.anchors import BlockOptions, count_blocks, first_anchor
+from ebft.anchors import BlockOptions, turn_anchors
 
 IGNORE_INDEX = -100
 
@@ -185,27 +186,20 @@ class StridedLayout:
         Raises ValueError if every turn is too short for a block.
         """
         lengths, turns = documents.lengths.tolist(), documents.turns.tolist()
-        stride, length = options.stride, options.generate_max_len
-        first = [
-            [first_anchor(start, options.context_length, options.min_completion_prefix) for start, _ in row]
-            for row in turns
-        ]
-        anchors = [
-            [a + b * stride for a, (_, end) in zip(of_turns, row) for b in range(count_blocks(end, a, stride, length))]
-            for of_turns, row in zip(first, turns)
-        ]
+        of_turns = [[turn_anchors(start, end, options) for start, end in row] for row in turns]
+        anchors = [list(chain(*row)) for row in of_turns]
         if not any(anchors):
             several = f", turns {turns}" if documents.turns.shape[1] > 1 else ""
             raise ValueError(
                 f"every document of the batch is too short for a block: lengths {lengths}{several}, first anchors "
-                f"{[a for of_turns in first for a in of_turns]}, generate_max_len {length}. Remove rows this "
-                "short, or reduce context_length, min_completion_prefix or generate_max_len"
+                f"{[turn.start for row in of_turns for turn in row]}, generate_max_len {options.generate_max_len}. "
+                "Remove rows this short, or reduce context_length, min_completion_prefix or generate_max_len"
             )
         ends = torch.tensor(lengths).cumsum(0).tolist()
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
         device = documents.tokens.device
         merge = device.type == "cpu" if options.merge_rollouts is None else options.merge_rollouts
-        return cls(spans, anchors, options.n_samples_per_prompt, length, merge, device)
+        return cls(spans, anchors, options.n_samples_per_prompt, options.generate_max_len, merge, device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""
@@ -284,7 +278,5 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
 
 def generated_token_count(documents: Documents, options: BlockOptions) -> int:
     """Return the number of tokens a batch will generate; 0 if every document is too short for a block."""
-    starts, ends = documents.turns.unbind(-1)
-    first = first_anchor(starts, options.context_length, options.min_completion_prefix)
-    blocks = int(count_blocks(ends, first, options.stride, options.generate_max_len).sum())
+    blocks = sum(len(turn_anchors(start, end, options)) for row in documents.turns.tolist() for start, end in row)
     return blocks * options.n_samples_per_prompt * options.generate_max_len

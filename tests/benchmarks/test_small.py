@@ -1,0 +1,48 @@
+"""Benchmarks as a user runs them, at the size of a test."""
+
+import json
+import platform
+
+import pytest
+import torch
+
+from benchmarks import freed_memory, sft_packing, shared_prompt
+
+
+def run(benchmark, folder, *arguments):
+    """The stored result of a benchmark."""
+    output = folder / "result.json"
+    benchmark.main([*arguments, "--output", str(output)])
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert {"commit", "device", "torch", "transformers"} <= set(result["card"])
+    return result
+
+
+@pytest.mark.slow  # two processes that import torch
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU")
+def test_freed_memory_is_measured_in_separate_processes(tmp_path, capsys):
+    result = run(freed_memory, tmp_path, "--tiny", "--rounds", "1")
+    default, kept = (result["ways"][way] for way in ("default", "kept"))
+    assert kept["page_faults"] < default["page_faults"]  # how much depends on the layout of the heap
+    assert result["ratio"] == pytest.approx(kept["seconds"] / default["seconds"], rel=1e-4)
+    assert "lengths" in result["card"] and "x the CPU time" in capsys.readouterr().out
+
+
+def test_all_ways_of_packing_run_on_the_same_documents(tmp_path, capsys):
+    arguments = ("--tiny", "--length", "48", "--documents", "12", "--rows", "4", "--repeats", "1")
+    result = run(sft_packing, tmp_path, *arguments)
+    padded, packed, flattened = result["ways"]
+    assert [way["way"] for way in result["ways"]] == ["padded", "sample_packing", "batch_flattening"]
+    assert padded["padding"] > packed["padding"] >= flattened["padding"] == 0
+    assert min(way["tokens_per_s"] for way in result["ways"]) > 0 and padded["ratio"] == 1
+    assert "documents" in result["card"] and "tokens/s" in capsys.readouterr().out
+
+
+def test_a_shared_prompt_has_the_gradients_of_rows(tmp_path, capsys):
+    result = run(shared_prompt, tmp_path, "--tiny", "--preset", "7m", "--repeats", "1")
+    [row] = result["shapes"]
+    assert row["gradient_difference"] < 1e-3
+    for name in ("seconds", "rollout_seconds"):
+        assert set(row[name]) == {"shared prompt", "TRL's rows"} and min(row[name].values()) > 0
+    assert "dtype" in result["card"] and "x as fast" in capsys.readouterr().out
