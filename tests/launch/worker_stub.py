@@ -43,9 +43,10 @@ def main(act, folder):
         Path(folder, rank).write_text(" ".join(map(str, received)))
         _meet(Path(folder, "written"), rank)  # the launcher stops the other process when one has ended
         sys.exit(143)
-    if act == "killed" and rank == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
     if act == "killed":
+        _meet(Path(folder, "here"), rank)  # the launcher stops a process that is still starting when another ends
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
         processes.leave_traceback("Connection closed by peer")  # the error that follows from the other's end
         sys.exit(1)
     if act == "traceback":

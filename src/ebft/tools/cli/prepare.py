@@ -70,7 +70,7 @@ def doctor(
 
     show(check_installation())
     if config is not None:
-        loaded = Attempt("config").run(load_config, config, overrides or [], ok=f"{config} is valid")
+        loaded = Attempt("config", load_config, config, overrides or [], ok=f"{config} is valid")
         show(loaded.checks)
         if not levels["error"]:
             from ebft.tools.doctor.run import check_config  # imports torch

@@ -108,7 +108,7 @@ class Curve:
     wanted: str = ""
     healthy: Range | None = None
 
-    def values(self) -> dict[str, float]:
+    def last_values(self) -> dict[str, float]:
         """The last value of each series that has one."""
         return {label: series.values[-1] for label, series in self.series.items() if series.values}
 

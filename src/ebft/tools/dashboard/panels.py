@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
+from itertools import groupby, pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -25,24 +26,37 @@ def plot(curve: Curve, width: int, height: int) -> Text:
     """Draw a curve in `height` lines of `width` characters: a title, the plot, and the steps below it."""
     rows, columns = height - 2, width - _LABEL
     title = title_of(curve, width)
-    points = [value for series in curve.series.values() for value in series.values]
-    if rows < 1 or columns < 4 or not points:
+    if rows < 1 or columns < 4 or not curve.last_values():
         return title
-    low, high = limits(points, curve.healthy)
-    steps = [step for series in curve.series.values() for step in series.steps]
-    canvas = _Canvas(columns, rows)
-    for number_of, series in enumerate(curve.series.values()):
-        canvas.draw(columns_of(series, columns * 2, min(steps), max(steps)), low, high, number_of)
-    start, end = f"{min(steps):.0f}", f"step {max(steps):.0f}"
+    (low, high), (first, last) = axes(curve)
+    dots, owners = Counter(), {}  # of each character, by row and column: its dots, and the number of the series
+    for owner, series in enumerate(curve.series.values()):
+        values = enumerate(columns_of(series, columns * 2, first, last))
+        points = [(x, round((high - y) / (high - low) * (rows * 4 - 1))) for x, y in values if y is not None]
+        for start, end in pairwise(points[:1] + points):
+            for x, y in _line(start, end):
+                dots[y // 4, x // 2] |= _DOTS[x % 2][y % 4]
+                owners[y // 4, x // 2] = owner
+    shaded = band(curve.healthy, low, high)
+    lines = [title]
+    for row in range(rows):
+        middle = high - (row + 0.5) / rows * (high - low)
+        label = number(high if row == 0 else low) if row in (0, rows - 1) else ""
+        line = Text(f"{label:>{_LABEL - 1}} ", style="dim", no_wrap=True)
+        background = Style.parse(HEALTHY) if shaded and shaded[0] <= middle <= shaded[1] else Style()
+        for owner, cells in groupby(((row, column) for column in range(columns)), key=lambda cell: owners.get(cell, 0)):
+            text = "".join(chr(0x2800 + dots[cell]) if cell in dots else " " for cell in cells)
+            line.append(text, style=Style(color=COLORS[owner % len(COLORS)], dim=False) + background)
+        lines.append(line)
+    start, end = f"{first:.0f}", f"step {last:.0f}"
     space = max(1, columns - len(start) - len(end))
-    axis = Text(" " * _LABEL + start + " " * space + end, style="dim", no_wrap=True)
-    return Text("\n").join([title, *_rows(canvas, curve, low, high), axis])
+    return Text("\n").join([*lines, Text(" " * _LABEL + start + " " * space + end, style="dim", no_wrap=True)])
 
 
 def title_of(curve: Curve, width: int) -> Text:
     """The name, the last values and the healthy range of a curve in one line; the first value outside is in red."""
     text = Text(curve.title, style="bold", no_wrap=True)
-    for index, (label, value) in enumerate(curve.values().items()):
+    for index, (label, value) in enumerate(curve.last_values().items()):
         color = COLORS[index % len(COLORS)]
         low, high = curve.healthy or (None, None)
         outside = (low is not None and value < low) or (high is not None and value > high)
@@ -67,49 +81,17 @@ def columns_of(series: Series, count: int, first: float, last: float) -> list[fl
     return [total / size if size else None for total, size in zip(sums, counts)]
 
 
-class _Canvas:
-    def __init__(self, columns: int, rows: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.dots = [[0] * columns for _ in range(rows)]
-        self.owner = [[0] * columns for _ in range(rows)]
-
-    def draw(self, values: list[float | None], low: float, high: float, owner: int) -> None:
-        """Draw a line through the values, one per column of dots, across columns without one."""
-        previous: tuple[int, int] | None = None
-        for x, value in enumerate(values):
-            if value is None:
-                continue
-            y = round((high - value) / (high - low) * (self.rows * 4 - 1))
-            for between_x, between_y in _line(previous or (x, y), (x, y)):
-                self._set(between_x, between_y, owner)
-            previous = (x, y)
-
-    def _set(self, x: int, y: int, owner: int) -> None:
-        self.dots[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
-        self.owner[y // 4][x // 2] = owner
-
-
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
     (x0, y0), (x1, y1) = start, end
     length = max(abs(x1 - x0), abs(y1 - y0), 1)
     return [(round(x0 + (x1 - x0) * t / length), round(y0 + (y1 - y0) * t / length)) for t in range(length + 1)]
 
 
-def _rows(canvas: _Canvas, curve: Curve, low: float, high: float) -> list[Text]:
-    """The lines of the plot with the labels of the vertical axis and the healthy range as background."""
-    shaded = band(curve.healthy, low, high)
-    lines = []
-    for row in range(canvas.rows):
-        middle = high - (row + 0.5) / canvas.rows * (high - low)
-        label = number(high if row == 0 else low) if row in (0, canvas.rows - 1) else ""
-        line = Text(f"{label:>{_LABEL - 1}} ", style="dim", no_wrap=True)
-        background = Style.parse(HEALTHY) if shaded and shaded[0] <= middle <= shaded[1] else Style()
-        cells = zip(canvas.dots[row], canvas.owner[row])
-        for owner, found in groupby(cells, key=lambda cell: cell[1]):
-            text = "".join(chr(0x2800 + dots) if dots else " " for dots, _ in found)
-            line.append(text, style=Style(color=COLORS[owner % len(COLORS)], dim=False) + background)
-        lines.append(line)
-    return lines
+def axes(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
+    """The lowest and the highest value of the axis of a curve with at least one value, and its first and last step."""
+    values = [value for series in curve.series.values() for value in series.values]
+    steps = [step for series in curve.series.values() for step in series.steps]
+    return limits(values, curve.healthy), (min(steps), max(steps))
 
 
 def limits(values: list[float], healthy: Range | None) -> tuple[float, float]:
@@ -252,24 +234,19 @@ def _end(text: str, lines: int, characters: int) -> str:
     return ("" if shown == text.rstrip("\n") else "... ") + shown
 
 
-def health(live: LiveRun, newest: int | None = None) -> RenderableType:
+def health(live: LiveRun) -> RenderableType:
     """The health messages, newest first, each with what to do; the error of a run that failed above them."""
     parts: list[RenderableType] = []
     if live.run.get("error"):
         parts.append(Text(f"Error: {printable(str(live.run['error']))}\n", style="red"))
-    for message in list(reversed(live.health))[:newest]:
+    for message in reversed(live.health):
         since = message.get("since")
         when = f"step {message.get('step')}" + (f" (since step {since})" if since is not None else "")
-        text = Text.assemble((f"{clock(message.get('time'))}  {when}  ", "dim"), (_of(message, "name"), "bold yellow"))
-        text.append(f"\n{_of(message, 'message')}")
-        if message.get("remedy"):
-            text.append(f"\n{_of(message, 'remedy')}", style="italic dim")
-        parts.append(Text.assemble(text, "\n"))
+        name, text, remedy = (printable(str(message.get(key) or "")) for key in ("name", "message", "remedy"))
+        time = f"{clock(message.get('time'))}  {when}  "
+        advice = (f"{remedy}\n", "italic dim") if remedy else ""
+        parts.append(Text.assemble((time, "dim"), (name, "bold yellow"), f"\n{text}\n", advice))
     return Group(*parts) if parts else Text("No health messages.", style="dim")
-
-
-def _of(message: dict[str, Any], key: str) -> str:
-    return printable(str(message.get(key) or ""))
 
 
 def log(live: LiveRun, lines: int) -> Text:
@@ -288,12 +265,11 @@ def settings(live: LiveRun) -> RenderableType:
     for key in ("model", "output_dir", "host", "pid"):
         if key in live.run:
             table.add_row(key, Text(printable(str(live.run[key]))))
-    for title in ("changed", "versions"):
-        values = settings_in_effect(live.run) if title == "changed" else live.run.get(title)
+    groups = {"config (not default)": settings_in_effect(live.run), "versions": live.run.get("versions")}
+    for title, values in groups.items():
         if isinstance(values, dict) and values:
             table.add_row("")
-            heading = "config (not default)" if title == "changed" else title
-            table.add_row(Text(heading, style="dim not bold"))
+            table.add_row(Text(title, style="dim not bold"))
             for key, value in values.items():
                 table.add_row(Text(printable(str(key))), Text(printable(str(value))))
     return table

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from functools import cache
 from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from jinja2.filters import do_mark_safe
 
+from ebft.files import write_text
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
-from ebft.tools.dashboard.panels import band, columns_of, limits, number
+from ebft.tools.dashboard.panels import axes, band, columns_of, number
 from ebft.tools.dashboard.rollouts import (
     PROMPT_CHARACTERS,
     Sample,
@@ -27,8 +29,7 @@ from ebft.tools.dashboard.rollouts import (
 _SAMPLES = 4  # before and after
 _COMPLETION_CHARACTERS = 2000
 _COLORS = ("#0b7285", "#ae3ec9", "#e67700", "#2b8a3e", "#c92a2a", "#1864ab")
-_WIDTH, _HEIGHT = 420, 180
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 8, 8, 22  # margins of the axes
+_PLOT = {"left": 64, "right": 412, "top": 8, "bottom": 158, "width": 420, "height": 180}  # the axes, and the whole plot
 _COLUMNS = 360  # points of a line at most
 
 
@@ -40,9 +41,7 @@ def write_report(folder: Path, evaluation: Path | None = None) -> Path:
     path = folder / REPORT
     if not is_report(path):
         raise FileExistsError(f"{path} is not the report of a run, and is kept. Rename it to write the report")
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(report(folder, evaluation), encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, report(folder, evaluation), is_flushed=False)
     return path
 
 
@@ -62,28 +61,12 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     ]
     compared = read_object(evaluation or folder / EVALUATION) or {}
     notes = compared.get("notes")
-    # Values are escaped, with control characters as visible symbols; None is empty.
-    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
-    environment = Environment(
-        autoescape=True, finalize=shown, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    template = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return _template().render(
         title=f"ebft: {folder.absolute().name}",
         live=live,
-        run={key: live.run.get(key) for key in ("model", "method", "error")},
         state=", ".join(filter(None, [live.state, steps, "" if seconds is None else duration(seconds)])),
         later=_later_start(live),
-        size={
-            "width": _WIDTH,
-            "height": _HEIGHT,
-            "left": _LEFT,
-            "top": _TOP,
-            "bottom": _HEIGHT - _BOTTOM,
-            "x0": _x(0),
-            "x1": _x(1),
-            "inner": f"{_x(1) - _x(0):.1f}",
-        },
+        size=_PLOT,
         figures=[_figure(curve) for curve in live.curves()],
         clock=clock,
         before=[_sample(sample) for sample in before],
@@ -94,6 +77,17 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         comparisons=list(_comparisons(compared)),
         notes=notes if isinstance(notes, list) else [],
     )
+
+
+@cache
+def _template() -> Template:
+    """The template; values are escaped, with control characters as visible symbols, and None is empty."""
+    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
+    environment = Environment(
+        autoescape=True, finalize=shown, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    text = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _later_start(live: LiveRun) -> dict[str, Any] | None:
@@ -116,21 +110,17 @@ def _environment(live: LiveRun) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value} | _object(live.run, "versions")
 
 
-def _x(fraction: float) -> float:
-    return round(_LEFT + fraction * (_WIDTH - _LEFT - _RIGHT), 1)
-
-
 def _figure(curve: Curve) -> dict[str, Any]:
     """The texts and the coordinates of a plot: caption, healthy range, axes, and a line for each series."""
-    low, high = limits([value for series in curve.series.values() for value in series.values], curve.healthy)
-    steps = [step for series in curve.series.values() for step in series.steps]
-    y = lambda value: round(_TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM), 1)
+    (low, high), (first, last) = axes(curve)
+    left, right, top, bottom = (_PLOT[side] for side in ("left", "right", "top", "bottom"))
+    x = lambda fraction: round(left + fraction * (right - left), 1)
+    y = lambda value: round(top + (high - value) / (high - low) * (bottom - top), 1)
     lines = []
-    for index, (label, series) in enumerate(curve.series.items()):
-        columns = columns_of(series, min(_COLUMNS, max(2, len(series.steps))), min(steps), max(steps))
-        points = [(_x(at / (len(columns) - 1)), y(value)) for at, value in enumerate(columns) if value is not None]
+    for color, (label, series) in zip(cycle(_COLORS), curve.series.items()):
+        columns = columns_of(series, min(_COLUMNS, max(2, len(series.steps))), first, last)
+        points = [(x(at / (len(columns) - 1)), y(value)) for at, value in enumerate(columns) if value is not None]
         name = "" if label == curve.title else f"{label} "
-        color = _COLORS[index % len(_COLORS)]
         lines.append({"label": name, "value": number(series.values[-1]), "color": color, "points": points})
     shaded = band(curve.healthy, low, high)
     return {
@@ -140,8 +130,8 @@ def _figure(curve: Curve) -> dict[str, Any]:
         "band": None if shaded is None else (y(shaded[1]), f"{y(shaded[0]) - y(shaded[1]):.1f}"),
         "low": number(low),
         "high": number(high),
-        "first": f"{min(steps):.0f}",
-        "last": f"{max(steps):.0f}",
+        "first": f"{first:.0f}",
+        "last": f"{last:.0f}",
         "lines": lines,
     }
 

@@ -184,7 +184,6 @@ def is_number(value: Any) -> bool:
 
 PROMPT_CHARACTERS = 400  # at most, of the end of a prompt
 _LABELS = {"prompt": "dim", "reference": "green", "completion": "cyan"}
-_INTEGERS = ("length",)
 
 
 def html_text(value: object) -> str:
@@ -196,7 +195,7 @@ def value_text(name: str, value: float | None) -> str:
     """The value of a term; empty for None."""
     if value is None:
         return ""
-    return f"{value:.0f}" if name in _INTEGERS else f"{round(value, 3) + 0.0:+.3f}"
+    return f"{value:.0f}" if name == LENGTH else f"{round(value, 3) + 0.0:+.3f}"
 
 
 def heading(sample: Sample) -> str:

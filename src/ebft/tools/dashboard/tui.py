@@ -49,10 +49,9 @@ class Dashboard(App[str]):
     Screen.-spacious #below { display: block; height: 11; border-top: solid $surface-lighten-2; }
     #health-short { width: 1fr; }
     #log-short { width: 1fr; border-left: solid $surface-lighten-2; padding: 0 1; }
-    #log-lines { overflow-x: hidden; }
     """
     BINDINGS: ClassVar[list[Any]] = [
-        Binding("ctrl+c", "interrupt", show=False, priority=True),
+        Binding("ctrl+c", "close", show=False, priority=True),
         Binding("q", "close", "Close"),
         *(Binding(str(index), f"show('{name}')", title) for index, (name, title) in enumerate(TABS.items(), 1)),
     ]
@@ -73,13 +72,10 @@ class Dashboard(App[str]):
                 with Horizontal(id="below"):
                     yield VerticalScroll(Static(id="health-short"))
                     yield Static(id="log-short")
-            for name in ("rollouts", "health"):
+            for name in ("rollouts", "health", "log", "run"):
                 with TabPane(TABS[name], id=name):
-                    yield VerticalScroll(Static(id=f"{name}-long"))
-            with TabPane(TABS["log"], id="log"):
-                yield Vertical(Static(id="log-long"))
-            with TabPane(TABS["run"], id="run"):
-                yield VerticalScroll(Static(id="run-long"))
+                    container = Vertical if name == "log" else VerticalScroll  # the log's end is shown, and fits
+                    yield container(Static(id=f"{name}-long"))
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -134,10 +130,6 @@ class Dashboard(App[str]):
         """Switch to a tab."""
         self._base.query_one(TabbedContent).active = name
 
-    def action_interrupt(self) -> None:
-        """Close."""
-        self.exit("closed")
-
     def action_close(self) -> None:
         """Close."""
         self.exit("closed")
@@ -168,8 +160,7 @@ class CurveGrid(VerticalScroll):
         for extra in plots[len(curves) :]:
             extra.remove()
         new = [CurvePlot() for _ in curves[len(plots) :]]
-        if new:
-            self.mount_all(new)
+        self.mount_all(new)
         for widget, curve in zip([*plots, *new], curves):
             widget.curve = curve
             widget.refresh()
@@ -283,7 +274,7 @@ class TrainingDashboard(Dashboard):
 
     BINDINGS: ClassVar[list[Any]] = [
         Binding("ctrl+c", "stop", "Stop", priority=True),
-        Binding("ctrl+c", "interrupt", show=False, priority=True),  # once training has ended: close
+        Binding("ctrl+c", "close", show=False, priority=True),  # once training has ended
     ]
 
     def __init__(self, folder: Path, training: Training, interval: float = INTERVAL) -> None:
@@ -307,11 +298,8 @@ class TrainingDashboard(Dashboard):
     def action_stop(self) -> None:
         """Stop training after its step, or at once the second time."""
         self.training.interrupt()
-        if self.training.interrupts > 1:
-            self.notify("Stopping immediately.", severity="warning")
-        else:
-            text = "Stopping, with a checkpoint of the last completed step. Ctrl-C again stops immediately."
-            self.notify(text, severity="warning")
+        text = "Stopping, with a checkpoint of the last completed step. Ctrl-C again stops immediately."
+        self.notify("Stopping immediately." if self.training.interrupts > 1 else text, severity="warning")
 
     def action_close(self) -> None:
         """Close; while the training process runs, ask what becomes of it."""

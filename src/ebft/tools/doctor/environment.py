@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, metadata, requires, version
 from importlib.resources import files
@@ -169,21 +169,17 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
     """Yield a check for Python, for each required package that is missing or too old or new, and for each extra."""
     yield _python(package)
     required, extras = _requirements(package)
-    problems = [(line, found) for line in required if (found := _problem(line)) is not None]
-    for line, problem in problems:
-        yield Check(
-            "error", "packages", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'. {_INSTALL}"
-        )
+    problems = _problems(required)
+    for problem in problems:
+        yield Check("error", "packages", f"{problem} {_INSTALL}")
     if not problems:
         yield Check("ok", "packages", f"all {len(required)} required packages are installed with fitting versions")
     for extra, lines in extras.items():
         missing = [line.name for line in lines if installed_version(line.name) is None]
-        wrong = [(line, found) for line in lines if line.name not in missing and (found := _problem(line)) is not None]
-        for line, problem in wrong:
-            yield Check(
-                "warning", f"extra {extra}", f"{line.name}: {problem}. Run pip install '{line.name}{line.specifier}'."
-            )
-        if not wrong:
+        problems = _problems(line for line in lines if line.name not in missing)
+        for problem in problems:
+            yield Check("warning", f"extra {extra}", problem)
+        if not problems:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
 
@@ -207,13 +203,15 @@ def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requi
     return required, extras
 
 
-def _problem(line: Requirement) -> str | None:
-    found = installed_version(line.name)
-    if found is None:
-        return "not installed"
-    if not line.specifier.contains(found, prereleases=True):
-        return f"version {found} is installed, but {line.specifier} is required"
-    return None
+def _problems(lines: Iterable[Requirement]) -> list[str]:
+    """A message for each requirement that is not met."""
+    found = []
+    for line in lines:
+        current = installed_version(line.name)
+        if current is None or not line.specifier.contains(current, prereleases=True):
+            state = f"version {current} is installed, but {line.specifier} is required" if current else "not installed"
+            found.append(f"{line.name}: {state}. Run pip install '{line.name}{line.specifier}'.")
+    return found
 
 
 Level = Literal["ok", "warning", "error"]
@@ -231,29 +229,28 @@ class Check:
 class Attempt:
     """Runs a function and collects what it raises and warns of as checks.
 
-    After `run`, `checks` has one error, or the warnings, or a single ok; `result` is what the function returned, and
-    `failed` tells whether it raised an EBFTError or one of `errors`.
+    `checks` has one error, or the warnings, or a single ok, whose message `ok` may be a function of the result.
+    `result` is what the function returned, and `failed` tells whether it raised an EBFTError or one of `errors`.
     """
 
-    def __init__(self, name: str, errors: tuple[type[Exception], ...] = ()) -> None:
-        self.name, self._errors = name, (EBFTError, *errors)
-        self.checks: list[Check] = []
-        self.result: Any = None
-        self.failed = False
-
-    def run(self, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = "") -> Attempt:
-        """Call `function(*args)`; `ok` is the message if there are no warnings, or a function of the result."""
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        ok: str | Callable[[Any], str] = "",
+        errors: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self.result, self.failed, error = None, False, []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("ignore")
             warnings.filterwarnings("always", category=UserWarning)
             try:
                 self.result = function(*args)
-            except self._errors as error:
-                self.failed = True
-                self.checks.append(Check("error", self.name, str(error)))
+            except (EBFTError, *errors) as found:
+                self.failed, error = True, [Check("error", name, str(found))]
         ours = [warning for warning in caught if f"{os.sep}torch{os.sep}" not in warning.filename]
-        said = dict.fromkeys(str(warning.message) for warning in ours)
-        self.checks = [*(Check("warning", self.name, text) for text in said), *self.checks]
+        texts = dict.fromkeys(str(warning.message) for warning in ours)
+        self.checks = [*(Check("warning", name, text) for text in texts), *error]
         if not self.checks:
-            self.checks.append(Check("ok", self.name, ok(self.result) if callable(ok) else ok))
-        return self
+            self.checks.append(Check("ok", name, ok(self.result) if callable(ok) else ok))

@@ -17,7 +17,7 @@ from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
 from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
 from ebft.tools.doctor.environment import Check
-from ebft.tools.doctor.rows import LongestRows, StepTokens
+from ebft.tools.doctor.rows import LongestRows
 
 # Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
 # attention scores, about 17 (Korthikanti et al. 2022); with gradient checkpointing, the input of each layer.
@@ -25,170 +25,142 @@ _ACTIVATIONS, _CHECKPOINTED = 17, 1
 # The peak of a strided forward pass whose activations are kept for the loss, as a multiple of them, without and with an
 # adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
 _FORWARD_FULL, _FORWARD_ADAPTER = 1.2, 1.9
-# What is in memory in each phase that `ebft doctor` measures; `_LOSS` in those that are not listed.
-_STEP = ("weights", "copy", "optimizer")
-_SAMPLING = (*_STEP, "accumulated")
-_PHASES = {
-    "before loading": (),
-    "model": ("weights",),
-    "trainer setup": ("weights", "copy"),
-    "rollouts": (*_SAMPLING, "sampling"),
-    "log-probabilities": (*_SAMPLING, "scoring"),
-    "features": (*_SAMPLING, "kept", "embedding"),
-    "rewards and features": (*_SAMPLING, "kept", "embedding"),
-    "optimizer": (*_STEP, "gradients"),
-}
-_LOSS = (*_STEP, "gradients", "activations")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of weights: of the base model, and those that are trained."""
-
-    base: int
-    trained: int
+_ROUGH = "activations (rough)"
+_LAST = "loss and backward"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose. `activations`, `sampling` and `embedding` are rough; the rest follows from the weights."""
+    """Bytes by purpose. `phases`: those on the device of the model, in each phase of `measure_step`.
 
+    Activations, rollouts and features are rough; the rest follows from the weights.
+    """
+
+    phases: dict[str, dict[str, int]]
     weights: int
     features: int  # a frozen copy of the model
     features_on: str | None  # its device; None: that of the model
     gradients: int
-    accumulated: int  # gradients of earlier micro-batches, while a later one samples and embeds
     optimizer: int
-    activations: int
-    kept: int  # activations of a single pass, while features are computed
-    sampling: int
-    scoring: int  # the peak of the forward pass of the loss, if it is not that of sampling
-    embedding: int
     checkpoint: int  # on disk
     parameters: int
     trained: int
-    dtype: str
-    copy_name: str  # what the method calls its frozen copy
-    placed_on: str | None = None  # `auto` with a device_map over all GPUs; None: the device that trains
+    placed_on: str | None  # `auto` with a device_map over all GPUs; None: the device that trains
 
     @property
-    def copy(self) -> int:
-        """The frozen copy, if it is on the device of the model."""
-        return self.features if self.features_on is None else 0
+    def loaded(self) -> int:
+        """The weights, and their frozen copy if it is on the device of the model."""
+        return self.weights + (self.features if self.features_on is None else 0)
 
     @property
     def fixed(self) -> int:
-        return self.weights + self.copy + self.gradients + self.optimizer
+        return self.loaded + self.gradients + self.optimizer
 
     @property
     def total(self) -> int:
         """The most that the device of the model needs at any time."""
-        return max(self.during(phase) for phase in (*_PHASES, "loss and backward"))
+        return self.during(self.peak)
 
     @property
     def peak(self) -> str:
         """The phase that needs the most."""
-        return max((*_PHASES, "loss and backward"), key=self.during)
-
-    def during(self, phase: str) -> int:
-        """Return the bytes that the device of the model needs in a phase of `ebft.tools.doctor.run.measure_step`."""
-        return sum(self.parts(phase).values())
+        return max(self.phases, key=self.during)
 
     def parts(self, phase: str) -> dict[str, int]:
-        """Return the bytes in a phase by name of their purpose; they add up to `during`."""
-        sampling = "activations and cache of rollouts" if self.kept else "cache of rollouts"
-        names = {
-            "weights": f"weights in {self.dtype}",
-            "copy": self.copy_name,
-            "accumulated": "gradients",
-            "activations": "activations (rough)",
-            "sampling": f"{sampling} (rough)",
-            "scoring": "activations (rough)",
-            "kept": "activations (rough)",
-            "embedding": "features (rough)",
-        }
-        return {names.get(part, part): getattr(self, part) for part in _PHASES.get(phase, _LOSS)}
+        """Return the bytes that the device of the model needs in a phase, by name of their purpose."""
+        return self.phases.get(phase, self.phases[_LAST])
+
+    def during(self, phase: str) -> int:
+        """Return the sum of the `parts` of a phase."""
+        return sum(self.parts(phase).values())
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The inputs of estimates for a config and for variations of it."""
+    """The inputs of estimates for a config and for variations of it: the numbers of weights, and of trained ones."""
 
     config: RunConfig
     model_config: Any
     rows: LongestRows
-    sizes: Sizes
+    weights: int
+    trained: int
 
-    def of(self, config: RunConfig, sizes: Sizes | None = None) -> Estimate:
-        return estimate(config, self.model_config, self.rows.step_tokens(config), sizes or self.sizes)
+    def of(self, config: RunConfig, trained: int | None = None) -> Estimate:
+        """Return the estimate for a step with a variation of the config, which may train another number of weights."""
+        trained = self.trained if trained is None else trained
+        dtype, is_full, method = weights_dtype(config), config.adapter is None, config.method
+        per_weight = 0.56 if config.load_in_4bit else 1 if config.load_in_8bit else dtype.itemsize
+        trained_bytes = dtype.itemsize if is_full else 4
+        gradients = trained * trained_bytes
+        weights = int(self.weights * per_weight) + (0 if is_full else gradients)
+        states = optimizer_bytes(config.optimizer, trained_bytes) * trained
+        has_copy = is_full and method.copies_model(config)
+        features_on = _features_on(config, weights) if has_copy and method.compares_features(config) else None
+
+        tokens, text = self.rows.step_tokens(config), self.model_config.get_text_config()
+        layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
+        factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
+        activations = tokens.loss * layer * text.num_hidden_layers * factor
+        if method.keeps_logits(config):
+            activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
+        forward = activations
+        if method.samples_blocks:
+            forward = int(activations * (_FORWARD_FULL if is_full else _FORWARD_ADAPTER))
+        cache = tokens.sampling * _cache_bytes(text, dtype)
+        features = tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers))
+
+        precision = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1]
+        model = {f"weights in {precision}": weights}
+        copied = model | {method.copy_name: weights if has_copy and features_on is None else 0}
+        step = copied | {"optimizer": states}
+        # Gradients of earlier micro-batches, while a later one samples and embeds.
+        accumulates = method.samples_blocks and config.gradient_accumulation_steps > 1
+        sampling = step | {"gradients": gradients if accumulates else 0}
+        if _samples_with_gradient(config):
+            rollouts, scoring, kept = {"activations and cache of rollouts (rough)": forward + cache}, 0, activations
+        else:
+            rollouts, scoring, kept = {"cache of rollouts (rough)": cache}, forward, 0
+        embedding = sampling | {_ROUGH: kept, "features (rough)": features}
+        phases = {
+            "before loading": {},
+            "model": model,
+            "trainer setup": copied,
+            "rollouts": sampling | rollouts,
+            "log-probabilities": sampling | {_ROUGH: scoring},
+            "features": embedding,
+            "rewards and features": embedding,
+            "optimizer": step | {"gradients": gradients},
+            _LAST: step | {"gradients": gradients, _ROUGH: activations},
+        }
+        return Estimate(
+            phases=phases,
+            weights=weights,
+            features=weights if has_copy else 0,
+            features_on=features_on,
+            gradients=gradients,
+            optimizer=states,
+            checkpoint=gradients + (0 if config.save_only_model else states),
+            parameters=self.weights + (0 if is_full else trained),
+            trained=trained,
+            placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
+        )
 
 
 def needs(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
-    """Return the inputs of estimates, with the weights of `config` counted."""
-    return Needs(config, model_config, rows, count_weights(config, model_config))
-
-
-def count_weights(config: RunConfig, model_config: Any) -> Sizes:
-    """Return the numbers of weights of a model with a transformers configuration, without allocating them."""
+    """Return the inputs of estimates, with the weights of `config` counted without allocating them."""
     with init_empty_weights(include_buffers=True):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
         )
-    base = sum(weight.numel() for weight in model.parameters())
-    return Sizes(base, base if config.adapter is None else _adapter_size(model, config))
-
-
-def estimate(config: RunConfig, model_config: Any, tokens: StepTokens, sizes: Sizes) -> Estimate:
-    """Return the estimate for a step of `tokens` with the model of a transformers configuration."""
-    dtype = weights_dtype(config)
-    per_weight = 0.56 if config.load_in_4bit else 1 if config.load_in_8bit else dtype.itemsize
-    trained_bytes = dtype.itemsize if config.adapter is None else 4
-    trained = sizes.trained * trained_bytes
-    weights = int(sizes.base * per_weight) + (trained if config.adapter is not None else 0)
-    states = optimizer_bytes(config.optimizer, trained_bytes) * sizes.trained
-    has_copy = config.adapter is None and config.method.copies_model(config)
-    text = model_config.get_text_config()
-    layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
-    factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
-    activations = tokens.loss * layer * text.num_hidden_layers * factor
-    if config.method.keeps_logits(config):
-        activations += 2 * tokens.loss * text.vocab_size * 4  # logits and their gradients, in float32
-    is_single = _samples_with_gradient(config)
-    cache = tokens.sampling * _cache_bytes(text, dtype)
-    forward = activations
-    if config.method.samples_blocks:
-        forward = int(activations * (_FORWARD_FULL if config.adapter is None else _FORWARD_ADAPTER))
-    accumulates = config.method.samples_blocks and config.gradient_accumulation_steps > 1
-    return Estimate(
-        weights=weights,
-        features=weights if has_copy else 0,
-        features_on=_features_on(config, weights) if has_copy and config.method.compares_features(config) else None,
-        gradients=trained,
-        accumulated=trained if accumulates else 0,
-        optimizer=states,
-        activations=activations,
-        kept=activations if is_single else 0,
-        sampling=forward + cache if is_single else cache,
-        scoring=0 if is_single else forward,
-        embedding=tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers)),
-        checkpoint=trained + (0 if config.save_only_model else states),
-        parameters=sizes.base + (0 if config.adapter is None else sizes.trained),
-        trained=sizes.trained,
-        copy_name=config.method.copy_name,
-        placed_on="auto" if config.device_map not in (None, "cpu") else config.device_map,
-        dtype="4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1],
-    )
-
-
-def _adapter_size(model: Any, config: RunConfig) -> int:
-    """Number of weights of the adapter. Its layers are those of the unquantised model."""
-    if config.lora_model_dir is not None:
-        files = Path(config.lora_model_dir).expanduser().glob("adapter_model.*")
-        return sum(path.stat().st_size for path in files) // 4
-    plain = config.model_copy(update={"load_in_4bit": False, "load_in_8bit": False})
-    with init_empty_weights(include_buffers=True):
-        adapted = attach_adapter(model, plain)
-    return sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+        weights = trained = model.num_parameters()
+        if config.adapter is not None and config.lora_model_dir is not None:
+            files = Path(config.lora_model_dir).expanduser().glob("adapter_model.*")
+            trained = sum(path.stat().st_size for path in files) // 4
+        elif config.adapter is not None:  # its layers are those of the unquantised model
+            plain = config.model_copy(update={"load_in_4bit": False, "load_in_8bit": False})
+            adapted = attach_adapter(model, plain)
+            trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    return Needs(config, model_config, rows, weights, trained)
 
 
 def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
@@ -219,25 +191,21 @@ def _features_on(config: RunConfig, size: int) -> str | None:
 _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 
-def savings(needs: Needs, phase: str) -> list[str]:
-    """Return changes that lower the memory of `phase`, those with the least cost in quality first.
+def advice(needs: Needs | None, phase: str) -> str:
+    """Return changes that lower the memory of `phase`, one per line, those with the least cost in quality first.
 
     `phase` is one of `ebft.tools.doctor.run.measure_step`. Each change is estimated alone, on the device of the model.
+    The text is empty if the memory cannot be estimated, or nothing lowers it.
     """
-    now = needs.of(needs.config).during(phase)
-    found = []
+    if needs is None:
+        return ""
+    now, found = needs.of(needs.config).during(phase), ""
     for text, changes in _changes(needs):
-        sizes = Sizes(needs.sizes.base, 0) if "adapter" in changes and needs.config.adapter is None else None
-        saved = now - needs.of(_changed(needs.config, changes), sizes).during(phase)
+        trained = 0 if "adapter" in changes and needs.config.adapter is None else None
+        saved = now - needs.of(_changed(needs.config, changes), trained).during(phase)
         if saved > _LEAST * now:
-            found.append(f"{text} (saves about {gib(saved)})")
-    return found
-
-
-def advice(needs: Needs | None, phase: str) -> str:
-    """Return `savings` as a list with one per line; empty if the memory cannot be estimated, or nothing lowers it."""
-    found = savings(needs, phase) if needs is not None else []
-    return " To lower it:" + "".join(f"\n  - {saving}" for saving in found) if found else ""
+            found += f"\n  - {text} (saves about {gib(saved)})"
+    return found and f" To lower it:{found}"
 
 
 def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -305,14 +273,11 @@ def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     return config.model_copy(update=top)
 
 
-def exceeds(needed: Estimate) -> bool:
-    """Whether what follows from the number of weights is more than the free memory of its device."""
-    free, _ = available_memory(needed.placed_on)
-    return (free is not None and needed.fixed > free) or _copy_exceeds(needed)
-
-
 def memory_checks(needs: Needs) -> Iterator[Check]:
-    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another."""
+    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another.
+
+    An error if what follows from the number of weights is more.
+    """
     needed = needs.of(needs.config)
     free, where = available_memory(needed.placed_on)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)
@@ -320,29 +285,21 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
     text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
     text += f". {gib(free)} are free on {where}" if free is not None else ""
     if free is not None and needed.fixed > free:
-        phase = "trainer setup" if needed.weights + needed.copy > free else "optimizer"
+        phase = "trainer setup" if needed.loaded > free else "optimizer"
         yield Check("error", "memory", f"{text}.{advice(needs, phase)}")
     elif free is not None and needed.total > 0.9 * free:
         yield Check("warning", "memory", f"{text}.{advice(needs, needed.peak)}")
     else:
         yield Check("ok", "memory", text)
     if needed.features_on is not None:
-        yield _copy_check(needed)
-
-
-def _copy_check(needed: Estimate) -> Check:
-    free, where = available_memory(needed.features_on)
-    text = f"{gib(needed.features)} for the frozen copy of the model on {needed.features_on}"
-    text += f"; {gib(free)} are free on {where}" if free is not None else ""
-    if _copy_exceeds(needed):
-        remedy = "Set ebft.feature_device to cpu or to another GPU, or adapter: lora, which needs no copy."
-        return Check("error", "feature network", f"{text}. {remedy}")
-    return Check("ok", "feature network", text)
-
-
-def _copy_exceeds(needed: Estimate) -> bool:
-    free = available_memory(needed.features_on)[0] if needed.features_on is not None else None
-    return free is not None and needed.features > free
+        free, where = available_memory(needed.features_on)
+        text = f"{gib(needed.features)} for the frozen copy of the model on {needed.features_on}"
+        text += f"; {gib(free)} are free on {where}" if free is not None else ""
+        if free is not None and needed.features > free:
+            remedy = "Set ebft.feature_device to cpu or to another GPU, or adapter: lora, which needs no copy."
+            yield Check("error", "feature network", f"{text}. {remedy}")
+        else:
+            yield Check("ok", "feature network", text)
 
 
 def disk_check(config: RunConfig, needed: Estimate, rows: int) -> Check:

@@ -6,13 +6,12 @@ Each check is a line of the report. The step reports the peak memory of each pha
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import importlib.util
 import resource
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ from ebft.run.training import arranged, check_output_dir, run_rows
 from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
 from ebft.tools.doctor.environment import Attempt, Check
-from ebft.tools.doctor.memory import Needs, advice, disk_check, exceeds, memory_checks, needs
+from ebft.tools.doctor.memory import Needs, advice, disk_check, memory_checks, needs
 from ebft.tools.doctor.rows import (
     LongestRows,
     described,
@@ -62,56 +61,53 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     """Yield the checks of a valid config; `step` also loads the model and runs one training step."""
-    settings = Attempt("settings").run(check_runnable, config, ok=f"valid for {config.method.name}")
-    yield from settings.checks
-    machine = Attempt("machine").run(
-        check_machine, config, this_machine(), ok=f"devices {', '.join(this_machine().devices)}"
-    )
-    yield from machine.checks
-    packages = Attempt("packages of this config", (ImportError,)).run(_check_packages, config, ok=_named)
-    yield from packages.checks
-    model = Attempt("model").run(_find_model, config, ok=lambda found: found[0])
-    yield from model.checks
-    tokenizer = Attempt("tokenizer").run(load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
-    yield from tokenizer.checks
+    settings = yield from _attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}")
+    devices = f"devices {', '.join(this_machine().devices)}"
+    machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
+    packages = yield from _attempt("packages of this config", _check_packages, config, ok=_named, errors=(ImportError,))
+    model = yield from _attempt("model", _find_model, config, ok=lambda found: found[0])
+    tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
     if not (tokenizer.failed or settings.failed):
-        model_config = None if model.failed else model.result[1]
-        data = Attempt("data", (ImportError,)).run(_load_data, config, tokenizer.result, model_config, ok=_described)
-        yield from data.checks
+        given = config, tokenizer.result, None if model.failed else model.result[1]
+        data = yield from _attempt("data", _load_data, *given, ok=_Data.described, errors=(ImportError,))
         if not data.failed:
             yield from sequence_len_checks(config, data.result.longest, data.result.counts)
-            if data.result.count is not None:
-                yield from step_size_checks(config, data.result.count)
-    server = Attempt("server").run(_check_server, config, ok=lambda found: found)
+            yield from _step_size_checks(config, data.result.count)
+    needed_for_step = [settings, machine, packages]
     if config.uses_server:
-        yield from server.checks
-    checkpoint = Attempt("checkpoint").run(
-        find_checkpoints, config, ok=lambda found: str(found.resumable or found.newest or "a new run")
-    )
-    yield from checkpoint.checks
+        needed_for_step.append((yield from _attempt("server", _check_server, config, ok=str)))
+    of_run = lambda found: str(found.resumable or found.newest or "a new run")
+    yield from _attempt("checkpoint", find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
-        yield from Attempt("hub").run(_check_login, config, ok="logged in").checks
-    output = Attempt("output_dir").run(_check_output_dir, config, ok=lambda found: found)
-    yield from output.checks
+        yield from _attempt("hub", _check_login, config, ok="logged in")
+    yield from _attempt("output_dir", _check_output_dir, config, ok=str)
     if model.failed or data is None or data.failed:
         yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
         return
-    rows = data.result.longest
-    found = Attempt("memory", (ValueError, RuntimeError, AttributeError)).run(_estimated, config, model.result[1], rows)
-    needed = None if found.failed else found.result
-    if needed is None:
-        yield Check("warning", "memory", f"cannot be estimated for this model: {found.checks[-1].message}")
+    given, errors = (config, model.result[1], data.result.longest), (ValueError, RuntimeError, AttributeError)
+    memory = Attempt("memory", _estimated, *given, errors=errors)
+    needed, exceeded = memory.result, False
+    if memory.failed:
+        yield Check("warning", "memory", f"cannot be estimated for this model: {memory.checks[-1].message}")
     else:
-        yield from memory_checks(needed)
+        for check in memory_checks(needed):
+            yield check
+            exceeded = exceeded or check.level == "error"
         yield disk_check(config, needed.of(config), data.result.count or 0)
     if not step:
         return
-    failed = [part for part in (settings, machine, packages, server) if part.failed]
-    if failed or (needed is not None and exceeds(needed.of(config))):
+    if exceeded or any(part.failed for part in needed_for_step):
         yield Check("warning", "step", "not run, because of the errors above")
         return
-    yield from _step_checks(config, tokenizer.result, rows, needed)
+    yield from _step_checks(config, tokenizer.result, data.result.longest, needed)
+
+
+def _attempt(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Generator[Check, None, Attempt]:
+    """Yield the checks of an `Attempt`, and return it."""
+    found = Attempt(name, function, *args, **options)
+    yield from found.checks
+    return found
 
 
 def _check_packages(config: RunConfig) -> list[str]:
@@ -151,44 +147,45 @@ def _find_model(config: RunConfig) -> tuple[str, Any]:
 
 
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows, and numbers of rows by reason.
+    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason.
 
     The number of training rows of a stream is None.
     """
 
-    config: RunConfig
     count: int | None
     held_out: int
     longest: LongestRows
+    length: str
     counts: dict[str, int]
+
+    def described(self) -> str:
+        held_out = f"{self.held_out:,} held out" if self.held_out else "no held-out data"
+        if self.count is None:
+            return f"a stream, {held_out}; each row has {self.length}"
+        return f"{self.count:,} rows, {held_out}; the longest has {self.length}"
 
 
 def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     rows = run_rows(config, tokenizer)
     train, evaluation = arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
-        return _Data(config, None, len(evaluation or ()), first_of_stream(config, train), {})
-    longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
-    return _Data(config, len(train), len(evaluation or ()), longest, rows.reports[0].counts)
+        count, longest, counts = None, first_of_stream(config, train), {}
+    else:
+        longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
+        count, counts = len(train), rows.reports[0].counts
+    return _Data(count, len(evaluation or ()), longest, described(config, longest), counts)
 
 
-def step_size_checks(config: RunConfig, count: int) -> Iterator[Check]:
+def _step_size_checks(config: RunConfig, count: int | None) -> Iterator[Check]:
     """A warning if an optimizer step needs more rows than there are."""
     needed = rows_per_step(config)
-    if needed > count:
+    if count is not None and needed > count:
         yield Check(
             "warning",
             "step size",
             f"one optimizer step needs {needed:,} rows, but there are {count:,} training rows. "
             "Decrease gradient_accumulation_steps or the batch size, or use more data.",
         )
-
-
-def _described(data: _Data) -> str:
-    held_out = f"{data.held_out:,} held out" if data.held_out else "no held-out data"
-    if data.count is None:
-        return f"a stream, {held_out}; each row has {described(data.config, data.longest)}"
-    return f"{data.count:,} rows, {held_out}; the longest has {described(data.config, data.longest)}"
 
 
 def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
@@ -199,8 +196,6 @@ def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs
 
 def _check_server(config: RunConfig) -> str:
     """Check that the server answers, or that there is an interpreter to start one with."""
-    if not config.uses_server:
-        return ""
     if config.manages_server:
         return f"will be started with {find_interpreter(config.vllm.python)}"
     from ebft.structured.rollouts.client import VLLMClient
@@ -229,9 +224,9 @@ def _check_output_dir(config: RunConfig) -> str:
 
 
 def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: Needs | None) -> Iterator[Check]:
-    attempt = Attempt("step", (RuntimeError, ValueError, OSError, ImportError))  # torch.OutOfMemoryError is the first
     memory = PhaseMemory()
-    attempt.run(measure_step, config, tokenizer, rows.data, memory, ok="one step on the longest rows")
+    given, errors = (config, tokenizer, rows.data, memory), (RuntimeError, ValueError, OSError, ImportError)
+    attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows", errors=errors)
     if attempt.failed:
         *others, error = attempt.checks
         hint = ""
@@ -307,7 +302,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             with memory.phase("trainer setup"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)
             for name, method in config.method.phases.items():
-                setattr(trainer, method, memory.measured(name, getattr(trainer, method)))
+                setattr(trainer, method, memory.phase(name)(getattr(trainer, method)))
             trainer.remove_callback(ConsoleMetrics)
             trainer.add_callback(_OptimizerPhase(memory))
             rehearse(config, trainer)
@@ -364,7 +359,7 @@ class PhaseMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the block as a phase; repeated phases report their maximum."""
+        """Measure the block, or each call of a decorated function, as a phase; repeated ones report their maximum."""
         self.begin(name)
         try:
             yield
@@ -382,16 +377,6 @@ class PhaseMemory:
     def end(self) -> None:
         self._record()
         self._active.pop()
-
-    def measured(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` such that each of its calls is measured as a phase."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return function(*args, **kwargs)
-
-        return run
 
     def _record(self) -> None:
         """Add the peak since the last call to the innermost active phase."""

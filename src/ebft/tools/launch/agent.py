@@ -18,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
@@ -44,7 +44,6 @@ _KILLING = 3  # so many times Ctrl-C kills processes that do not end
 _STARTUP = 10.0  # seconds after a signal in which processes that are starting still report their ids
 _SAME_TIME = 5  # seconds between a process that is killed and the errors of others that follow from it
 _POLL = 0.1  # seconds
-_LOGGERS = ("torch.distributed", "torch.multiprocessing", "accelerate")
 
 
 def launch(plan: Plan, words: Sequence[str]) -> int:
@@ -58,17 +57,21 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         from accelerate.commands.launch import launch_command as run
     else:
         from torch.distributed.run import run
-    with (
-        tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created,
-        _variables(environment(plan) | {FOLDER: created, PARENT: str(os.getpid())}),
-        _quiet(),
-    ):
+    with tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created:
         folder = Path(created)
         command = typed_command(["ebft", *words, *plan.options.words()])
         (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        with received_signals() as received:
-            ended = _run(lambda: run(parsed), folder, received)
-        return _status(ended, folder, bool(received))
+        variables = environment(plan) | {FOLDER: created, PARENT: str(os.getpid())}
+        os.environ |= variables  # also that of new processes
+        logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
+        try:
+            with received_signals() as received:
+                ended = _run(lambda: run(parsed), folder, received)
+            return _status(ended, folder, bool(received))
+        finally:
+            logging.disable(logging.NOTSET)
+            for name in variables:
+                os.environ.pop(name, None)
 
 
 def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
@@ -161,30 +164,6 @@ def _of_signal(number: int, who: str, was_signalled: bool) -> int:
     return 128 + number
 
 
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Context manager in which the environment, also that of new processes, has these variables."""
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager in which launchers log nothing: the processes report their errors, and this command the rest."""
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
 THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
@@ -274,27 +253,22 @@ _OURS = {
         "run_path": _PYTHON,
     },
 }
-_MAY_REPEAT = ("config_file", "module", "training_script", "training_script_args")
+# `nondefault` is a list that the parser of accelerate makes.
+_MAY_REPEAT = {"config_file", "module", "nondefault", "training_script", "training_script_args"}
 
 
-class _Recording(Namespace):
-    """Arguments that remember which of them a parser has changed."""
+def parsed_arguments(launcher: str, arguments: Sequence[str], *, defaults: bool = True) -> Namespace:
+    """The arguments, read by the launcher's parser; without `defaults`, only those that are given.
 
-    def __init__(self, defaults: Namespace) -> None:
-        vars(self).update(vars(defaults), were_set=set())
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if value is not vars(self).get(name):  # argparse sets defaults that are text again
-            self.were_set.add(name)
-        super().__setattr__(name, value)
-
-
-def parsed_arguments(launcher: str, arguments: Sequence[str], into: Namespace | None = None) -> Namespace:
-    """The arguments, read by the launcher's parser. Raises ConfigError if it does not accept them."""
-    written = io.StringIO()
+    Raises ConfigError if the parser does not accept them.
+    """
+    parser, written = _parser(launcher), io.StringIO()
+    if not defaults:
+        for action in parser._actions:
+            action.default = SUPPRESS
     try:
         with contextlib.redirect_stderr(written), contextlib.redirect_stdout(written):
-            return _parser(launcher).parse_args(arguments, into)
+            return parser.parse_args(arguments)
     except SystemExit as error:  # of argparse, which has written its usage and the problem, or its help
         if not error.code:
             raise ConfigError(
@@ -307,28 +281,22 @@ def parsed_arguments(launcher: str, arguments: Sequence[str], into: Namespace | 
 
 def check_passed_on(plan: Plan) -> None:
     """Raise ConfigError for words after -- that are no options of the plan's launcher, or that `ebft train` sets."""
-    own = _read(plan, own_options(plan)).were_set
-    passed_on = _read(plan, plan.options.passed_on)
-    if (passed_on.training_script, passed_on.training_script_args) != (PROGRAM, []):
+    own, passed_on = (
+        vars(parsed_arguments(plan.launcher, [*options, "--module", PROGRAM], defaults=False))
+        for options in (own_options(plan), plan.options.passed_on)
+    )
+    script = passed_on["training_script"]
+    if (script, passed_on["training_script_args"]) != (PROGRAM, []):
         raise ConfigError(
-            f"Options after --: {passed_on.training_script!r:.100} is not an option of {plan.launcher}, or the value "
-            "of one. Remove it; overrides of the config are written before --."
+            f"Options after --: {script!r:.100} is not an option of {plan.launcher}, or the value of one. Remove it; "
+            "overrides of the config are written before --."
         )
-    ours = _OURS[plan.launcher] | {name: "remove it" for name in own if name not in _OURS[plan.launcher]}
-    for name in sorted(passed_on.were_set):
-        if name in ours and name not in _MAY_REPEAT:
-            raise ConfigError(
-                f"Options after --: ebft train sets --{name} of {plan.launcher} itself, so it cannot be passed on: "
-                f"{ours[name]}."
-            )
-
-
-def _read(plan: Plan, options: Sequence[str]) -> _Recording:
-    """The options by their names in the parser, in which all spellings are one."""
-    program = ["--module", PROGRAM]
-    found = _Recording(parsed_arguments(plan.launcher, program))
-    parsed_arguments(plan.launcher, [*options, *program], found)
-    return found
+    ours = dict.fromkeys(own, "remove it") | _OURS[plan.launcher]
+    for name in sorted(passed_on.keys() & ours.keys() - _MAY_REPEAT):
+        raise ConfigError(
+            f"Options after --: ebft train sets --{name} of {plan.launcher} itself, so it cannot be passed on: "
+            f"{ours[name]}."
+        )
 
 
 def _parser(launcher: str) -> ArgumentParser:

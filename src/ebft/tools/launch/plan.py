@@ -123,16 +123,15 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
         )
     if not has_ray():
         raise ConfigError("use_ray requires the package ray: pip install 'ebft[ray]'")
-    if is_ray_client():
+    if os.environ.get(RAY_ADDRESS, "").startswith("ray://"):  # the driver is not part of the cluster
         raise ConfigError(
             f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the "
             "cluster, for example with ray job submit."
         )
-    workers = config.ray_num_workers
-    found = config.resources_per_worker
+    workers, resources = config.ray_num_workers, config.resources_per_worker
     each = "one GPU each, or one CPU if Ray has no GPUs"
-    if found is not None:
-        each = f"{', '.join(f'{name}: {amount:g}' for name, amount in found.items()) or 'nothing reserved'} each"
+    if resources is not None:
+        each = f"{', '.join(f'{name}: {amount:g}' for name, amount in resources.items()) or 'nothing reserved'} each"
     where = f"the cluster at {os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
     note = f"Starting {workers} worker{'s' if workers > 1 else ''} with Ray Train on {where} ({each})."
     return Plan(options, RAY, workers, 0, note)
@@ -148,22 +147,14 @@ def uses_cluster() -> bool:
     return os.environ.get(RAY_ADDRESS, "") not in ("", "local")
 
 
-def is_ray_client() -> bool:
-    """Whether RAY_ADDRESS is that of Ray Client, whose driver is not part of the cluster."""
-    return os.environ.get(RAY_ADDRESS, "").startswith("ray://")
-
-
 def _automatic(options: LaunchOptions, config: RunConfig, gpus: int) -> tuple[int, str]:
     """The number of processes if none is given, and the reason if it is not one per GPU."""
     here, reason = max(gpus, 1), ""
     if gpus > 1 and config.ddp is False:
         here, reason = 1, ", because of ddp: false"
-    elif gpus > 1 and _ONE_GPU.fullmatch(config.ebft.feature_device or ""):
-        device = config.ebft.feature_device
-        here, reason = (
-            1,
-            f", because ebft.feature_device: {device} is one GPU; --num-processes starts several processes",
-        )
+    elif gpus > 1 and _ONE_GPU.fullmatch(device := config.ebft.feature_device or ""):
+        here = 1
+        reason = f", because ebft.feature_device: {device} is one GPU; --num-processes starts several processes"
     elif gpus > 1 and config.manages_server:
         here = max(1, gpus - server_gpus(config.server_settings.vllm, gpus))
         reason = "; the others are for the vLLM server" if here < gpus else ""
@@ -218,20 +209,18 @@ def _check_machines(options: LaunchOptions) -> None:
 
 
 def _check_one_process(options: LaunchOptions) -> None:
-    problem = ""
-    if (options.num_processes or 1) > 1:
-        problem = f"--num-processes {options.num_processes}"
-    elif options.machines > 1:
-        problem = f"--num-machines {options.machines}"
-    elif options.main_process_port is not None:
-        problem = "--main-process-port"
-    elif options.passed_on:
-        problem = "options for a launcher after --"
-    if problem:
-        raise ConfigError(
-            f"--launcher python trains in one process, without a launcher, which contradicts {problem}. Use --launcher "
-            "accelerate or torchrun, or remove one of them."
-        )
+    contradictions = {
+        f"--num-processes {options.num_processes}": (options.num_processes or 1) > 1,
+        f"--num-machines {options.machines}": options.machines > 1,
+        "--main-process-port": options.main_process_port is not None,
+        "options for a launcher after --": options.passed_on,
+    }
+    for problem, is_given in contradictions.items():
+        if is_given:
+            raise ConfigError(
+                f"--launcher python trains in one process, without a launcher, which contradicts {problem}. Use "
+                "--launcher accelerate or torchrun, or remove one of them."
+            )
 
 
 def _check_count(processes: int, options: LaunchOptions, gpus: int) -> None:

@@ -69,15 +69,15 @@ def connected(config: RunConfig) -> Iterator[None]:
 
     A connection that exists already is used, and kept. Raises LaunchError if there is no cluster at that address.
     """
-    os.environ |= {name: os.environ.get(name, value) for name, value in _ENVIRONMENT.items()}
+    variables = dict(_ENVIRONMENT)
     if uses_cluster():
         check_reachable(os.environ[RAY_ADDRESS])
     else:
         # A token of this run alone: otherwise Ray creates one in the home folder, for all clusters.
-        local = _LOCAL | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
-        os.environ |= {name: os.environ.get(name, value) for name, value in local.items()}
+        variables |= _LOCAL | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex()}
     if not sys.stderr.isatty():
-        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        variables["RAY_COLOR_PREFIX"] = "0"
+    os.environ |= variables | os.environ
     import ray
 
     if ray.is_initialized():
@@ -135,16 +135,14 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
     resources = config.resources_per_worker
     if resources is None:
         resources = {"GPU": 1.0} if available.get("GPU") else {"CPU": 1.0}
-    missing = {
-        name: amount * config.ray_num_workers
-        for name, amount in resources.items()
-        if amount * config.ray_num_workers > available.get(name, 0)
-    }
-    if not missing:
-        return resources
+    wanted = {name: amount * config.ray_num_workers for name, amount in resources.items()}
     needed = ", ".join(
-        f"{name}: {amount:g} (available: {available.get(name, 0):g})" for name, amount in missing.items()
+        f"{name}: {amount:g} (available: {available.get(name, 0):g})"
+        for name, amount in wanted.items()
+        if amount > available.get(name, 0)
     )
+    if not needed:
+        return resources
     if not uses_cluster():
         raise ConfigError(
             f"resources_per_worker: {config.ray_num_workers} workers need {needed}. Reduce ray_num_workers or "

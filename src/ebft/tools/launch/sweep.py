@@ -221,8 +221,7 @@ class Sweep:
         from ebft.run.reporting import description
 
         config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
-        now = json.loads(json.dumps(description(config)["config"]))
-        before = found.get("config")
+        now, before = description(config)["config"], found.get("config")
         is_same = isinstance(before, dict) and now | _RESUMING == before | _RESUMING
         return is_same and final_step(Path(run.output_dir)) is not None
 
