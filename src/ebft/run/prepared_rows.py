@@ -24,9 +24,9 @@ from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import CarriedOverKeys
+from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
-from ebft.config.tool_keys import EvaluationKeys, RayKeys
 from ebft.config.user_functions import module_sources
 from ebft.data.keys import StreamKeys
 from ebft.data.load import LoadedRows
