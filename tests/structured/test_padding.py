@@ -1,4 +1,4 @@
-"""Models whose layers keep a running state: results must not depend on the padding of prompts."""
+"""Padded rows, of models with a running state or learned positions: results must not depend on the padding."""
 
 import copy
 
@@ -18,7 +18,8 @@ FAST = ["qwen3_5_text", "nemotron_h"]
 
 def model_for(tokenizer, family):
     known = {"vocab_size": len(tokenizer), "eos_token_id": 1, "bos_token_id": None}
-    model = tiny_model(family, max_position_embeddings=256, **known)
+    known["n_positions" if family == "gpt2" else "max_position_embeddings"] = 256
+    model = tiny_model(family, **known)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2 and not name.endswith("A_log"):
@@ -31,6 +32,7 @@ def model_for(tokenizer, family):
     [
         *((family, {}) for family in FAST),
         ("qwen3_5_text", ONE_ROW),
+        ("gpt2", {"shared_prefix": False}),  # learned positions, which padding would shift
         *(pytest.param(family, {}, marks=pytest.mark.slow) for family in RUNNING_STATE if family not in FAST),
     ],
 )
