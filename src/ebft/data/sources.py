@@ -21,9 +21,9 @@ from datasets import (
 )
 from huggingface_hub import snapshot_download
 
+from ebft.catalog import locate
 from ebft.data.file_formats import DEFAULT_SPLIT, KINDS, files_below, files_by_split, kind_of, kinds_of, read_files
 from ebft.data.json_files import read_json
-from ebft.data.locate import locate
 from ebft.data.transforms import reads_lines
 from ebft.errors import DataError, cause, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text

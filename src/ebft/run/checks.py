@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from ebft.catalog import lasting_name
 from ebft.config.checks.processes import check_deepspeed, offloads
 from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
-from ebft.data.locate import lasting_name
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, shortened
 from ebft.machine import Machine

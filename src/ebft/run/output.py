@@ -16,11 +16,10 @@ from filelock import FileLock, Timeout
 from huggingface_hub import ModelCardData
 from transformers import PreTrainedTokenizerBase
 
-from ebft.catalog import pinned_model
+from ebft.catalog import looks_local, pinned_model
 from ebft.config.reference import changed_keys
 from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
-from ebft.data.locate import looks_local
 from ebft.errors import ConfigError, SaveError
 from ebft.files import STAGING, STATE, checksum, publish_files, write_text
 from ebft.models.causal_lm import unwrap_adapter

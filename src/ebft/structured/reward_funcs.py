@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ebft.catalog import lasting_name
 from ebft.config.options import RewardOptions
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
-from ebft.data.locate import lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
