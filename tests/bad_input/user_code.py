@@ -57,7 +57,7 @@ LINES = 'raise ValueError("\\n".join("line %d" % n for n in range(500)))'
 
 TRANSFORMS = [
     transform("raises", RAISES, "own.py", "line 4", "row 0", "KeyError", "missing"),
-    transform("exits with 0", "import sys; sys.exit(0)", "own.py", "line 4", "row 0", "exit"),
+    transform("exits with 0", "import sys; sys.exit(0)", "row 0 failed: it called sys.exit(0) (own.py, line 4"),
     transform("recursion", DEEP, "own.py", "row 0", "RecursionError"),
     transform("long message", LONG, "own.py", "row 0", "ValueError"),
     transform("many lines", LINES, "own.py", "row 0", "ValueError"),
@@ -86,7 +86,7 @@ TRANSFORMS = [
 
 MODULES = [
     bad("module: not there", "datasets", "nowhere", config=entry(type="nowhere.transform")),
-    bad("module: dots", "datasets", config=entry(type="..transform")),
+    bad("module: dots", "datasets.type: unknown name '..transform'", config=entry(type="..transform")),
     bad("module: a dot at the end", "datasets", config=entry(type="own."), files={"own.py": ""}),
     module("syntax error", "def transform(cfg:\n    pass\n", "own.py", "line 1", "SyntaxError"),
     module("raises on import", "x = 1\nraise RuntimeError('broken')\n", "own.py", "line 2", "broken"),
