@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 CORE = (
     "anchors machine methods.__init__ printed processes rewards transformers_internals",
     "errors",
-    "catalog files run_files scores",
+    "files run_files scores",
+    "catalog",
     "config",
     "data.transforms.__init__",
     "health keys reward_functions",

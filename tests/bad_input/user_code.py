@@ -57,7 +57,7 @@ LINES = 'raise ValueError("\\n".join("line %d" % n for n in range(500)))'
 
 TRANSFORMS = [
     transform("raises", RAISES, "own.py", "line 4", "row 0", "KeyError", "missing"),
-    transform("exits with 0", "import sys; sys.exit(0)", "own.py", "line 4", "row 0", "exit"),
+    transform("exits with 0", "import sys; sys.exit(0)", "row 0 failed: it called sys.exit(0) (own.py, line 4"),
     transform("recursion", DEEP, "own.py", "row 0", "RecursionError"),
     transform("long message", LONG, "own.py", "row 0", "ValueError"),
     transform("many lines", LINES, "own.py", "row 0", "ValueError"),
@@ -86,7 +86,7 @@ TRANSFORMS = [
 
 MODULES = [
     bad("module: not there", "datasets", "nowhere", config=entry(type="nowhere.transform")),
-    bad("module: dots", "datasets", config=entry(type="..transform")),
+    bad("module: dots", "datasets.type: unknown name '..transform'", config=entry(type="..transform")),
     bad("module: a dot at the end", "datasets", config=entry(type="own."), files={"own.py": ""}),
     module("syntax error", "def transform(cfg:\n    pass\n", "own.py", "line 1", "SyntaxError"),
     module("raises on import", "x = 1\nraise RuntimeError('broken')\n", "own.py", "line 2", "broken"),
@@ -116,24 +116,18 @@ def leaves(name: str, body: str, *warns: str, why: str = "", trl: dict | None = 
 LEFT_BEHIND = [
     leaves("inference mode", "import torch\nscore.kept = torch.inference_mode()\nscore.kept.__enter__()",
            "torch.inference_mode: False became True. This was changed back"),
-    leaves("no gradients", "import torch\ntorch.set_grad_enabled(False)", "torch.set_grad_enabled: True became False"),
+    leaves("a device context", "import torch\ntorch.device('meta').__enter__()", "cpu became meta"),
     leaves("no gradients in workers", "import torch\ntorch.set_grad_enabled(False)", trl=PARALLEL,
            why="processes of reward functions have a state of their own"),
-    leaves("another default device", "import torch\ntorch.set_default_device('meta')",
-           "torch.set_default_device: cpu became meta"),
-    leaves("a device context", "import torch\ntorch.device('meta').__enter__()", "cpu became meta"),
-    leaves("another default dtype", "import torch\ntorch.set_default_dtype(torch.float64)",
-           "torch.float32 became torch.float64"),
-    leaves("autocast", "import torch\ntorch.autocast('cpu').__enter__()", "torch.autocast: False became True"),
-    leaves("another number of threads", "import torch\ntorch.set_num_threads(torch.get_num_threads() + 1)",
-           "torch.set_num_threads"),
-    leaves("deterministic algorithms", "import torch\ntorch.use_deterministic_algorithms(True)",
-           "torch.set_deterministic_debug_mode"),
-    leaves("a random seed", "import torch\ntorch.manual_seed(5)", "torch.manual_seed", "became 5"),
-    leaves("another working directory", "import os\nos.makedirs('elsewhere', exist_ok=True)\nos.chdir('elsewhere')",
-           "the working directory", "elsewhere. This was changed back"),
-    leaves("a handler of SIGTERM", "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)",
-           "changed signal.signal(SIGTERM). This was changed back"),
+    leaves("settings that the run depends on", "import os, signal, torch\nos.makedirs('elsewhere', exist_ok=True)\n"
+           "os.chdir('elsewhere')\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\ntorch.manual_seed(5)\n"
+           "torch.set_grad_enabled(False)\ntorch.set_default_device('meta')\ntorch.set_default_dtype(torch.float64)\n"
+           "torch.autocast('cpu').__enter__()\ntorch.set_num_threads(torch.get_num_threads() + 1)\n"
+           "torch.use_deterministic_algorithms(True)",
+           "changed the working directory: ", "elsewhere; signal.signal(SIGTERM); torch.set_grad_enabled: True became "
+           "False; torch.set_default_device: cpu became meta; torch.set_default_dtype: torch.float32 became "
+           "torch.float64; torch.autocast: False became True; torch.set_num_threads: ",
+           "; torch.set_deterministic_debug_mode: 0 became 2; torch.manual_seed: ", " became 5. This was changed back"),
     leaves("nothing", "import torch\nfrom contextlib import chdir\nwith torch.no_grad(), chdir('/'): torch.ones(2)\n"
            "with torch.random.fork_rng():\n    torch.manual_seed(1)"),
     leaves("settings that only it reads", "import os, sys, warnings, random\nos.environ['OWN'] = '1'\nrandom.seed(0)\n"

@@ -39,7 +39,6 @@ ASK = user("Say hello.")
 @pytest.mark.parametrize(
     ("type", "rows", "said"),
     [
-        ("ebft_pretrain.transform", [TEXT], ["datasets: 1 document produced 1 row"]),
         ("ebft_pretrain.transform", [TEXT, "", None, "short", TEXT * 6], [
             "datasets: 5 documents produced ", "1 cut into windows of sequence_len", "2 without text",
             "1 too short for one block"]),
@@ -69,15 +68,6 @@ def test_nothing_left_names_counts_and_way_out(load):
         load(["a", ""])
 
 
-def test_several_sources_are_joined(load, write_jsonl):
-    text = write_jsonl([{"text": TEXT}], "text.jsonl")
-    pairs = write_jsonl([{"input": "Say hello.", "output": TEXT}], "pairs.jsonl")
-    types = {text: "ebft_pretrain.transform", pairs: "ebft_strided_structured.transform"}
-    datasets = [{"path": str(path), "type": type} for path, type in types.items()]
-    train, _ = load([], shuffle_merged_datasets=False, datasets=datasets)
-    assert [row["prompt_length"] > 0 for row in train] == [False, True]
-
-
 def test_shuffle_follows_the_seed(load):
     order = lambda **keys: load([f"{number} {TEXT}" for number in range(20)], **keys)[0]["input_ids"][:]
     assert order(seed=1) == order(seed=1) != order(seed=2) == order(seed=1, data_seed=2)
@@ -103,10 +93,6 @@ def test_held_out_documents(load, write_jsonl):
         load([TEXT], val_set_size=0.1)
     entry = {"path": str(write_jsonl([{"text": TEXT}])), "type": "ebft_pretrain.transform", "split": "train[:1]"}
     assert list(map(len, load([TEXT] * 3, test_datasets=[entry]))) == [3, 1]
-
-
-def test_plain_fine_tuning_keeps_short_rows(load, tokenizer):
-    assert load(["hi"], "completion", **PLAIN)[0][0]["input_ids"][-1] == tokenizer.eos_token_id
 
 
 def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):

@@ -7,8 +7,8 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
+from ebft.catalog import locate, looks_local
 from ebft.data.keys import DatasetEntry
-from ebft.data.locate import locate, looks_local
 from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
 from ebft.files import file_hash

@@ -22,15 +22,13 @@ GPT4 += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 INNER_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-SPLIT_AS_GPT4, DIGITS = pre_tokenizers.Split(Regex(GPT4), "isolated"), pre_tokenizers.Digits(individual_digits=True)
+SPLIT_AS_GPT4 = pre_tokenizers.Split(Regex(GPT4), "isolated")
 SENTENCEPIECE = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 STRIPPED = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
 KINDS = {  # the model, the pre-tokeniser and the normaliser
     "byte-level": ("BPE", BYTES, None),
     "byte-level with NFC": ("BPE", BYTES, normalizers.NFC()),
-    "byte-level with a space before": ("BPE", pre_tokenizers.ByteLevel(add_prefix_space=True), None),
     "GPT-4": ("BPE", pre_tokenizers.Sequence([SPLIT_AS_GPT4, INNER_BYTES]), None),
-    "digits": ("BPE", pre_tokenizers.Sequence([DIGITS, BYTES]), None),
     "SentencePiece BPE": ("BPE", None, SENTENCEPIECE),
     "Metaspace BPE": ("BPE", pre_tokenizers.Metaspace(), None),
     "Metaspace unigram": ("Unigram", pre_tokenizers.Metaspace(), normalizers.NFKC()),
@@ -59,7 +57,7 @@ def made(kind: str) -> PreTrainedTokenizerFast:
             **options, initial_alphabet=ALPHABET
         )
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-    text = CODE[:60_000]
+    text = CODE[: 20_000 if model == "Unigram" else 60_000]
     words = text.split() if kind == "SentencePiece BPE" else [text[at : at + 500] for at in range(0, len(text), 500)]
     tokenizer.train_from_iterator(words, trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 0), ("</s>", 1)])

@@ -1,4 +1,4 @@
-"""Every kind of source: files, folders, saved datasets, formats with data_files, URLs, and hub ids without a hub."""
+"""Every kind of source: files, folders, saved datasets, formats with data_files and URLs; broken files are named."""
 
 import gzip
 import json
@@ -154,15 +154,6 @@ def test_parts_of_a_dataset(write, keys, expected):
     assert texts(write({"rows.jsonl": LINES}) / "rows.jsonl", **keys) == expected
 
 
-def test_hub_id_without_network_fails_at_once(monkeypatch):
-    def unreachable(self, repo_id, **kwargs):
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    with pytest.raises(DataError, match="'nvidia/OpenCodeInstruct' is not a local path.*a Hub id.*cannot be reached"):
-        read_source(entry("nvidia/OpenCodeInstruct"))
-
-
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
 def test_a_changed_file_with_an_unchanged_time_is_read_again(tmp_path, kind):
     found, path = [], tmp_path / f"rows.{kind}"
@@ -219,3 +210,56 @@ def test_urls_that_cannot_be_read(monkeypatch, path, message):
         monkeypatch.setattr("ebft.data.sources.load_dataset_builder", refuse)
     with pytest.raises(DataError, match=message):
         texts(path)
+
+
+LINE = '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", LINE * 16 + '{"text": a}\n', r"line 17: not valid JSON \(Expecting value"),
+        ("a.jsonl", LINE + "[1]\n", r"line 2: a row must be a JSON object, got \[1\]"),
+        ("a.json", '[{"text": "a"},\n {"text" "b"}]', "line 2: not valid JSON"),
+        ("a.json", '[{"text": "a"}, 3]', "row 1: a row must be a JSON object, got 3"),
+        ("a.json", "[]", "the list of rows is empty"),
+        ("a.json", '[{"text": "a"}]\n[{"text": "b"}]', "line 1: text after the end of the list"),
+        ("a.json", '[{"text": "a"}]\n{"text": "b"}', "line 1: text after the end of the list"),
+        ("a.json", '[{"text": "a"}, {"text": "b"},', "line 1: not valid JSON .Expecting value"),
+        ("a.json", '[{"text": "a"}\n', "after row 0: the list of rows has no end"),
+        ("a.json", '[{"text": "a"} {"text": "b"}]', "row 1: expected a comma between the rows"),
+        ("a.jsonl", LINE + '{"text": "b"}] {"text": "c"}\n', "line 2: not valid JSON"),
+        ("a.jsonl", "", "the file is empty"),
+        ("a.jsonl", LINE + '{"m": {"k": 1, "k": 2}}', "line 2: the key 'k' occurs 2 times in an object"),
+        ("a.json", '[{"text": "a", "text": "b"}]', "row 0: the key 'text' occurs 2 times in an object"),
+        ("a.jsonl", LINE + '{"m": [{"k": "\\ud83d"}]}', r"line 2: 'm' contains \\ud83d, half of a surrogate"),
+        ("a.csv", "text,n\na,1\nb,2,3\n", "line 3: 3 fields, but the header has 2"),
+        ("a.csv", "", "the file is empty"),
+        ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"),
+        ("a.parquet", "not parquet", "not a readable Parquet file"),
+        ("a.csv", b"text\n\xff\n", "line 2: not valid UTF-8"),
+        ("a.txt", b"good\nbad \xff\n", r"line 2: not valid UTF-8 \(byte 0xff at offset 9\)"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: not valid UTF-8"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, message):
+    (tmp_path / "0.jsonl").write_text(LINE)  # the broken file of a folder is named
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for path in (tmp_path / name, *([tmp_path] if name == "a.jsonl" else [])):
+        with pytest.raises(DataError, match=f"{name}[:,] {message}"):
+            texts(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        ('\n{"text": "a \\ud83d\\ude00"}\n\n{"text": "b"} {"text": "c"}\nnull\n', ["a \U0001f600", "b", "c", None]),
+        ('[{"text": "a"}, null,\n{"text": "b"}]\n', ["a", None, "b"]),
+        ('["a", "b"]', ["a", "b"]),
+        ('{\n"text": "a"\n}\n', ["a"]),
+        ('\ufeff{"text": "a"}', ["a"]),
+    ],
+)
+def test_shapes_of_json(tmp_path, content, rows):
+    (tmp_path / "a.json").write_text(content)
+    assert texts(tmp_path / "a.json") == rows

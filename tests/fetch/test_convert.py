@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from ebft.catalog import MODELS, fetched_folder
-from ebft.data.locate import lasting_name, locate
+from ebft.catalog import MODELS, fetched_folder, lasting_name, locate
 from ebft.errors import FetchError, ModelError
 from ebft.models.pretrained import load, pretrained_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer

@@ -36,12 +36,11 @@ def test_processes_at_once_download_a_wheel_once(tiny_wheel, tmp_path, monkeypat
     assert fetch_wheel("tinydata", "0.3", sha256) == found[0]
 
 
-def test_cache_may_be_another_folder(tiny_wheel, tmp_path):
-    found = fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "elsewhere")
-    assert found.is_relative_to(tmp_path / "elsewhere") and not (tmp_path / "cache").exists()
+def test_a_cache_that_cannot_be_written_is_named(tiny_wheel, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "file"))
     with pytest.raises(FetchError, match="Cannot write to .*file/wheels .*EBFT_CACHE"):
-        fetch_wheel("tinydata", "0.3", tiny_wheel[1], cache=tmp_path / "file")
+        fetch_wheel("tinydata", "0.3", tiny_wheel[1])
 
 
 def test_what_is_not_the_wheel_is_refused_or_replaced(tiny_wheel, tmp_path):
@@ -60,8 +59,9 @@ def test_what_is_not_the_wheel_is_refused_or_replaced(tiny_wheel, tmp_path):
 
 def test_without_network_the_error_says_what_was_tried(tmp_path, monkeypatch):
     without_network(monkeypatch)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
     with pytest.raises(FetchError) as raised:
-        fetch_wheel("tinydata", "0.3", "0" * 64, cache=tmp_path)
+        fetch_wheel("tinydata", "0.3", "0" * 64)
     assert "pip download --no-deps tinydata==0.3" in str(raised.value)
     assert "\nFailed to establish a new connection: [Errno 111] Connection refused\nERROR" in str(raised.value)
     assert "PIP_INDEX_URL" in str(raised.value)
@@ -71,5 +71,6 @@ def test_without_network_the_error_says_what_was_tried(tmp_path, monkeypatch):
 def test_full_disk_is_not_taken_for_a_missing_index(tmp_path, monkeypatch):
     printed = "Looking in indexes: x\nERROR: Exception:\nTraceback:\nOSError: [Errno 28] No space left on device\n"
     fail_without_pip(monkeypatch, printed)
+    monkeypatch.setenv("EBFT_CACHE", str(tmp_path))
     with pytest.raises(FetchError, match="(?s)failed.\nOSError: .Errno 28. No space left on device\nFree disk space"):
-        fetch_wheel("tinydata", "0.3", "0" * 64, cache=tmp_path)
+        fetch_wheel("tinydata", "0.3", "0" * 64)

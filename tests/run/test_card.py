@@ -52,7 +52,7 @@ def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_p
     cache.mkdir(parents=True)
     (cache / "model.safetensors").touch()
     mark_fetched(cache, MODELS["smollm2-135m"])
-    monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: cache if name == "smollm2-135m" else None)
+    monkeypatch.setattr("ebft.catalog.fetched_folder", lambda name: cache if name == "smollm2-135m" else None)
     card, header = card_of(base_model="smollm2-135m" if by_name else str(cache))
     assert header["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct" and header["license"] == "apache-2.0"
     assert "all weights of `smollm2-135m` (HuggingFaceTB/SmolLM2-135M-Instruct, apache-2.0, from " in card

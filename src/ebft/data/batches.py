@@ -46,10 +46,7 @@ def pack_and_report(rows: Any, length: int) -> PackedRows:
     if is_main_process():
         full = sum(packed.lengths) / (len(packed) * length)
         before, after = (f"{count:,} row{'s' * (count != 1)}" for count in (len(rows), len(packed)))
-        say(
-            f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)",
-            err=True,
-        )
+        say(f"Packed {before} into {after} of up to {length} tokens ({full:.0%} full)", err=True)
     return packed
 
 
@@ -61,27 +58,23 @@ def pack_rows(rows: Any, length: int) -> PackedRows:
     sizes = token_counts(rows)
     packs: list[list[int]] = []
     room: dict[int, list[int]] = defaultdict(list)  # packs by their number of free tokens
-    used: list[int] = []
     free: list[int] = []  # the keys of `room`, ascending
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = sizes[index]
         at = bisect_left(free, size)
         if at == len(free):
-            pack = len(packs)
+            pack, left = len(packs), length - size
             packs.append([])
-            used.append(0)
         else:
-            pack = room[free[at]].pop()
+            pack, left = room[free[at]].pop(), free[at] - size
             if not room[free[at]]:
                 free.pop(at)
         packs[pack].append(index)
-        used[pack] += size
-        left = length - used[pack]
         if left > 0:
             if not room[left]:
                 insort(free, left)
             room[left].append(pack)
-    return PackedRows(rows, packs, used)
+    return PackedRows(rows, packs, [sum(sizes[index] for index in pack) for pack in packs])
 
 
 class JoiningCollator:

@@ -75,8 +75,13 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
         discard(rows)
         if too_long == "raise" and counts[TOO_LONG]:
-            row = counts.documents[TOO_LONG][0] - first_document
-            raise DataError(_exceeded(f"{entry.path}, {entry.split}: row {row}", counts[TOO_LONG], config.sequence_len))
+            row, others = counts.documents[TOO_LONG][0] - first_document, counts[TOO_LONG] - 1
+            so_do = "does 1 other row" if others == 1 else f"do {others:,} other rows"
+            raise DataError(
+                f"{entry.path}, {entry.split}: row {row} exceeds sequence_len: {config.sequence_len} tokens"
+                f"{f', and so {so_do}' if others else ''} (excess_length_strategy: raise). Increase sequence_len, or "
+                "set excess_length_strategy to drop or truncate."
+            )
         return kept
 
     return load_entry
@@ -88,15 +93,6 @@ def transformed_rows(
     """Return a function that loads the rows that `check` makes of the results of a source's transform."""
     return lambda entry, raw, first_document, counts: apply_transform(
         raw, entry, config, tokenizer, check, features, first_document, counts
-    )
-
-
-def _exceeded(row: str, long: int, sequence_len: int) -> str:
-    """The message of the error for `long` rows of a source, of which `row` is the first."""
-    others = "does 1 other row" if long == 2 else f"do {long - 1:,} other rows"
-    return (
-        f"{row} exceeds sequence_len: {sequence_len} tokens{f', and so {others}' if long > 1 else ''} "
-        "(excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop or truncate."
     )
 
 

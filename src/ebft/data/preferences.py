@@ -132,19 +132,14 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
     warned: set[str] = set()  # styles
 
     def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        style = str(entry.type).partition(".")[0]
-        if style in STYLES and style not in warned:
-            warned.add(style)
-            _warn_of_markers(tokenizer, entry.type)
+        name = str(entry.type).partition(".")[0]
+        if name in STYLES and name not in warned:
+            warned.add(name)
+            style, known = STYLES[name], split_by_template(tokenizer)  # of which there is a warning already
+            split = split_markers(tokenizer, style.system + style.user + style.end)
+            lacking = [marker for marker in split if marker not in known]
+            warn_of_split_markers(f"datasets.type: {entry.type}", lacking)
         check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)
         return apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
 
     return load_sections(config, load_entry).without("document")
-
-
-def _warn_of_markers(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Warn of split markers of a text format, unless the chat template writes them too: it has its own warning."""
-    style = STYLES[name.partition(".")[0]]
-    known = split_by_template(tokenizer)
-    split = split_markers(tokenizer, style.system + style.user + style.end)
-    warn_of_split_markers(f"datasets.type: {name}", [marker for marker in split if marker not in known])

@@ -21,9 +21,9 @@ from datasets import (
 )
 from huggingface_hub import snapshot_download
 
+from ebft.catalog import locate
 from ebft.data.file_formats import DEFAULT_SPLIT, KINDS, files_below, files_by_split, kind_of, kinds_of, read_files
 from ebft.data.json_files import read_json
-from ebft.data.locate import locate
 from ebft.data.transforms import reads_lines
 from ebft.errors import DataError, cause, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
@@ -201,15 +201,6 @@ def remote_builders(entry: Any) -> dict[str, DatasetBuilder]:
     return {split: _builder(urls, entry) for split, urls in _files(entry).items()}
 
 
-def remote_fingerprint(entry: Any) -> list[list[str]]:
-    """The URLs of each split, and a hash of them and of the version of each file (ETag or time, if there is one)."""
-    found = []
-    for urls in _files(entry).values():
-        folder = Path(_builder(urls, entry).cache_dir)  # its name contains the hash
-        found.append([*urls, "/".join(folder.parts[-3:])])
-    return found
-
-
 def _files(entry: Any) -> dict[str, list[str]]:
     below = lambda name: name if is_url(name) else f"{entry.path.rstrip('/')}/{name}"
     named = {split: [given] if isinstance(given, str) else given for split, given in _by_split(entry).items()}
@@ -271,11 +262,17 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
     Raises DataError if the source does not exist.
     """
     if is_url(entry.path):
-        return {"remote": remote_fingerprint(entry)}
+        # The name of a reader's folder contains a hash of the URLs and of the version of each file (ETag or time).
+        readers = [(urls, Path(_builder(urls, entry).cache_dir)) for urls in _files(entry).values()]
+        return {"remote": [[*urls, "/".join(folder.parts[-3:])] for urls, folder in readers]}
     files = source_files(entry)
-    if files is None:
-        return {"hub": hub_commit(entry)}
-    return {"files": [[name, file_fingerprint(path)] for name, path in files]}
+    if files is not None:
+        return {"files": [[name, file_fingerprint(path)] for name, path in files]}
+    try:
+        folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, allow_patterns=[])
+    except Exception:  # not in the cache of files, but possibly in that of loaded datasets; else this raises DataError
+        return {"hub": read_source(entry)._fingerprint}
+    return {"hub": Path(folder).name}
 
 
 def content_digest(entry: Any) -> str | None:
@@ -290,12 +287,3 @@ def content_digest(entry: Any) -> str | None:
     except (DataError, OSError):
         return None
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
-
-
-def hub_commit(entry: Any) -> str:
-    """The commit of the entry's revision, of the Hub or of its local cache."""
-    try:
-        folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, allow_patterns=[])
-    except Exception:  # not in the cache of files, but possibly in that of loaded datasets; else this raises DataError
-        return read_source(entry)._fingerprint
-    return Path(folder).name

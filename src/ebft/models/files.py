@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ebft.data.locate import lasting_name
+from ebft.catalog import lasting_name
 from ebft.errors import ModelError, cause
 from ebft.files import ADAPTER_CONFIG, exists, json_object
 

@@ -14,8 +14,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import as_folder, is_gguf
-from ebft.data.locate import base_name, lasting_name
+from ebft.catalog import as_folder, base_name, is_gguf, lasting_name
 from ebft.errors import ConfigError, ModelError, cause, shortened
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter

@@ -17,8 +17,7 @@ from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ebft.catalog import is_gguf
-from ebft.data.locate import lasting_name, locate
+from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter

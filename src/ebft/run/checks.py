@@ -21,6 +21,7 @@ from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.locate import lasting_name
+from ebft.catalog import lasting_name
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, shortened
 from ebft.files import json_hash

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from datasets import Dataset, disable_progress_bars, enable_progress_bars, load_from_disk
+from datasets import disable_progress_bars, enable_progress_bars, load_from_disk
 from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
@@ -135,6 +135,7 @@ def read_rows(folder: Path) -> LoadedRows | None:
     """The rows in `folder`, or None if it does not exist. Raises DamagedRows."""
     if not folder.exists():
         return None
+    parts: dict[str, Any] = {}
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if record["key"] != folder.name:
@@ -144,21 +145,16 @@ def read_rows(folder: Path) -> LoadedRows | None:
                 raise DamagedRows(f"{name} is missing")
             if file_hash(folder / name) != expected:
                 raise DamagedRows(f"{name} was changed")
-        parts = {field: _read_part(folder / name, record["rows"][name]) for field, name in _PARTS.items()}
+        for field, name in _PARTS.items():
+            count = record["rows"][name]
+            parts[field] = None if count is None else load_from_disk(str(folder / name))
+            if count is not None and len(parts[field]) != count:
+                raise DamagedRows(f"{name} has {len(parts[field])} rows instead of {count}")
         return LoadedRows(**parts, reports=[SectionReport(**report) for report in record["reports"]])
     except DamagedRows:
         raise
     except Exception as error:  # JSON and Arrow readers raise many types of errors
         raise DamagedRows(f"{type(error).__name__}: {error}") from error
-
-
-def _read_part(folder: Path, rows: int | None) -> Dataset | None:
-    if rows is None:
-        return None
-    part = load_from_disk(str(folder))
-    if len(part) != rows:
-        raise DamagedRows(f"{folder.name} has {len(part)} rows instead of {rows}")
-    return part
 
 
 def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
-from ebft.data.locate import lasting_name
 from ebft.data.sources import source_files
 from ebft.errors import ConfigError, DataError, shortened
 from ebft.files import (

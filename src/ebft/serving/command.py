@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebft.catalog import MODELS, as_folder, is_gguf
-from ebft.data.locate import base_name, lasting_name, locate
+from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
 from ebft.errors import ConfigError
 from ebft.files import ADAPTER_CONFIG, json_object
 from ebft.models.keys import AdapterKeys, ModelKeys

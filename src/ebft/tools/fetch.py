@@ -140,30 +140,30 @@ RETRIES = 2
 _BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)")
 
 
-def fetch_wheel(name: str, version: str, sha256: str, cache: Path | None = None) -> Path:
+def fetch_wheel(name: str, version: str, sha256: str) -> Path:
     """The wheel file of `name` at `version`, downloaded to the cache if it is not there yet.
 
     `sha256` is the checksum of the file in hexadecimal digits; a file with a different checksum is never returned.
-    `cache` defaults to `cache_dir()`. Raises FetchError if pip cannot download the wheel or the checksum differs.
+    Raises FetchError if pip cannot download the wheel or the checksum differs.
     """
-    found = _cached(_folder(name, version, cache), sha256)
+    found = _cached(_folder(name, version), sha256)
     if found is not None:
         return found
-    with wheel_in_use(name, version, sha256, cache) as wheel:
+    with wheel_in_use(name, version, sha256) as wheel:
         return wheel
 
 
 @contextmanager
-def wheel_in_use(name: str, version: str, sha256: str, cache: Path | None = None) -> Iterator[Path]:
+def wheel_in_use(name: str, version: str, sha256: str) -> Iterator[Path]:
     """The result of `fetch_wheel`, which no other process fetches or removes in this context."""
-    folder = _folder(name, version, cache)
+    folder = _folder(name, version)
     with _locked(folder):
         yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
 
 
 def remove_wheel(name: str, version: str) -> None:
     """Remove a wheel from the cache, unless another process has done so."""
-    folder = _folder(name, version, None)
+    folder = _folder(name, version)
     with _locked(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -180,8 +180,8 @@ def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
         )
 
 
-def _folder(name: str, version: str, cache: Path | None) -> Path:
-    return (cache_dir() if cache is None else Path(cache)) / "wheels" / f"{name}-{version}"
+def _folder(name: str, version: str) -> Path:
+    return cache_dir() / "wheels" / f"{name}-{version}"
 
 
 def _cached(folder: Path, sha256: str) -> Path | None:

@@ -81,11 +81,6 @@ def test_unusable_rows_are_dropped_and_counted(load):
         load([exact], sequence_len=39)
 
 
-def test_documents_are_held_out_as_with_other_methods(load):
-    rows = load([{**PAIR, "prompt": str(number)} for number in range(8)], val_set_size=2)
-    assert (len(rows.train), len(rows.evaluation)) == (6, 2) and "document" not in rows.train.column_names
-
-
 def test_a_custom_transform_returns_the_same_fields(load, tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def pairs(cfg, **kwargs):\n"

@@ -26,6 +26,9 @@ from ebft.catalog import MODELS, is_gguf
 from ebft.config.reference import choices_of, option_groups
 from ebft.config.schema import RunConfig, load_config
 from ebft.data.locate import lasting_name, locate
+from ebft.catalog import MODELS, is_gguf, lasting_name, locate
+from ebft.config.load import load_config
+from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 

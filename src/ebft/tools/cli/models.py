@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ebft.catalog import MODELS, fetched_folder, is_gguf, nearest_model
+from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
 from ebft.config.checks.processes import FETCH, shipped_configs
 from ebft.config.schema import load_config
 from ebft.data.locate import locate, looks_local
+from ebft.config.load import load_config
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.printed import say
 from ebft.tools.cli.arguments import (

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import TrainerCallback
 
-from ebft.catalog import is_gguf, require_gguf
+from ebft.catalog import base_name, is_gguf, require_gguf
 from ebft.config.schema import RunConfig
-from ebft.data.locate import base_name
 from ebft.errors import ConfigError, ModelError
 from ebft.machine import free_disk, gib
 from ebft.models.load import (

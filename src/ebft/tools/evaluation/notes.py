@@ -15,9 +15,9 @@ from typing import Any
 from datasets import Dataset
 from pydantic import ValidationError
 
+from ebft.catalog import lasting_name, looks_local
 from ebft.data.keys import DatasetEntry
 from ebft.data.load import held_documents
-from ebft.data.locate import lasting_name, looks_local
 from ebft.data.sources import content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists

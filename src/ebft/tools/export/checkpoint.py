@@ -20,8 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor
 
-from ebft.catalog import is_gguf
-from ebft.data.locate import lasting_name, locate
+from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError
 from ebft.files import file_hash, publish, write_text
 from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files

@@ -19,8 +19,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
-from ebft.catalog import MARK
-from ebft.data.locate import lasting_name
+from ebft.catalog import MARK, lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ebft.catalog import base_name, lasting_name
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
-from ebft.data.locate import base_name, lasting_name
 from ebft.errors import EBFTError, ModelError
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings

@@ -359,7 +359,7 @@ def _identity(config: RunConfig, folder: Path) -> str:
 
     The rows are known by the contents of their files, the models by the sizes and times of their files.
     """
-    from ebft.data.locate import lasting_name
+    from ebft.catalog import lasting_name
     from ebft.data.sources import content_digest  # imports datasets
 
     settings = json.dumps(config.model_dump(mode="json"), sort_keys=True)
