@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.json_files import without_missing
 from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_kwargs, says_something
 from ebft.data.rendering import ChatTemplate
-from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
+from ebft.data.tokens import Tokens, end_tokens, ids_after, mask_after, thinking_spans
 from ebft.data.transforms.rows import continued_ids
 from ebft.data.turns import Places
 from ebft.errors import DataError
@@ -105,11 +105,9 @@ class Renderer:
         rendered once per step.
         """
         prompt, reference, remaining = row["prompt"], row.get("ground_truth"), list(row.get("remaining_turns") or [])
-        compares = compares and isinstance(reference, str) and bool(reference.strip())
-        reply = (_json(row, REPLY) if compares else None) or {
-            "role": "assistant",
-            "content": reference if compares else "",
-        }
+        if not (compares and isinstance(reference, str) and reference.strip()):
+            reference = ""
+        reply = (_json(row, REPLY) if reference else None) or {"role": "assistant", "content": reference}
         key = repr((prompt, reply, remaining, _json(row, TOOLS), row_kwargs(row)))
         if key not in self._rendered:
             self._rendered[key] = self._conversation(self.template_of(row), prompt, reply, bool(reference), remaining)
@@ -134,7 +132,11 @@ class Renderer:
                 raise DataError(
                     "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
-            return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
+            text = reply["content"]
+            ids = without_end(ids_after(self.tokenizer, prompt, text), self.end_ids())
+            is_fast = self.tokenizer.is_fast
+            thinking = mask_after(self.tokenizer, prompt, text, thinking_spans(text))[: len(ids)] if is_fast else None
+            return Conversation([Turn(given, ids, thinking=thinking)], given, self.tokenizer.eos_token_id)
         last = max((index for index, message in enumerate(remaining) if is_reply(message)), default=-1)
         messages = [*as_texts([*prompt, reply]), *remaining[: last + 1]]
         following = range(len(prompt) + 1, len(messages))
@@ -149,13 +151,6 @@ class Renderer:
         turns, last_end = self._turns(template, messages, replies)
         self._report(template, given, turns[0])
         return Conversation(turns, given, end_id if last_end is None else last_end)
-
-    def _text_turn(self, prompt: str, prompt_ids: list[int], reference: str) -> Turn:
-        ids = without_end(ids_after(self.tokenizer, prompt, reference), self.end_ids())
-        if not self.tokenizer.is_fast:
-            return Turn(prompt_ids, ids)
-        thinking = Tokens(self.tokenizer, reference).mask(thinking_spans(reference))
-        return Turn(prompt_ids, ids, 0, (thinking + [False] * len(ids))[: len(ids)])
 
     def _turns(
         self, template: ChatTemplate, messages: list[Message], replies: list[int]
