@@ -6,10 +6,8 @@ import pytest
 from datasets import Dataset, Features, List, Value
 
 from ebft.data.apply import tokenise
-from ebft.data.conversation import Renderer
 from ebft.data.json_files import with_own_calls, without_added_keys
 from ebft.data.keys import DatasetEntry
-from ebft.data.prompts import load_prompts
 from ebft.data.sources import read_source
 from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -107,23 +105,6 @@ def test_other_columns_keep_their_keys():
     features = Features({"a": {"x": Value("int64"), "y": Value("int64")}, "b": List({"z": Value("string")})})
     row = {"a": {"x": 1, "y": None}, "b": [{"z": None}]}
     assert without_added_keys(features, "tools")(row) == row
-
-
-def test_prompts_have_the_keys_and_nulls_of_their_row(write_jsonl):
-    calls = [{"a": None, "n": 0.1234567890123456}, {"b": {"c": [None]}}, {"a": 1}]
-    asked, said, result = user("user"), assistant("assistant"), {"role": "tool", "content": "tool"}
-    turns = [
-        [{"role": "assistant", "tool_calls": chat(**own)["messages"][1]["tool_calls"]}, result, said] for own in calls
-    ]
-    rows = [{"messages": [asked, *turn, asked, *turn]} for turn in turns]
-    tokenizer = make_chat_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    config = config_of("ebft_chat_multiturn", path=write_jsonl(rows), rl="ebft", shuffle_merged_datasets=False)
-    found, _ = load_prompts(config, tokenizer)
-    assert [row["prompt"] for row in found] == [row["messages"][:3] for row in rows]
-    assert [row["remaining_turns"] for row in found] == [row["messages"][4:] for row in rows]
-    text = tokenizer.decode(Renderer(tokenizer).prompt_ids(found[0]["prompt"]))
-    assert f'"arguments": {json.dumps(calls[0])}' in text
 
 
 def test_tool_calls_of_arrow_tables_have_their_own_keys():

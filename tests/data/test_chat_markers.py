@@ -69,4 +69,4 @@ def test_white_space_and_unknown_text_end_no_turn():
     tokenizer.unk_token = tokenizer.eos_token  # as of GPT-2
     assert tokenizer.eos_token_id in end_tokens(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    assert Renderer(tokenizer).template.end_of_turn == "\n" and Renderer(tokenizer).end_of_turn_id is None
+    assert Renderer(tokenizer).template.end_of_turn == "\n" and Renderer(tokenizer).template.end_of_turn_id is None

@@ -24,6 +24,10 @@ def chat_tokenizer():
     return make_chat_tokenizer()
 
 
+def conversation_of(renderer, prompt, truth, turns=None):
+    return renderer.of_row({"prompt": prompt, "ground_truth": truth, "remaining_turns": turns})
+
+
 def parts(tokenizer, conversation):
     """The texts before the replies, and the replies."""
     turns = conversation.turns
@@ -35,7 +39,7 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):
     end, eos = chat_tokenizer.convert_tokens_to_ids("<|im_end|>"), chat_tokenizer.eos_token_id
     assert renderer.end_ids() == {end, eos}
     for prompt, end_id in ((PROMPT, end), ("text", eos)):
-        found = [renderer.conversation(prompt, text) for text in ("yes<|im_end|>", "yes")]
+        found = [conversation_of(renderer, prompt, text) for text in ("yes<|im_end|>", "yes")]
         assert found[0].reference_ids == found[1].reference_ids and found[0].end_id == end_id
     assert without_end([5, eos, end], {end, eos}) == [5, eos]
 
@@ -56,7 +60,7 @@ def test_refuses(chat_tokenizer, prompt, turns, message):
     if message == "no chat template":
         chat_tokenizer.chat_template = None
     with pytest.raises(DataError, match=message):
-        Renderer(chat_tokenizer).conversation(prompt, "x", turns)
+        conversation_of(Renderer(chat_tokenizer), prompt, "x", turns)
 
 
 def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_tokenizer, monkeypatch):
@@ -65,23 +69,23 @@ def test_conversations_that_are_remembered_are_those_of_their_own_row(chat_token
     rows = [(prompt, truth, turns) for prompt in (PROMPT, "text") for truth in ("a", "b") for turns in (TURNS, None)]
     rows = [row for row in rows if row[0] == PROMPT or not row[2]]
     for row in [*rows, *rows[::-1], *rows]:
-        assert renderer.conversation(*row) == Renderer(chat_tokenizer).conversation(*row)
-    assert renderer.conversation(*rows[-1]) is renderer.conversation(*rows[-1])
+        assert conversation_of(renderer, *row) == conversation_of(Renderer(chat_tokenizer), *row)
+    assert conversation_of(renderer, *rows[-1]) is conversation_of(renderer, *rows[-1])
     assert 1 < len(renderer._rendered) < len(rows) and sum(map(len, renderer._rendered)) <= 400
     with pytest.raises(DataError):
-        renderer.conversation("text", "a", TURNS)
+        conversation_of(renderer, "text", "a", TURNS)
 
 
 def test_a_gap_is_rendered_after_all_turns_before_it(chat_tokenizer):
     chat_tokenizer.chat_template = "{% for m in messages %}[{{ loop.index }}]{{ m.content }}{% endfor %}"
     turns = [make(name + str(n)) for n in range(2) for make, name in ((user, "u"), (assistant, "a"))]
-    leads, _ = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "first", turns))
+    leads, _ = parts(chat_tokenizer, conversation_of(Renderer(chat_tokenizer), PROMPT, "first", turns))
     assert leads == ["[1]hello", "[3]u0", "[5]u1"]
 
 
 def test_a_message_may_contain_what_stands_in_for_a_reply(chat_tokenizer):
     turns = [user(f"say {rendering._REPLY} again"), assistant("b")]
-    leads, _ = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "a", turns))
+    leads, _ = parts(chat_tokenizer, conversation_of(Renderer(chat_tokenizer), PROMPT, "a", turns))
     assert f"user\nsay {rendering._REPLY} again" in leads[1]
 
 
@@ -93,15 +97,15 @@ def test_turns_without_text_are_given(chat_tokenizer):
     call = {"role": "assistant", "tool_calls": [{"name": "look"}]}
     for content in ({"content": ""}, {"content": None}, {}):
         turns = [user("now?"), {**call, **content}, {"role": "tool", "content": "sun"}, assistant("b")]
-        leads, replies = parts(chat_tokenizer, Renderer(chat_tokenizer).conversation(PROMPT, "a", turns))
+        leads, replies = parts(chat_tokenizer, conversation_of(Renderer(chat_tokenizer), PROMPT, "a", turns))
         assert replies == ["a", "b"] and "assistant\nlook<|im_end|>" in leads[1]
     empty = [user("now?"), assistant(" ")]
-    assert len(Renderer(chat_tokenizer).conversation(PROMPT, "a", empty).turns) == 1
+    assert len(conversation_of(Renderer(chat_tokenizer), PROMPT, "a", empty).turns) == 1
 
 
 def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokenizer):
     turns = [user("go on"), assistant("b<|im_end|>")]
-    found = Renderer(chat_tokenizer).conversation(PROMPT, "a<|im_end|>", turns)
+    found = conversation_of(Renderer(chat_tokenizer), PROMPT, "a<|im_end|>", turns)
     messages = [*PROMPT, assistant("a<|im_end|>"), *turns]
     whole = chat_tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     ours = [*found.prompt_ids, *found.reference_ids, found.end_id]

@@ -8,7 +8,7 @@ from ebft.data.conversation import Renderer
 from ebft.data.load import load_datasets
 from ebft.data.prompts import load_prompts
 from ebft.data.transforms import TRANSFORMS
-from tests.data.conftest import assistant, config_of, tokenised, user
+from tests.data.conftest import assistant, config_of, user
 
 METHODS = {
     "plain": {},
@@ -84,10 +84,3 @@ def test_text_that_is_continued_needs_no_chat_template(write_jsonl, tokenizer):
     path = write_jsonl([pair(number) for number in range(3)])
     for method in METHODS:
         assert len(load(path, "ebft_strided_structured.transform", tokenizer, method)[0]) == 3
-
-
-def test_train_on_inputs_labels_the_prompt_in_plain_fine_tuning(tokenizer):
-    for on in (False, True):
-        (row,) = tokenised(tokenizer, "ebft_strided_structured.transform", pair(0), train_on_inputs=on)
-        masked = 0 if on else row["prompt_length"]
-        assert row["labels"] == [-100] * masked + row["input_ids"][masked:]

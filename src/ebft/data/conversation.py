@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.json_files import without_missing
-from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_kwargs
+from ebft.data.messages import REPLY, TOOLS, Message, as_texts, is_context, row_kwargs, says_something
 from ebft.data.rendering import ChatTemplate
-from ebft.data.tokens import Tokens, end_tokens, ids_after, thinking_spans
+from ebft.data.tokens import Tokens, end_tokens, ids_after, mask_after, thinking_spans
 from ebft.data.transforms.rows import continued_ids
 from ebft.data.turns import Places
 from ebft.errors import DataError
@@ -99,44 +98,19 @@ class Renderer:
         self._reported = False
 
     def of_row(self, row: Mapping[str, Any], compares: bool = True) -> Conversation:
-        """The conversation of a row of prompts; with `compares=False`, without a reference for the first reply."""
-        reference = row.get("ground_truth")
-        has_reference = compares and isinstance(reference, str) and bool(reference.strip())
-        return self.conversation(
-            row["prompt"],
-            reference if has_reference else "",
-            row.get("remaining_turns"),
-            tools=_json(row, TOOLS),
-            chat_template_kwargs=row_kwargs(row),
-            reply=_json(row, REPLY) if has_reference else None,
-        )
+        """The prompt of a row with its references. Raises DataError if a message is invalid or cannot be rendered.
 
-    def template_of(self, row: Mapping[str, Any]) -> ChatTemplate:
-        """The chat template with the arguments and the tools of a row."""
-        return self.template.with_tools(_json(row, TOOLS), row_kwargs(row))
-
-    def conversation(
-        self,
-        prompt: Prompt,
-        ground_truth: str,
-        remaining_turns: Iterable[Message] | None = None,
-        tools: list[Any] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        reply: Message | None = None,
-    ) -> Conversation:
-        """The prompt with its references. Raises DataError if a message is invalid or cannot be rendered.
-
-        `reply` is the message of the first reference if it has more than the content `ground_truth`. An empty
-        `ground_truth` means that there is no reference to compare with: the prompt is then the generation prompt. The
-        last ones, of up to `REMEMBERED` characters, are cached, so that a conversation is rendered once per step.
+        If the row has no reference, or with `compares=False`, the first reply is not compared: the prompt is then the
+        generation prompt. The last ones, of up to `REMEMBERED` characters, are cached, so that a conversation is
+        rendered once per step.
         """
-        remaining = list(remaining_turns or [])
-        key = repr((prompt, ground_truth, remaining, tools, chat_template_kwargs, reply))
+        prompt, reference, remaining = row["prompt"], row.get("ground_truth"), list(row.get("remaining_turns") or [])
+        if not (compares and isinstance(reference, str) and reference.strip()):
+            reference = ""
+        reply = (_json(row, REPLY) if reference else None) or {"role": "assistant", "content": reference}
+        key = repr((prompt, reply, remaining, _json(row, TOOLS), row_kwargs(row)))
         if key not in self._rendered:
-            template = self.template.with_tools(tools, chat_template_kwargs)
-            reply = reply or {"role": "assistant", "content": ground_truth}
-            conversation = self._conversation(template, prompt, reply, bool(ground_truth), remaining)
-            self._rendered[key] = conversation
+            self._rendered[key] = self._conversation(self.template_of(row), prompt, reply, bool(reference), remaining)
             self._characters += len(key)
             while self._characters > REMEMBERED and len(self._rendered) > 1:
                 oldest = next(iter(self._rendered))
@@ -144,17 +118,25 @@ class Renderer:
                 del self._rendered[oldest]
         return self._rendered[key]
 
+    def template_of(self, row: Mapping[str, Any]) -> ChatTemplate:
+        """The chat template with the arguments and the tools of a row."""
+        return self.template.with_tools(_json(row, TOOLS), row_kwargs(row))
+
     def _conversation(
         self, template: ChatTemplate, prompt: Prompt, reply: Message, has_reference: bool, remaining: list[Message]
     ) -> Conversation:
         remaining = as_texts(remaining)
-        given = self._prompt_ids(template, prompt)
+        given = self.prompt_ids(prompt, template)
         if isinstance(prompt, str):
             if any(map(is_reply, remaining)):
                 raise DataError(
                     "remaining_turns requires a prompt of messages, since the chat template joins the turns"
                 )
-            return Conversation([self._text_turn(prompt, given, reply["content"])], given, self.tokenizer.eos_token_id)
+            text = reply["content"]
+            ids = without_end(ids_after(self.tokenizer, prompt, text), self.end_ids())
+            is_fast = self.tokenizer.is_fast
+            thinking = mask_after(self.tokenizer, prompt, text, thinking_spans(text))[: len(ids)] if is_fast else None
+            return Conversation([Turn(given, ids, thinking=thinking)], given, self.tokenizer.eos_token_id)
         last = max((index for index, message in enumerate(remaining) if is_reply(message)), default=-1)
         messages = [*as_texts([*prompt, reply]), *remaining[: last + 1]]
         following = range(len(prompt) + 1, len(messages))
@@ -169,13 +151,6 @@ class Renderer:
         turns, last_end = self._turns(template, messages, replies)
         self._report(template, given, turns[0])
         return Conversation(turns, given, end_id if last_end is None else last_end)
-
-    def _text_turn(self, prompt: str, prompt_ids: list[int], reference: str) -> Turn:
-        ids = without_end(ids_after(self.tokenizer, prompt, reference), self.end_ids())
-        if not self.tokenizer.is_fast:
-            return Turn(prompt_ids, ids)
-        thinking = Tokens(self.tokenizer, reference).mask(thinking_spans(reference))
-        return Turn(prompt_ids, ids, 0, (thinking + [False] * len(ids))[: len(ids)])
 
     def _turns(
         self, template: ChatTemplate, messages: list[Message], replies: list[int]
@@ -232,11 +207,8 @@ class Renderer:
             stacklevel=2,
         )
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt, template: ChatTemplate | None = None) -> list[int]:
         """Ids of a text with the tokenizer's special tokens, or of messages with the generation prompt."""
-        return self._prompt_ids(self.template, prompt)
-
-    def _prompt_ids(self, template: ChatTemplate, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = continued_ids(self.tokenizer, prompt) or self.tokenizer(prompt, verbose=False)["input_ids"]
         elif prompt and prompt[-1].get("role") == "assistant":
@@ -245,26 +217,20 @@ class Renderer:
                 "continue that message. End the prompt with a user message, and use the reply as ground_truth"
             )
         else:
-            ids = Tokens(self.tokenizer, template(as_texts(prompt), add_generation_prompt=True)).ids
+            text = (template or self.template)(as_texts(prompt), add_generation_prompt=True)
+            ids = Tokens(self.tokenizer, text).ids
         if not ids:
             raise DataError("cannot sample from an empty prompt. Provide a prompt, or use a tokenizer with a BOS token")
         return list(ids)
 
     def end_ids(self) -> set[int]:
         """Tokens that end a reply: end of sequence, and the chat template's end of turn if it is a special token."""
-        return {self.tokenizer.eos_token_id, self.end_of_turn_id} - {None}
-
-    @cached_property
-    def end_of_turn_id(self) -> int | None:
-        """The token with which the chat template ends a reply; None if it is not a special or added token."""
-        return self.template.end_of_turn_id
+        return {self.tokenizer.eos_token_id, self.template.end_of_turn_id} - {None}
 
 
 def is_reply(message: Message) -> bool:
     """Whether a message is a reply that the policy is to give; one without text or with weight 0 is given."""
-    if message.get("role") != "assistant" or is_context(message):
-        return False
-    return bool((message.get("content") or "").strip())
+    return message.get("role") == "assistant" and not is_context(message) and says_something(message)
 
 
 def without_end(ids: list[int], end_ids: Collection[int]) -> list[int]:

@@ -142,6 +142,11 @@ def content_text(message: Message) -> str:
     return message.get("content", "")
 
 
+def says_something(message: Message) -> bool:
+    """Whether a message has a content but white space; one that only calls tools has none."""
+    return bool(str(message.get("content") or "").strip())
+
+
 def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`.
 

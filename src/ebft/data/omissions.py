@@ -19,7 +19,7 @@ from ebft.data.row_counts import LEFT_OUT, UNTHINKING, note_left_out
 from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
 from ebft.errors import DataError
 
-ROLES = ("system", "user", "assistant", "tool")
+_ROLES = ("system", "user", "assistant", "tool")
 _MARKS = ("AEBFTA", "ZEBFTZ")  # without a common start or end
 _CERTAIN = 20  # characters of a text that is not in the rendering by chance
 
@@ -27,7 +27,7 @@ _CERTAIN = 20  # characters of a text that is not in the rendering by chance
 class Text(NamedTuple):
     """A text of a message: what it is, the text, and the message with another one in its place."""
 
-    what: str  # content, thinking, or tool call
+    what: str  # content, thinking, or tool calls
     field: str
     text: str
     replaced: Callable[[Message, str], Message]
@@ -41,7 +41,8 @@ class Omissions:
 
     def __init__(self, template: str) -> None:
         self.template = template
-        self._warned_of_text, self._warned_of_end, self._checked_tools = False, False, False
+        self._warned: set[str] = set()
+        self._checked_tools = False
         self._roles: dict[str, bool] = {}  # whether the template renders the role developer, by template
 
     def check(
@@ -55,10 +56,9 @@ class Omissions:
         if render.tools and not self._checked_tools:
             self._checked_tools = True
             if render.without_tools()(messages) == text:
-                warnings.warn(
-                    f"chat template {self.template} ignores the descriptions of tools of the rows, so they are not in "
-                    "the prompts. Use a chat_template that renders tools.",
-                    stacklevel=2,
+                self._warn(
+                    "ignores the descriptions of tools of the rows, so they are not in the prompts. Use a "
+                    "chat_template that renders tools."
                 )
         if _shows_all(text, messages):
             return
@@ -72,27 +72,30 @@ class Omissions:
             return messages
         key = str(render.tokenizer.chat_template)
         if key not in self._roles:
-            self._roles[key] = _renders_role("developer", render)
+            example = [{"role": "developer", "content": _MARKS[0]}, {"role": "user", "content": "?"}]
+            try:
+                self._roles[key] = _MARKS[0] in render(example)
+            except DataError:
+                self._roles[key] = False
             if not self._roles[key]:
-                warnings.warn(
-                    f"chat template {self.template} does not render the role developer; its messages are rendered as "
-                    "system messages.",
-                    stacklevel=2,
-                )
+                self._warn("does not render the role developer; its messages are rendered as system messages.")
         if self._roles[key]:
             return messages
         return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
 
     def check_end(self, message: Message, end: str) -> None:
         """Warn once if a reply that is trained on is rendered without an end."""
-        is_reply = message["role"] == "assistant" and not message.get("tool_calls")
-        if is_reply and not end.strip() and not self._warned_of_end:
-            self._warned_of_end = True
-            warnings.warn(
-                f"chat template {self.template} writes nothing after a reply, so the model does not learn where to "
-                "stop. Use a chat_template that ends turns.",
-                stacklevel=2,
+        if message["role"] == "assistant" and not message.get("tool_calls") and not end.strip():
+            self._warn(
+                "writes nothing after a reply, so the model does not learn where to stop. Use a chat_template that "
+                "ends turns."
             )
+
+    def _warn(self, problem: str, example: str = "") -> None:
+        """One warning of a problem of the template, whatever the example is."""
+        if problem not in self._warned:
+            self._warned.add(problem)
+            warnings.warn(f"chat template {self.template} {problem.format(example)}", stacklevel=3)
 
     def _left_out(
         self, messages: list[Message], index: int, part: Text, render: ChatTemplate, is_trained: bool
@@ -105,26 +108,21 @@ class Omissions:
                 return
             raise DataError(self._thinking(messages, index, part, render))
         if part.what == "content" and message.get("tool_calls"):
-            if not self._warned_of_text:
-                self._warned_of_text = True
-                warnings.warn(
-                    f"chat template {self.template} leaves out the text of turns that also call tools (for example "
-                    f"{part.text!r:.60}), so the model does not see it. Use a chat_template that renders both.",
-                    stacklevel=2,
-                )
+            self._warn(
+                "leaves out the text of turns that also call tools (for example {}), so the model does not see it. Use "
+                "a chat_template that renders both.",
+                f"{part.text!r:.60}",
+            )
             return
-        raise DataError(self._omission(index, message["role"], part.what, is_trained))
-
-    def _omission(self, index: int, role: str, what: str, is_trained: bool) -> str:
-        what = "tool calls" if what == "tool call" else what
-        fix = "Use another chat_template"
-        if role not in ROLES:
+        role, fix = message["role"], "Use another chat_template"
+        if role not in _ROLES:
             fix = (
                 f"Name the role of the template that it corresponds to in `roles` of the dataset, for example "
                 f"`roles: {{assistant: [{role}]}}`, or use another chat_template"
             )
         use = "so it cannot be trained on" if is_trained else "so it would be missing from the prompt"
-        return f"chat template {self.template} omits the {what} of message {index} ({role}), {use}. {fix}."
+        omits = f"chat template {self.template} omits the {part.what} of message {index} ({role})"
+        raise DataError(f"{omits}, {use}. {fix}.")
 
     def _thinking(self, messages: list[Message], index: int, part: Text, render: ChatTemplate) -> str:
         message = messages[index]
@@ -191,13 +189,13 @@ def _texts_of_call(number: int, call: Any) -> Iterator[Text]:
         return
     path = ["tool_calls", number, *(["function"] if "function" in call else [])]
     if isinstance(function.get("name"), str) and function["name"]:
-        yield Text("tool call", "name", function["name"], partial(_put, [*path, "name"], str))
+        yield Text("tool calls", "name", function["name"], partial(_put, [*path, "name"], str))
     arguments = function.get("arguments")
     if arguments and str(arguments).strip() not in ("{}", "null"):
         is_text = isinstance(arguments, str)
         text = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
         marked = lambda mark: json.dumps({mark: mark}) if is_text else {mark: mark}
-        yield Text("tool call", "arguments", text, partial(_put, [*path, "arguments"], marked))
+        yield Text("tool calls", "arguments", text, partial(_put, [*path, "arguments"], marked))
 
 
 def _put(path: list[Any], marked: Callable[[str], Any], value: Any, mark: str) -> Any:
@@ -264,10 +262,3 @@ def rendered_marked(
             message = part.replaced(message, mark)
         chats.append([*messages[:index], message, *messages[index + 1 :]])
     return [render(chat, **kwargs) for chat in chats]
-
-
-def _renders_role(role: str, render: ChatTemplate) -> bool:
-    try:
-        return _MARKS[0] in render([{"role": role, "content": _MARKS[0]}, {"role": "user", "content": "?"}])
-    except DataError:
-        return False

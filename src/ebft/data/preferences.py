@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import IDS, WITH_REASON, apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
-from ebft.data.messages import TOOLS, Message, row_kwargs, text_or_messages
+from ebft.data.messages import TOOLS, Message, row_kwargs, says_something, text_or_messages
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.row_counts import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT, RowCounts
@@ -112,7 +112,7 @@ class PreferenceRow:
 def _is_empty(text: Text) -> bool:
     if isinstance(text, str):
         return not text.strip()
-    return not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in text)
+    return not any(says_something(message) or message.get("tool_calls") for message in text)
 
 
 def _label(value: Any) -> bool:

@@ -13,7 +13,16 @@ from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
-from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message, messages_of, row_kwargs, text_or_messages
+from ebft.data.messages import (
+    REPLY,
+    ROW_KWARGS,
+    TOOLS,
+    Message,
+    messages_of,
+    row_kwargs,
+    says_something,
+    text_or_messages,
+)
 from ebft.data.omissions import Omissions
 from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
 from ebft.data.tables import map_rows
@@ -220,7 +229,7 @@ class PromptRow:
 
     def _reason(self, fields: dict[str, Any]) -> str:
         prompt, reference = fields["prompt"], fields["ground_truth"]
-        if not _says_something(prompt):
+        if not (prompt.strip() if isinstance(prompt, str) else any(map(says_something, prompt))):
             return NO_PROMPT
         if not self.needs_reference:
             talk = self.renderer.of_row(fields, compares=False)
@@ -232,13 +241,6 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
-
-
-def _says_something(prompt: str | list[Message]) -> bool:
-    if isinstance(prompt, str):
-        return bool(prompt.strip())
-    contents = (message.get("content", "") for message in prompt)
-    return any(content.strip() if isinstance(content, str) else content for content in contents)
 
 
 def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:

@@ -150,7 +150,7 @@ def _calls(*arguments, content=""):
 
 
 _RESULT = {"role": "tool", "content": "Cloudy, 9 degrees.", "tool_call_id": "call00001", "name": "get_weather"}
-_ARGUMENTS = {"city": "Lisbon", "days": 3}
+_ARGUMENTS = {"city": "Lisbon", "days": 3, "region": None}
 _PROPERTIES = {
     "city": {"type": "string", "description": "Name of the town."},
     "region": {"type": "string", "description": "Its district.", "default": None},
@@ -180,7 +180,6 @@ KINDS = {
     "earlier_thinking": Chat([*_GUESSED, _reply("Still seven.", reasoning_content=_THOUGHT)]),
     "calls": Chat([_ASKED, _calls(_ARGUMENTS), _RESULT, _COOL], [_TOOL]),
     "string_calls": Chat([_ASKED, _calls(json.dumps(_ARGUMENTS)), _RESULT, _COOL], [_TOOL]),
-    "null_calls": Chat([_ASKED, _calls({"city": "Lisbon", "region": None}), _RESULT, _COOL], [_TOOL]),
     "text_and_call": Chat(
         [_ASKED, _calls(_ARGUMENTS, content="Let me look."), _RESULT, _reply("Rather cool.")], [_TOOL]
     ),
@@ -192,12 +191,10 @@ KINDS = {
         ],
         [_TOOL],
     ),
-    "tools": Chat(_COLOUR, [_TOOL]),
     "empty": Chat([_user("Say nothing."), _reply(""), *_TURNS[2:]]),
     "parts": Chat([make(parts) for make, parts in zip((_user, _reply) * 2, _IN_PARTS)]),
     "unicode": Chat([_user("Größe? 数を 🦜"), _reply("Ünï — 七, 🦜🏽 e\u0301.")]),
     "whitespace": Chat([_user("  Count:\n\n"), _reply("\n\n  one\n  two \n")]),
-    "two_replies": Chat([_user("Name two colours."), _reply("Turquoise."), _reply("And magenta.")]),
     "tags": Chat([_user("How do I mark it?"), _reply("Write <think>like this</think> there.")]),
     "no_thinking": Chat(_COLOUR, None, {"enable_thinking": False}),
 }
@@ -357,14 +354,12 @@ class Rendering(NamedTuple):
     """A conversation that a template renders with nothing missing: its text, its ids and where replies are.
 
     `replies` has for each assistant message (start, stop) in ids: after the generation prompt, as far as it is written
-    there, to the end of its turn. `starts` are the starts by the common beginning of the texts, which may be longer
-    than that of the ids. `unended` are the ids without the end that only TRL's training template writes (GLM).
+    there, to the end of its turn. `unended` are the ids without the end that only TRL's training template writes (GLM).
     """
 
     text: str
     ids: list[int]
     replies: list[tuple[int, int]]
-    starts: list[int]
     unended: list[int]
 
 
@@ -421,11 +416,9 @@ def rendering(name, chat, text) -> Rendering:
     spans = _marked_spans(name, chat, text)
     if spans is None or len(spans) != len(turns):
         spans = _prefix_spans(name, chat, text, ids, turns)
-    prompts = [_asked(name, chat, index) for index in turns]
-    by_ids = [common(ids_of(name, prompt), ids) for prompt in prompts]
-    by_text = [_tokens_before(name, text, common(prompt, text)) for prompt in prompts]
-    replies = [(max(first, start), last) for (first, last), start in zip(spans, by_ids)]
-    return Rendering(text, ids, replies, list(map(max, by_text, (start for start, _ in replies))), unended)
+    asked = [common(ids_of(name, _asked(name, chat, index)), ids) for index in turns]
+    replies = [(max(first, start), last) for (first, last), start in zip(spans, asked)]
+    return Rendering(text, ids, replies, unended)
 
 
 def _asked(name, chat, index):
@@ -434,12 +427,6 @@ def _asked(name, chat, index):
         return render(name, chat, chat.messages[:index], generation=True)
     except Refusal:
         return ""
-
-
-def _tokens_before(name, text, end):
-    """How many tokens of a text end at or before a character."""
-    offsets = tokenizer_of(name)(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    return next((number for number, (_, stop) in enumerate(offsets) if stop > end), len(offsets))
 
 
 def _training_template(name):

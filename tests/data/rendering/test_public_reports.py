@@ -20,7 +20,7 @@ from tests.data.rendering.rows import SETTINGS, conversation, raw_row
 
 ASKED, REPLY = user("How many?"), assistant("Seven.")
 RESULT = {"role": "tool", "content": "Cloudy.", "name": "get_weather"}
-METHODS = ("sft", "strided", "last_turn", "dpo", "kto", "reward_model")
+METHODS = ("sft", "strided", "multiturn", "dpo", "kto", "reward_model")
 
 
 def tool(name, properties):
@@ -86,12 +86,12 @@ def test_nulls_in_arguments_are_kept(load, method, same_keys):
     for others in ({}, {"days": 3}, {"region": "Norte"}):
         arguments, chats = [{"city": "Lisbon", "region": None}, {"city": "Porto", **others}], []
         for given in arguments:
-            messages = [ASKED, calls(given), RESULT, REPLY]
+            messages = [ASKED, calls(given), RESULT, REPLY] * 2
             if same_keys:
                 messages = [{**dict.fromkeys(("tool_calls", "name")), **message} for message in messages]
             chats.append(Chat(messages, [WEATHER]))
         for text, given in zip(load(method, "trl/qwen3", chats), arguments, strict=True):
-            assert f'"arguments": {json.dumps(given)}' in text
+            assert text.count(f'"arguments": {json.dumps(given)}') >= 2
 
 
 @pytest.mark.parametrize("method", METHODS)

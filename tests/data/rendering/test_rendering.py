@@ -16,14 +16,6 @@ OF_PAIRS = ("plain", "unicode", "whitespace", "thinking", "no_thinking")
 _COMPARED = "strided last_turn reasoning multiturn"
 MEANT = (
     ("*", "*gemma*", "text_and_call", "error", "Gemma 4 writes the text of a calling turn after the call's result"),
-    ("*", "*gemma*", "text_and_call", "labels", "so that the text is not next to the call, and follows the result"),
-    ("last_turn reasoning multiturn", "*", "two_replies", "error", "a sampled reply follows a turn of another role"),
-    ("*", "trl/*gemma*", "two_replies", "error", "the template joins the two replies"),
-    ("*", "*qwen3", "two_replies", "labels", "the first reply is rendered otherwise if it is the last"),
-    ("*", "trl/gptoss", "two_replies", "labels", "as with Qwen 3"),
-    ("*", "trl/gemma4*", "two_replies", "labels", "the template joins the two replies"),
-    ("*", "ebft/mistral_v7_tekken", "two_replies", "labels", "nothing is between the two replies"),
-    ("*", "trl/glm4moe", "two_replies", "text", "<|user|> ends the last reply, nothing the first"),
     ("*", "trl/gptoss", "two_calls", "error", "the template renders only the first call of a turn"),
     ("*", "trl/diffusion_gemma", "*", "labels", "<|tool_response> ends a turn with calls, and <|turn>model is written"),
     ("*", "trl/llava_next", "*", "labels", "the space that the template writes after </s> ends the turn"),
@@ -131,12 +123,7 @@ def wanted_spans(name, chat, found, rendering):
     says = [bool(str(reply.get("content") or "").strip()) for reply in replies]  # nothing said is not learned
     calls = [bool(reply.get("tool_calls")) for reply in replies]
     kept = [list(map(any, zip(says, calls)))] * (not found.is_reference) + [says] * found.is_sampled
-    by_text = [(start, stop) for start, (_, stop) in zip(rendering.starts, rendering.replies, strict=True)]
-    choices = [
-        [span for span, use in zip(spans, learned, strict=True) if use]
-        for spans in (rendering.replies, by_text)
-        for learned in kept
-    ]
+    choices = [[span for span, use in zip(rendering.replies, learned, strict=True) if use] for learned in kept]
     choices = [spans if found.all_turns else spans[-1:] for spans in choices]
     if not found.is_reference:
         return choices
@@ -148,9 +135,8 @@ def wanted_spans(name, chat, found, rendering):
     ]
 
 
-# Of the templates of TRL that begin with the same letters, as versions of a model do, the last is fast.
-LAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
-FAST = [name for name in CASES if name in LAST or not name.startswith("trl/")]
+# Of the templates whose names begin with the same letters, as versions of a model do, the last is fast.
+FAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
 
 

@@ -90,17 +90,6 @@ def test_the_reference_is_the_last_assistant_turn(run, tokenizer, rewrites):
     assert out["labels"][0] == [-100] * length + ids[length:] and out["turn_spans"][0] == [[length, len(ids)]]
 
 
-@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat", "ebft_chat_multiturn"])
-@pytest.mark.filterwarnings("ignore:datasets.type")
-def test_every_assistant_turn_is_trained_on(run, tokenizer, type):
-    out = run(type, {"messages": CHAT}, template=CHATML)
-    ids, turns = out["input_ids"][0], out["turn_spans"][0]
-    assert [tokenizer.decode(ids[start:end]) for start, end in turns] == ["Hello<|im_end|>\n", "Goodbye<|im_end|>\n"]
-    inside = [any(start <= place < end for start, end in turns) for place in range(len(ids))]
-    assert out["labels"][0] == [token if on else -100 for token, on in zip(ids, inside)]
-    assert out["prompt_length"][0] == turns[1][0]
-
-
 @pytest.mark.parametrize("type", ["ebft_strided_chat.transform_all_turns", "ebft_chat_multiturn.transform_all_turns"])
 @pytest.mark.filterwarnings("ignore:datasets.type")
 def test_a_row_of_every_answer(run, tokenizer, type):

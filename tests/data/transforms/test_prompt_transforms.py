@@ -4,7 +4,6 @@ import pytest
 
 from ebft.data.apply import ConfigView
 from ebft.data.transforms import find_transform
-from ebft.errors import DataError
 from tests.data.conftest import assistant, user
 
 SYSTEM, HI = {"role": "system", "content": "Be kind."}, user("Hi")
@@ -71,28 +70,3 @@ def test_rows(run, type, row, prompt, truth, rest):
     found = run(type, row if isinstance(row, dict) else {"messages": row, "id": 3})
     expected = {"prompt": prompt, "ground_truth": truth}
     assert found == (expected if rest is None else {**expected, "remaining_turns": rest})
-
-
-def test_a_column_of_another_name(run):
-    assert run(MULTITURN, {"chat": [HI, assistant("Hello")]}, field="chat")["ground_truth"] == "Hello"
-
-
-@pytest.mark.parametrize(
-    ("type", "row", "message"),
-    [
-        ("ebft_opencode.transform", {"text": "a"}, "supported pairs are input/output, .* the row has text"),
-        (
-            REASONING,
-            {"messages": "Hi"},
-            "column 'messages' must contain a list of messages .*message_property_mappings",
-        ),
-        (
-            REASONING,
-            {"messages": [{"speaker": "human", "text": "Hi"}]},
-            "'messages' must contain a list of messages .*",
-        ),
-    ],
-)
-def test_wrong_rows(run, type, row, message):
-    with pytest.raises(DataError, match=message):
-        run(type, row)

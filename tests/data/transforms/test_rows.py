@@ -70,7 +70,7 @@ def test_a_text_that_starts_with_bos_gets_no_second_one(tokenizer, added):
         ):
             assert ids_of(tokenizer, type, row)[0] == ids, type
         assert Renderer(tokenizer).prompt_ids(text) == expected
-        assert Renderer(tokenizer).conversation(text, "y").prompt_ids == expected
+        assert Renderer(tokenizer).of_row({"prompt": text, "ground_truth": "y"}).prompt_ids == expected
         for method in ("dpo", "kto"):
             assert preference(tokenizer, text, method) == (expected, answer)
 
@@ -92,8 +92,9 @@ def test_tokenizers_that_add_a_space(scheme):
     tokenizer = space_tokenizer(scheme)
     ids, length = ids_of(tokenizer, "ebft_strided_structured", {"input": "b\n", "output": "c b"})
     assert tokenizer.convert_ids_to_tokens(ids[length:]) == ["c", "▁b", "</s>"]
-    words = lambda *texts: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).conversation(*texts).reference_ids)
-    assert words("b\n", "c b") == ["c", "▁b"] and words("b", " c") == ["▁c"]
+    for prompt, truth, words in (("b\n", "c b", ["c", "▁b"]), ("b", " c", ["▁c"])):
+        found = Renderer(tokenizer).of_row({"prompt": prompt, "ground_truth": truth})
+        assert tokenizer.convert_ids_to_tokens(found.reference_ids) == words
     tokenizer = adding(tokenizer, ["<s>"])
     ids = tokenizer("<s>Hi", add_special_tokens=False).input_ids
     assert ids.count(tokenizer.bos_token_id) == 1 and continued_ids(tokenizer, "<s>Hi") == ids

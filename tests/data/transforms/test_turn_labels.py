@@ -1,12 +1,9 @@
 """Which tokens of a chat SFT trains on, word by word, and compared with the masks of TRL's training templates."""
 
-from pathlib import Path
-
 import pytest
 
 from ebft.errors import DataError
 from tests.data.conftest import CHATML, assistant, tokenised, user
-from tests.structured.conftest import make_chat_tokenizer
 
 WORDS = ["Hi", "Hello", "Bye", "Goodbye", "Be", "brief", "<think>", "hm", "</think>", "system", "user", "assistant"]
 SYSTEM = {"role": "system", "content": "Be brief"}
@@ -15,7 +12,8 @@ BOT = [{"role": "customer", "content": "Hi"}, {"role": "bot", "content": "Hello"
 THOUGHT = [*CHAT[:2], assistant("<think> hm </think> Hello")]
 NAMES = {"roles": {"user": ["customer"], "assistant": ["bot"]}}
 EMPTY, SILENT = assistant(" "), assistant(None)
-MASKED, STRIDED = {"ebft": {"mask_thinking_ce": True}}, {"rl": "ebft", "ebft": {"mode": "strided"}}
+MASKED = {"ebft": {"mask_thinking_ce": True}}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", "mask_thinking_ce": True}}
 LEARN = {"message_field_training": "learn"}
 
 
@@ -35,16 +33,18 @@ def tokenizer():
 
 @pytest.fixture
 def trained(tokenizer):
-    """`trained(messages, entry={...})`: the words of a row without those of PROMPT, those trained on in brackets."""
+    """`trained(messages, entry={...})`: the words of a row without those of PROMPT.
+
+    Those trained on are in brackets, turns, where the anchors of strided mode can be, in parentheses.
+    """
 
     def run(messages, entry=None, type="chat_template", **keys):
         (row,) = tokenised(tokenizer, type, {"messages": messages}, entry=entry, **keys)
         words = [tokenizer.convert_ids_to_tokens(token) for token in row["input_ids"]]
         assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"]))
         shown = [word if label == -100 else f"[{word}]" for word, label in zip(words, row["labels"])]
-        if keys.get("rl"):  # strided mode: where the anchors can be
-            for start, end in reversed(row["turn_spans"]):
-                shown[start:end] = ["(", *shown[start:end], ")"]
+        for start, end in reversed(row["turn_spans"]):
+            shown[start:end] = ["(", *shown[start:end], ")"]
         text = " ".join(word for word in shown if word != "<|im_start|>").replace("<|im_end|>", "END")
         return text.replace("system Be brief END user Hi END assistant", "PROMPT")
 
@@ -55,20 +55,18 @@ def learned(*marks):
     return [{**message, "learn": mark} for message, mark in zip(CHAT, [*marks, *[None] * 6])]
 
 
-USUAL = "PROMPT [Hello] [END] user Bye END assistant [Goodbye] [END]"
+BYE, GOODBYE = "user Bye END assistant", "( [Goodbye] [END] )"
+USUAL = f"PROMPT ( [Hello] [END] ) {BYE} {GOODBYE}"
 OF_USER = (
-    "system Be brief END user [Hi] [END] assistant Hello END user [Bye] [END] assistant Goodbye END user [Hi] [END]"
+    "system Be brief END user ( [Hi] [END] ) assistant Hello END user ( [Bye] [END] ) assistant Goodbye END "
+    "user ( [Hi] [END] )"
 )
-# With the turns of strided mode.
-ALL = "system Be brief [END] user Hi [END] assistant ( [Hello] [END] ) user Bye [END] assistant ( [Goodbye] [END] )"
+ALL = f"system Be brief [END] user Hi [END] assistant ( [Hello] [END] ) user Bye [END] assistant {GOODBYE}"
 OF_BOTH = (
     "system Be brief END user ( [Hi] [END] ) assistant ( [Hello] [END] ) user ( [Bye] [END] ) "
     "assistant ( [Goodbye] [END] ) user ( [Hi] [END] )"
 )
-
-
-def without_turns(text):
-    return text.replace("( ", "").replace(" )", "")
+OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOODBYE}"
 
 
 @pytest.mark.parametrize(
@@ -76,56 +74,42 @@ def without_turns(text):
     [
         (CHAT, {}, {}, USUAL),
         ([*CHAT, EMPTY], {}, {}, USUAL),
+        ([*CHAT[:3], CHAT[4]], {}, {}, f"PROMPT ( [Hello] [END] ) assistant {GOODBYE}"),
         ([*CHAT, SILENT, CHAT[5], SILENT], {}, {}, USUAL),
-        ([*CHAT[:2], assistant(""), *CHAT[3:]], {}, {}, "PROMPT END user Bye END assistant [Goodbye] [END]"),
+        ([*CHAT[:2], assistant(""), *CHAT[3:]], {}, {}, f"PROMPT END {BYE} {GOODBYE}"),
         *((CHAT, {key: "turn"}, {}, USUAL) for key in ("train_on_eos", "train_on_eot")),
-        *((CHAT, {key: "all"}, {}, without_turns(ALL)) for key in ("train_on_eos", "train_on_eot")),
-        (CHAT, {"train_on_eos": "last"}, {}, "PROMPT [Hello] END user Bye END assistant [Goodbye] [END]"),
-        (CHAT, {"train_on_eos": "none"}, {}, "PROMPT [Hello] END user Bye END assistant [Goodbye] END"),
+        *((CHAT, {key: "all"}, {}, ALL) for key in ("train_on_eos", "train_on_eot")),
+        (CHAT, {"train_on_eos": "last"}, {}, f"PROMPT ( [Hello] ) END {BYE} {GOODBYE}"),
+        (CHAT, {"train_on_eos": "none"}, {}, f"PROMPT ( [Hello] ) END {BYE} ( [Goodbye] ) END"),
         (CHAT, {"roles_to_train": ["user"]}, {}, OF_USER),
-        (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, without_turns(OF_BOTH)),
-        (CHAT, {"roles_to_train": ["system"]}, {}, "system [Be] [brief] [END]"),
+        (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, OF_BOTH),
+        (CHAT, {"roles_to_train": ["system"]}, {}, "system ( [Be] [brief] [END] )"),
         (CHAT, {}, {"roles_to_train": ["user"]}, OF_USER),
         (CHAT, {"roles_to_train": ["assistant"]}, {"roles_to_train": ["user"]}, USUAL),
-        (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END]", "END")),
-        (BOT, NAMES, {}, "user Hi END assistant [Hello] [END]"),
-        (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user [Hi] [END]"),
-        (learned(None, True, False), LEARN, {},
-         "system Be brief END user [Hi] [END] assistant Hello END user Bye END assistant [Goodbye] [END]"),
-        (learned(None, 1, 0), LEARN, {},
-         "system Be brief END user [Hi] [END] assistant Hello END user Bye END assistant [Goodbye] [END]"),
-        (learned(None, True), {**LEARN, "roles_to_train": []}, {}, "system Be brief END user [Hi] [END]"),
-        (CHAT[2:5], {}, {}, "assistant Hello END user Bye END assistant [Goodbye] [END]"),
-        ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {},
-         "assistant [Hello] [END] user Bye END assistant [Goodbye] [END]"),
+        (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END] )", ") END")),
+        (BOT, NAMES, {}, "user Hi END assistant ( [Hello] [END] )"),
+        (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user ( [Hi] [END] )"),
+        (learned(None, True, False), LEARN, {}, OF_HI),
+        (learned(None, 1, 0), LEARN, {}, OF_HI),
+        (learned(None, True), {**LEARN, "roles_to_train": []}, {}, "system Be brief END user ( [Hi] [END] )"),
+        (CHAT[2:5], {}, {}, f"assistant Hello END {BYE} {GOODBYE}"),
+        ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {}, f"assistant ( [Hello] [END] ) {BYE} {GOODBYE}"),
         (CHAT[1:3], {}, {"train_on_inputs": True},
-         "[<|im_start|>] [user] [Hi] [END] [<|im_start|>] [assistant] [Hello] [END]"),
-        (THOUGHT, {"train_on_eos": "none"}, MASKED, "PROMPT <think> hm </think> [Hello] END"),
-        ([*THOUGHT, *CHAT[3:5]], {}, {"rl": "ebft", "ebft": {"mode": "strided", "mask_thinking_ce": True}},
-         "PROMPT ( <think> hm </think> [Hello] [END] ) user Bye END assistant ( [Goodbye] [END] )"),
+         "[<|im_start|>] [user] [Hi] [END] [<|im_start|>] [assistant] ( [Hello] [END] )"),
+        (THOUGHT, {"train_on_eos": "none"}, MASKED, "PROMPT ( <think> hm </think> [Hello] ) END"),
+        ([*THOUGHT, *CHAT[3:5]], {}, STRIDED,
+         f"PROMPT ( <think> hm </think> [Hello] [END] ) {BYE} {GOODBYE}"),
+        (CHAT, {"train_on_eos": "last", "roles_to_train": ["user", "assistant"]}, STRIDED,
+         OF_BOTH.replace("[END] )", ") END", 4)),
     ],
 )  # fmt: skip
-def test_words(trained, messages, entry, keys, expected):
-    assert trained(messages, entry, **keys) == expected
-
-
 @pytest.mark.filterwarnings("ignore:datasets.0.train_on_eos")
-@pytest.mark.parametrize(
-    ("entry", "expected"),
-    [
-        ({}, "PROMPT ( [Hello] [END] ) user Bye END assistant ( [Goodbye] [END] )"),
-        ({"train_on_eos": "none"}, "PROMPT ( [Hello] ) END user Bye END assistant ( [Goodbye] ) END"),
-        ({"train_on_eos": "last"}, "PROMPT ( [Hello] ) END user Bye END assistant ( [Goodbye] [END] )"),
-        ({"train_on_eos": "all"}, ALL),
-        ({"roles_to_train": ["user", "assistant"]}, OF_BOTH),
-    ],
-)
-@pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat.transform"])
-def test_turns_of_strided_mode(trained, type, entry, expected):
-    assert trained(CHAT, entry, type, **STRIDED) == expected
+def test_words(trained, messages, entry, keys, expected):
+    for type in ("chat_template", *(["ebft_strided_chat.transform"] if "rl" in keys else [])):
+        assert trained(messages, entry, type, **keys) == expected
 
 
-def test_what_cannot_be_labelled(trained):
+def test_a_mark_that_is_no_truth_value(trained):
     with pytest.raises(DataError, match=r"'learn' \(message_field_training\) must be true or false, got 'yes'"):
         trained(learned("yes"), LEARN)
 
@@ -134,25 +118,6 @@ def test_what_cannot_be_labelled(trained):
 @pytest.mark.parametrize("end", ["", "\n\n"])
 def test_a_template_without_an_end_of_turn(trained, tokenizer, end):
     tokenizer.chat_template = "{% for m in messages %} {{ m.content }}END{% endfor %}".replace("END", end)
-    assert trained(CHAT[1:3]) == "Hi [Hello]"
+    assert trained(CHAT[1:3]) == "Hi ( [Hello] )"
     with pytest.raises(DataError, match="train_on_eos: none needs a chat template that ends turns"):
         trained(CHAT[1:3], {"train_on_eos": "none"})
-
-
-@pytest.mark.parametrize(("name", "header"), [("llama3", ""), ("qwen2_5", "\n")])
-def test_the_masks_are_those_of_trl(name, header):
-    """TRL's template for Qwen also trains on the line break before an answer, which is part of the prompt here."""
-    import trl
-    from trl.chat_template_utils import get_training_chat_template
-
-    tokenizer = make_chat_tokenizer()  # one token per byte
-    tokenizer.bos_token = "<|endoftext|>"
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
-    (row,) = tokenised(tokenizer, "chat_template", {"messages": CHAT[:5]})
-    options = {"return_assistant_tokens_mask": True, "return_dict": True}
-    template = get_training_chat_template(tokenizer)
-    theirs = tokenizer.apply_chat_template(CHAT[:5], chat_template=template, **options)
-    assert row["input_ids"] == theirs["input_ids"]
-    ours = "".join("." if label == -100 else "x" for label in row["labels"])
-    of_trl = "".join(".x"[mark] for mark in theirs["assistant_masks"])
-    assert "x" * len("Hello") in ours and ours == (of_trl.replace(".x", "..") if header else of_trl)

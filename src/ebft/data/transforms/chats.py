@@ -32,6 +32,7 @@ from ebft.data.messages import (
     replies,
     reply_column,
     row_kwargs,
+    says_something,
     template_columns,
     tools_of,
     with_system,
@@ -89,7 +90,7 @@ def ebft_chat_multiturn(cfg, dataset, **kwargs):
         messages = chat_of(example, dataset)
         turns = answers(messages)
         # A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
-        first = next((index for index in turns if content_text(messages[index]).strip()), None)
+        first = next((index for index in turns if says_something(messages[index])), None)
         if first is None:
             row = {**_prompt_row(*before_last_answer(messages)), "remaining_turns": []}
         else:
@@ -269,7 +270,7 @@ def chat_transform(
         turns = turns_of(messages)
         if labels is not None:
             # The model does not learn to say nothing.
-            turns = [turn for turn in turns if _says(messages[turn]) or messages[turn].get("tool_calls")]
+            turns = [turn for turn in turns if says_something(messages[turn]) or messages[turn].get("tool_calls")]
         last = messages[turns[-1]] if turns else None
         last = with_reply(last, tokenizer) if last is not None and with_reply is not None else last
         asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
@@ -304,16 +305,12 @@ def chat_transform(
     return transform_fn, {"remove_columns": "__all__"}
 
 
-def _says(message: Message) -> bool:
-    return bool(str(message.get("content") or "").strip())
-
-
 def _up_to(messages: list[Message], turns: list[int], last: Message | None, with_calls: bool) -> list[Message]:
     """The messages up to the last turn that is trained on, empty if there is none or it has no text.
 
     A turn that only calls tools counts if `with_calls`; it cannot be compared with a reference.
     """
-    if last is None or not (_says(last) or (with_calls and last.get("tool_calls"))):
+    if last is None or not (says_something(last) or (with_calls and last.get("tool_calls"))):
         return []
     return [*messages[: turns[-1]], last]
 

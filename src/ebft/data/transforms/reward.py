@@ -12,7 +12,7 @@
 
 from typing import Any
 
-from ebft.data.messages import Message, content_text, messages_of, row_kwargs, tools_of
+from ebft.data.messages import Message, messages_of, row_kwargs, says_something, tools_of
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import Tokens
@@ -54,7 +54,7 @@ def _chat(example: dict[str, Any], name: str) -> list[Message]:
         return []
     if messages[-1]["role"] != "assistant":
         raise DataError(f"column {column!r} must end with an assistant message, the reply that is compared.")
-    if not (content_text(messages[-1]).strip() or messages[-1].get("tool_calls")):
+    if not (says_something(messages[-1]) or messages[-1].get("tool_calls")):
         return []
     asked = messages_of(example["prompt"], "column 'prompt'") if "prompt" in example else []
     return _continued(asked, messages, column)
