@@ -4,6 +4,7 @@ They follow its source; NeMo Gym itself does not run in these tests.
 """
 
 import json
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -53,6 +54,8 @@ class Endpoint:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        report = self.server.handle_error  # but not of clients that hang up, which may be during later tests
+        self.server.handle_error = lambda *given: isinstance(sys.exception(), OSError | ValueError) or report(*given)
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 

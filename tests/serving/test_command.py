@@ -1,13 +1,17 @@
-"""Command lines and environments of several configs, rank limits and slots for adapters."""
+"""Command lines, environments, addresses, interpreters and GPUs of servers, rank limits and slots for adapters."""
 
 import json
+import re
+import sys
 import warnings
 
 import pytest
 
 from ebft.catalog import MODELS, cached_folder, mark_fetched
 from ebft.errors import ConfigError, ModelError
-from ebft.serving.command import adapter_slots, max_lora_rank, server_command
+from ebft.serving.command import adapter_slots, device_environment, find_interpreter, max_lora_rank, server_command
+from ebft.serving.keys import base_url, check_free
+from tests.serving.processes import free_port
 
 PYTHON = "/env/bin/python"
 
@@ -116,13 +120,9 @@ def test_switches_that_are_off(make_config):
         command(make_config(vllm={"enable_reasoning": True}))
 
 
-URLS = {"0.0.0.0": "http://127.0.0.1:8001", "::": "http://[::1]:8001", "box": "http://box:8001"}
-
-
-@pytest.mark.parametrize("host", URLS)
-def test_where_it_is_reached(make_config, host):
-    made = command(make_config(vllm={"host": host}, trl={"vllm_server_port": 8001}))
-    assert made.url == URLS[host] and value(made, "--host") == host and made.port == 8001
+def test_where_it_is_reached(make_config):
+    made = command(make_config(vllm={"host": "0.0.0.0"}, trl={"vllm_server_port": 8001}))
+    assert made.url == "http://127.0.0.1:8001" and value(made, "--host") == "0.0.0.0" and made.port == 8001
     assert command(make_config(trl={"vllm_server_port": 8001}, vllm={"port": 8000})).port == 8000
 
 
@@ -166,3 +166,75 @@ def test_a_key_without_effect_is_one_warning(make_config, key, given):
     with pytest.warns(UserWarning) as caught:
         server_command(make_config(vllm={key: given}).server_settings, PYTHON, 0, {})
     assert len(caught) == 1 and str(caught[0].message).startswith(f"vllm.{key}: {given} has no effect")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1", ""])
+def test_a_free_port(host):
+    check_free(host, free_port())
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid", "a..b", "a" * 70])
+def test_an_address_of_another_machine(host):
+    with pytest.raises(ConfigError, match=f"cannot listen on {host}.*Set vllm.host to an address of this"):
+        check_free(host, free_port())
+
+
+def test_addresses_for_clients():
+    urls = {"::1": "http://[::1]:80", "::": "http://[::1]:80", "0.0.0.0": "http://127.0.0.1:80"}
+    for host, url in (urls | {"": "http://127.0.0.1:80", "box": "http://box:80"}).items():
+        assert base_url(host, 80) == url
+
+
+NAMED = "CUDA_VISIBLE_DEVICES"
+TOO_FEW = re.compile("(?=.*vllm_mode: colocate)(?=.*use_vllm: false)(?=.*fewer processes)(?=.*more GPUs visible)", re.S)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "processes", "gpus", "visible", "expected"),
+    [
+        ({}, 1, 2, None, "1"),  # the last
+        ({}, 1, 4, None, "3"),
+        ({"tensor_parallel_size": 2}, 2, 4, None, "2,3"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 1, 8, None, "4,5,6,7"),
+        ({}, 1, 2, "5, 3", "3"),
+        ({}, 1, 3, "GPU-a,GPU-b,GPU-c", "GPU-c"),
+        ({}, 1, 2, "0,1,-1,2", "1"),  # CUDA stops at the first that is none
+        ({}, 1, 0, None, None),  # nothing to divide
+        ({"device": "cpu"}, 1, 2, None, None),
+        ({"env": {NAMED: "0"}}, 1, 1, None, None),
+        ({}, 1, 1, None, ConfigError),
+        ({}, 4, 4, None, ConfigError),
+        ({"data_parallel_size": 3}, 2, 4, None, ConfigError),
+    ],
+)
+def test_the_server_gets_the_last(make_config, vllm, processes, gpus, visible, expected):
+    given = make_config(vllm=vllm).vllm, processes, gpus, {NAMED: visible} if visible else {}
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=TOO_FEW):
+            device_environment(*given)
+    else:
+        assert device_environment(*given) == ({NAMED: expected} if expected else {})
+
+
+def test_ours_is_the_default_and_a_link_stays_a_link(tmp_path, monkeypatch):
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('must not be imported')")
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    assert find_interpreter(None) == sys.executable
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert find_interpreter("./python") == str(tmp_path / "python")
+
+
+def test_no_package(tmp_path, monkeypatch):
+    (tmp_path / "vllm").mkdir()  # a folder of the user's own is not the package
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install 'ebft.vllm.'.*set vllm.python"):
+        find_interpreter(None)
+    with pytest.raises(ConfigError, match=f"vllm.python: the package vllm is not installed in {sys.executable}"):
+        find_interpreter(sys.executable)
+    for python in ("/nowhere/bin/python", "no-such-python"):
+        with pytest.raises(ConfigError, match=f"vllm.python: {python} is not an executable"):
+            find_interpreter(python)

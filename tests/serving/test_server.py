@@ -1,5 +1,6 @@
-"""Starting, waiting, watching and stopping, on a stand-in with the processes of a server."""
+"""Starting, waiting, watching and stopping, on a stand-in with the processes of a server, and its log."""
 
+import io
 import os
 import signal
 import socket
@@ -14,16 +15,13 @@ import pytest
 
 from ebft.errors import ConfigError, ServerError
 from ebft.serving import server as module
+from ebft.serving.server import TAIL_LINES, ServerLog
 from tests.serving.conftest import STAND_IN
 from tests.serving.processes import alive, eventually, free_port, pids_in
 
 
 def test_from_start_to_stop(make_server, pids, monkeypatch, capfd):
-    for name in (
-        "RANK",
-        "TORCHELASTIC_RUN_ID",
-        "SOMETHING_ELSE",
-    ):  # the first two are a launcher's words to the trainer
+    for name in ("RANK", "TORCHELASTIC_RUN_ID", "SOMETHING_ELSE"):  # the first two are for the trainer
         monkeypatch.setenv(name, "1")
     server = make_server()
     with server:
@@ -171,3 +169,36 @@ def test_a_program_that_ends_takes_the_server_along(pids, tmp_path, end):
     arguments = [str(STAND_IN), str(pids), str(tmp_path / "log"), str(free_port()), end]
     subprocess.run([sys.executable, "-c", PROGRAM, *arguments], timeout=60)
     assert eventually(lambda: not alive(pids_in(pids)))
+
+
+def test_the_tail_is_of_the_present_start(tmp_path):
+    log = ServerLog(tmp_path / "new" / "folder" / "log")
+    with log.open(["first"]) as file:
+        file.write(b"old\n")
+    with log.open(["second", "a b"]) as file:
+        assert log.tail() == f"Its log {log.path} is empty."
+        file.write(b"".join(b"line %d\n" % number for number in range(100)))
+    first, *lines = log.tail().splitlines()
+    assert str(log.path) in first
+    assert len(lines) == TAIL_LINES and lines[-1] == "  line 99"
+    assert "$ second 'a b'\n" in log.path.read_text()
+
+
+def test_following_copies_to_the_end(tmp_path):
+    log, stream, ended = ServerLog(tmp_path / "log"), io.StringIO(), threading.Event()
+    with log.open(["command"]) as file:
+        thread = threading.Thread(target=log.follow, args=(stream, ended))
+        thread.start()
+        file.write(b"one\n")
+        file.flush()
+        file.write(b"two\n")
+    ended.set()
+    thread.join(10)
+    assert stream.getvalue() == "one\ntwo\n"
+
+
+def test_a_file_of_the_user_is_kept(tmp_path):
+    (tmp_path / "vllm.log").write_text("mine")
+    with pytest.raises(ConfigError, match="vllm.log is not the log of a server, and is kept"):
+        ServerLog(tmp_path / "vllm.log").open(["vllm"])
+    assert (tmp_path / "vllm.log").read_text() == "mine"

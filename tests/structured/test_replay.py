@@ -123,11 +123,6 @@ def test_replayed_groups_are_trained_on(chat_tokenizer, train, recompute, num_it
         torch.testing.assert_close(found.double(), wanted, atol=1e-4, rtol=1e-3)
 
 
-def test_without_a_buffer_there_is_no_second_step(train):
-    _, _, models = train()
-    assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])
-
-
 def test_failed_prompts_take_the_place_of_others_oldest_first():
     failed = FailedPrompts(max_groups=2, group_size=2)
     rows = [{"prompt": name} for name in "aabbccdd"]

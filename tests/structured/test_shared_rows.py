@@ -101,27 +101,6 @@ def test_each_prompt_is_computed_once_or_as_in_trl(build, shared):
     assert counts == [expected] * 4
 
 
-def drops_keywords(model):
-    """A layer that does not pass keyword arguments on to its attention function."""
-    attention = decoder_layers(model)[1].self_attn
-    plain = attention.forward
-
-    def forward(*args, prefix_pass=None, attention_mask=None, **kwargs):
-        return plain(*args, attention_mask=None if prefix_pass else attention_mask, **kwargs)
-
-    attention.forward = forward
-
-
-@pytest.mark.slow
-def test_models_that_cannot_share_prompts_are_scored_in_separate_rows(chat_tokenizer, build):
-    model = chat_model(chat_tokenizer)
-    drops_keywords(model)
-    with pytest.warns(UserWarning, match="Prompts are computed once per completion.*does not forward keyword"):
-        trainer = build(lora(model), ce_coef=0.3)
-    loss, _, rollouts, _ = one_step(trainer)
-    assert not trainer.shares_prompts and loss == loss and all(rollout.logps is None for rollout in rollouts)
-
-
 @pytest.mark.filterwarnings("ignore:Prompts are computed once per completion.*differ from those of the plain")
 def test_models_that_mix_tokens_with_padding_are_refused(chat_tokenizer, build):
     model = chat_model(chat_tokenizer)

@@ -1,6 +1,7 @@
-"""Runs of the structured trainers: what their options change, what is logged, evaluated, resumed and refused."""
+"""Runs of the structured trainers: what options change, advantages, what is logged, evaluated, resumed and refused."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from ebft import AsyncEBFTConfig, EBFTTrainer
-from ebft.errors import NonFiniteLossError, RewardError
+from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
+from ebft.errors import ConfigError, NonFiniteLossError, RewardError
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
+from tests.reward_functions.functions import lengths
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
 from tests.structured.short_run import check_held_out, held_out
@@ -201,7 +203,7 @@ def test_resuming_goes_on_with_the_generations_that_were_due(build, tmp_path):
     def run(**changes):
         seen = []
         sizes = {"gradient_accumulation_steps": 3, "steps_per_generation": 6, "per_device_train_batch_size": 2}
-        trainer = build(max_steps=6, save_strategy="steps", save_steps=3, **sizes)
+        trainer = build(max_steps=5, save_strategy="steps", save_steps=3, **sizes)
         scored = trainer._generate_and_score_completions
         note = lambda batch: (trainer.state.global_step, sorted({row["ground_truth"] for row in batch}))
         trainer._generate_and_score_completions = lambda batch: seen.append(note(batch)) or scored(batch)
@@ -243,3 +245,70 @@ def test_groups_of_equal_rewards_have_no_gradient(chat_tokenizer, build, tmp_pat
     lines = (tmp_path / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
     assert '"none": null' in lines[0] and "NaN" not in lines[0]
     assert '"<lambda>": 0.0, "<lambda> 2": 0.5' in lines[0], "both functions of this name"
+
+
+def short(completion_ids, **columns):
+    """Some completions have no reward."""
+    return [None if len(ids) % 3 == 0 else -float(len(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("scale_rewards", [None, "batch", True])
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce"])
+def test_rewards_are_weighted_and_scaled(build, estimator, scale_rewards):
+    options = {"advantage_estimator": estimator, "scale_rewards": scale_rewards, "reward_weights": [0.5, 2.0]}
+    trainer = build(**options, diversity_coef=0.7, log_completions=True, reward_funcs=[short])
+    *_, rollouts, _ = one_step(trainer)
+    match = trainer.feature_reward.last
+    others = torch.tensor([reward or 0.0 for reward in short([rollout.ids for rollout in rollouts])]).view(-1, 4)
+    assert (others == 0).any()
+    rewards = 0.5 * (match.alignment - 0.7 * match.diversity) + 2.0 * others
+    wanted = []
+    for gram, total in zip(match.samples @ match.samples.mT, rewards):
+        pairs = [[0.5 * 0.7 * 2 / 3 * gram[j, k] * (j != k) for k in range(4)] for j in range(4)]
+        wanted.append(oracle.advantages_of(total + torch.tensor([sum(row) for row in pairs]), pairs, estimator))
+    wanted = torch.stack(wanted)
+    if scale_rewards is not None:
+        wanted = wanted / ((rewards.std() if scale_rewards == "batch" else rewards.std(-1, keepdim=True)) + 1e-4)
+    # In the order in which they were sampled.
+    order = torch.cat([batch["row"] for batch in trainer.generation_batch]).argsort()
+    found = torch.cat([batch["advantages"] for batch in trainer.generation_batch])[order]
+    torch.testing.assert_close(found, wanted.flatten(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), found)
+
+
+def test_gdpo_has_its_own_formula(tmp_path):
+    given = {"output_dir": str(tmp_path), "multi_objective_aggregation": "normalize_then_sum"}
+    with pytest.raises(ConfigError, match="excludes advantage_estimator: rloo. Set advantage_estimator: group_norm"):
+        EBFTConfig(**given)
+    EBFTConfig(**given, advantage_estimator="group_norm")
+    args = EBFTConfig(output_dir=str(tmp_path), advantage_estimator="grpo")
+    assert args.advantage_estimator == "group_norm" and args.scale_rewards == "group"
+
+
+GRPO = {"kind": RolloutGRPOTrainer, "max_steps": 1}
+
+
+def test_training_has_the_same_rewards_with_workers(chat_tokenizer, build, tmp_path):
+    found, dataset = {}, rows(multi_turn=False).add_column("answer", list(range(12)))
+    for count in (1, 2):
+        options = {"reward_num_workers": count, "log_completions": True, "reward_funcs": [lengths], **GRPO}
+        build(chat_model(chat_tokenizer), dataset, folder=tmp_path / str(count), **options).train()
+        found[count] = list(map(json.loads, (tmp_path / str(count) / "rollouts.jsonl").read_text().splitlines()))
+    assert found[1] == found[2] and len(found[1]) == 3
+
+
+def relative_length(completions, **columns):
+    """Above 0 for completions longer than the mean of all that the function is given."""
+    lengths = [len(messages[0]["content"]) for messages in completions]
+    return [length - sum(lengths) / len(lengths) for length in lengths]
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_number_of_groups_changes_what_is_trained(chat_tokenizer, build, groups):
+    changes = {"streaming_partial_batch": True, "streaming_min_groups": groups, "reward_funcs": [relative_length]}
+    dataset = rows(multi_turn=False).remove_columns("ground_truth")
+    trainer = build(chat_model(chat_tokenizer), dataset, **changes, **GRPO)
+    trainer.train()
+    sums = trainer.rewards.view(3, 4).sum(-1)
+    assert (sums.abs().max() < 1e-3) == (groups == 1), "rewards are relative to the mean of their chunk"
+    assert abs(sums.sum().item()) < 1e-3

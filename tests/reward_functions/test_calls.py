@@ -1,4 +1,4 @@
-"""Checks of what reward functions return, in the process of training."""
+"""Calls of reward functions in the process of training: checks of what they return, and some groups at a time."""
 
 import asyncio
 import copy
@@ -15,7 +15,8 @@ from torch import nn
 
 from ebft.config.user_code import state_kept
 from ebft.errors import RewardError
-from ebft.reward_functions.calls import _own, checked_functions
+from ebft.reward_functions.calls import _own, checked_functions, run_in_chunks
+from tests.reward_functions.functions import one_too_few
 
 
 class Judge:
@@ -179,3 +180,26 @@ def test_a_function_that_shortens_its_prompts_is_found_out():
 
     with pytest.raises(RewardError, match="returned 1 rewards for 2 completions"):
         checked_functions(consuming)(prompts=["a", "b"])
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [(1, [4, 4, 4]), (2, [8, 4]), (5, [12])])
+def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
+    calls = []
+
+    def noted(prompts, answer, log_metric, flag, **columns):
+        assert flag == "one for all" and len(prompts) == len(answer)
+        calls.append(len(prompts))
+        log_metric("mean", sum(answer) / len(answer))
+        return [float(value) for value in answer]
+
+    [function] = run_in_chunks([noted], groups, lambda: 4)
+    metrics = {}
+    given = {"prompts": ["x"] * 12, "answer": list(range(12)), "log_metric": metrics.__setitem__}
+    assert function(**given, flag="one for all") == list(range(12))
+    assert calls == sizes and metrics == {"mean": pytest.approx(5.5)}
+
+
+def test_chunks_with_a_wrong_number_of_rewards_are_an_error():
+    function = run_in_chunks(one_too_few, 1, lambda: 4)
+    with pytest.raises(ValueError, match="one_too_few returned 3 rewards for 4 completions"):
+        function(prompts=["x"] * 8)
