@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from ebft import HealthCallback, train
 from ebft.errors import NonFiniteLossError
-from ebft.health.callback import FILE
+from ebft.run_files import HEALTH
 from tests.golden.runs import write_inputs
 from tests.monitor.sft_run import plain_trainer
 
@@ -33,7 +33,7 @@ def run(name, folder, **keys):
 
 
 def lines(folder):
-    path = folder / FILE
+    path = folder / HEALTH
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 

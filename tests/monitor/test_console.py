@@ -1,4 +1,4 @@
-"""The console line, and that it comes from the main process through the trainer's own log call."""
+"""The console line, which the main process prints."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,6 @@ import pytest
 
 from ebft.monitor import ConsoleMetrics
 from ebft.monitor.metrics import format_logs
-from tests.monitor.sft_run import plain_trainer
-from tests.strided.families import tiny_model
 
 LOGS = {
     "loss": 0.25,
@@ -52,11 +50,3 @@ def test_only_the_main_process_prints(main, lines, capsys):
     state = SimpleNamespace(is_world_process_zero=main, global_step=1, max_steps=2)
     ConsoleMetrics().on_log(None, state, None, logs=LOGS)
     assert len(capsys.readouterr().out.splitlines()) == lines
-
-
-def test_trainer_calls_it(tmp_path, capsys):
-    trainer = plain_trainer(tmp_path, tiny_model("llama"), max_steps=2)
-    trainer.add_callback(ConsoleMetrics())
-    trainer.train()
-    out = capsys.readouterr().out
-    assert "loss | step 1/2 | loss" in out and "loss | step 2/2 | loss" in out

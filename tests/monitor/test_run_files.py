@@ -182,11 +182,14 @@ def test_removing_lines_of_repeated_steps(tmp_path):
 
 
 def test_rotated_rollouts_continue(tmp_path):
+    RolloutLog(tmp_path / "new folder", rank=1).write([{"step": 0}])
+    assert (tmp_path / "new folder" / "rollouts-rank1.jsonl").read_text() == '{"step": 0}\n'
     log = RolloutLog(tmp_path, max_bytes=60)
     for step in range(6):
-        log.write([{"step": step, "text": "x" * 20}])
+        log.write([{"step": step, "text": "ä" * 10}])
     names = [path.name for path in rollout_files(tmp_path)]
     assert names == [f"{ROLLOUTS}.3", f"{ROLLOUTS}.2", f"{ROLLOUTS}.1", ROLLOUTS]
+    assert lines(log.path) == [{"step": 5, "text": "ä" * 10}]
     log.continue_from(3)
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3]
     log.write([{"step": 4}])

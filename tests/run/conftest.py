@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from ebft import train
 from ebft.config.schema import RunConfig
 from tests.run.crash import config_of, result, trained, write_inputs
 
@@ -69,6 +70,22 @@ def make(tiny_llama_dir, text, out):
 
 def strided(make, **keys):
     return make("ebft_pretrain.transform", **{**STRIDED, **keys})
+
+
+@pytest.fixture
+def resumed(make, tmp_path):
+    """`resumed(**keys)`: the trainer of a run of four steps; one that is resumed at its second step ends as it does."""
+
+    def of(**keys):
+        keys = {"max_steps": 4, "save_steps": 2, **keys}
+        first = train(strided(make, **keys, output_dir=tmp_path / "a")).trainer
+        resume = {"resume_from_checkpoint": tmp_path / "a" / "checkpoint-2"}
+        second = train(strided(make, **keys, output_dir=tmp_path / "b", **resume)).trainer
+        assert second.state.global_step == first.state.global_step == 4
+        assert_equal(weights(second.model), weights(first.model))
+        return first
+
+    return of
 
 
 def weights(model):

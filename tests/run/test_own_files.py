@@ -13,7 +13,7 @@ import ebft.trainer
 from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
 from ebft.run.checks import check_runnable
-from ebft.run.output import MARK, _publish, claim, final_files, final_step, listed, write_mark
+from ebft.run.output import MARK, _publish, claim, final_step, listed
 from ebft.run_files import CARD
 from ebft.tools.quickstart.run import CONFIGS, own_copy
 from tests.run.crash import before, config_of, kill, trained
@@ -212,13 +212,6 @@ def test_a_file_that_was_added_while_the_run_trained_is_not_replaced(tmp_path):
         _publish(tmp_path / "_saving" / "final", tmp_path, 1)
     assert (tmp_path / "config.json").read_text() == "config.json" and not listed(tmp_path)
     assert (tmp_path / "_saving" / "final" / "config.json").is_file()
-
-
-def test_paths_in_a_list_stay_in_the_folder(out, tmp_path):
-    for folder, name in ((out, "a"), (tmp_path, "b")):
-        write(folder, name)
-    write_mark(out, None, {"a": 1, "../b": 1, str(tmp_path / "b"): 1}, [])
-    assert [Path(path).name for path in final_files(out)] == ["a"]
 
 
 def test_a_folder_that_is_read_as_data_is_refused(inputs, tmp_path):

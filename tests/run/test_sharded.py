@@ -1,11 +1,14 @@
-"""Two processes with DDP and with FSDP2 train as one does; checkpoints of each kind can be resumed by each."""
+"""Two processes with DDP, FSDP2 and DeepSpeed train as one does; checkpoints of each kind can be resumed by each."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 import yaml
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -137,3 +140,29 @@ def test_the_command(trained, inputs, tmp_path):
     weights = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in trained("strided", 1)[1].items():
         torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=name)
+
+
+def on_cpu():
+    """Start DeepSpeed with a process group, without which accelerate lets every process be the only one on CPU.
+
+    `ebft train` therefore refuses it there.
+    """
+    inject()
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
+    ebft.run.training.check_machine = lambda *_: None
+    arguments = ebft.run.trainer.training_kwargs
+    ebft.run.trainer.training_kwargs = lambda *given: arguments(*given) | {"use_cpu": False}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_with_zero_train_as_one(trained, name):
+    """ZeRO-3 is for SFT. Skipped where DeepSpeed, which compiles an extension, is not installed."""
+    pytest.importorskip("deepspeed")
+    keys = {"optimizer": "adamw_torch"}  # Adam of PyTorch, which DeepSpeed supports on CPU
+    one, two = trained(name, 1, **keys), trained(name, 2, on_cpu, deepspeed="zero2", **keys)
+    assert_same(two, one)
+    checkpoint = str(two[0] / "checkpoint-2")
+    assert_same(trained(name, 2, on_cpu, deepspeed="zero2", resume_from_checkpoint=checkpoint, **keys), one)
+    if name == "sft":
+        assert_same(trained(name, 2, on_cpu, deepspeed="zero3", **keys), one)

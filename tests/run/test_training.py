@@ -72,15 +72,11 @@ def test_plain_lora_in_bfloat16(make):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [LORA, {}], ids=["lora", "full"])
-def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, tiny_gguf, tmp_path, keys):
-    keys = {**keys, "max_steps": 4, "save_steps": 2}
-    from_file = {"base_model": tiny_gguf.parent, "gguf_file": tiny_gguf.name}
-    train(strided(make, **from_file, **keys, output_dir=tmp_path / "a"))
-    resume = {"output_dir": tmp_path / "b", "resume_from_checkpoint": tmp_path / "a" / "checkpoint-2"}
-    resumed = train(strided(make, **from_file, **keys, **resume)).model
-    folder = convert_file(tiny_gguf, tmp_path / "folder")
-    dense = train(strided(make, base_model=folder, **keys, output_dir=tmp_path / "c")).model
-    assert_equal(weights(resumed), weights(dense))
+def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, resumed, tiny_gguf, tmp_path, keys):
+    quantised = resumed(**keys, base_model=tiny_gguf.parent, gguf_file=tiny_gguf.name).model
+    keys = {**keys, "base_model": convert_file(tiny_gguf, tmp_path / "folder"), "output_dir": tmp_path / "c"}
+    dense = train(strided(make, **keys, max_steps=4)).model
+    assert_equal(weights(quantised), weights(dense))
     if not keys.get("adapter"):
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
         torch.testing.assert_close(saved.lm_head.weight, dense.lm_head.weight, rtol=0, atol=0)

@@ -15,9 +15,9 @@ from transformers import TrainerCallback
 from ebft.errors import NonFiniteLossError
 from ebft.health import rules
 from ebft.health.rules import Log, Sighting
+from ebft.run_files import HEALTH
 
 STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES = "strided", "structured", "grpo", "sft", "preferences"
-EBFT = (STRIDED, STRUCTURED)
 COMPLETIONS = (STRUCTURED, GRPO)
 SAMPLED = (STRIDED, STRUCTURED, GRPO)
 ALL = (STRIDED, STRUCTURED, GRPO, SFT, PREFERENCES)
@@ -230,7 +230,6 @@ CONDITIONS = (
 )
 
 
-FILE = "health.jsonl"
 _SAVED_AS = "Health"  # among the `stateful_callbacks` of trainer_state.json
 _NON_FINITE = CONDITIONS[0]
 
@@ -251,12 +250,10 @@ class HealthCallback(TrainerCallback):
         self.reported: set[str] = set()  # names of conditions
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log = self._new_log(args)
+        self._log = self._log_of(args, state)
         self.reported = set(state.stateful_callbacks.get(_SAVED_AS, {}).get("reported", ()))
-        for entry in state.log_history:
-            self._log.add(entry["step"], entry)
         if state.is_world_process_zero and state.global_step == 0:
-            (Path(args.output_dir) / FILE).unlink(missing_ok=True)
+            (Path(args.output_dir) / HEALTH).unlink(missing_ok=True)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:  # the latter: totals at the end
@@ -269,10 +266,7 @@ class HealthCallback(TrainerCallback):
     def unresolved(self, args: Any, state: Any) -> list[str]:
         """The names of the reported conditions that still hold for the newest values of the metrics in `state`."""
         reported = state.stateful_callbacks.get(_SAVED_AS, {}).get("reported", ())
-        log = self._new_log(args)
-        for entry in state.log_history:
-            if "train_runtime" not in entry:
-                log.add(entry["step"], entry)
+        log = self._log_of(args, state)
         log.names = frozenset(log.series)  # not only those of the newest entry, which may be an evaluation
         return [each.name for each in CONDITIONS if each.name in reported and each.rule(log) is not None]
 
@@ -283,14 +277,18 @@ class HealthCallback(TrainerCallback):
             step = state.global_step + 1  # the one that was not completed
             self._write(_NON_FINITE, step, step, str(error), args.output_dir)
 
-    def _new_log(self, args: Any) -> Log:
+    def _log_of(self, args: Any, state: Any) -> Log:
         options = vars(args)
         found = {
             "samples": options.get("num_generations") or options.get("n_samples_per_prompt"),
             "whitened": options.get("use_whitening"),
         }
         given = {name: value for name, value in self._given.items() if value is not None}
-        return Log(**(found | given), fp16=args.fp16)
+        log = Log(**(found | given), fp16=args.fp16)
+        for entry in state.log_history:
+            if "train_runtime" not in entry:  # totals at the end
+                log.add(entry["step"], entry)
+        return log
 
     def _report(self, condition: Condition, sighting: Sighting, args: Any, state: Any) -> None:
         self.reported.add(condition.name)
@@ -312,7 +310,7 @@ class HealthCallback(TrainerCallback):
             "message": message,
             "remedy": condition.remedy,
         }
-        path = Path(folder) / FILE
+        path = Path(folder) / HEALTH
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:

@@ -82,12 +82,18 @@ class StopAtBudget(TrainerCallback):
         name = limit_reached(self.limits, self.budget.totals)
         if name is None:
             return
-        control.should_training_stop = control.should_log = True
+        control.should_log = True
         control.should_evaluate |= args.eval_strategy == "steps"
-        control.should_save |= args.save_strategy == "steps"
-        if state.is_world_process_zero:
-            limit, spent = self.limits.model_dump()[name], self.budget.totals[name]
-            tqdm.write(f"Stopping at step {state.global_step}: budget.{name} {limit:,} is reached ({spent:,})")
+        limit, spent = self.limits.model_dump()[name], self.budget.totals[name]
+        stop_training(args, state, control, f"budget.{name} {limit:,} is reached ({spent:,})")
+
+
+def stop_training(args: Any, state: Any, control: Any, reason: str) -> None:
+    """Stop after this step, which is saved like a last one, and print the reason."""
+    control.should_training_stop = True
+    control.should_save |= args.save_strategy == "steps"
+    if state.is_world_process_zero:
+        tqdm.write(f"Stopping at step {state.global_step}: {reason}")
 
 
 def limit_reached(limits: BudgetSection, totals: dict[str, float]) -> str | None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
 
 from ebft.config.schema import RunConfig
@@ -22,6 +21,7 @@ from ebft.config.user_code import user_code
 from ebft.config.user_functions import call_problem, find_function
 from ebft.errors import ConfigError
 from ebft.files import STATE, json_object
+from ebft.monitor.budget import stop_training
 from ebft.printed import say
 from ebft.processes import has_failed, is_main_process
 from ebft.trainer import OverTrainer
@@ -46,12 +46,8 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         super().on_evaluate(args, state, control, metrics, **kwargs)
         if control.should_training_stop and self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_save |= args.save_strategy == "steps"
-            if state.is_world_process_zero:
-                tqdm.write(
-                    f"Stopping at step {state.global_step}: {self.early_stopping_patience} evaluations without a "
-                    f"better {args.metric_for_best_model} (early_stopping_patience)"
-                )
+            evaluations = f"{self.early_stopping_patience} evaluations without a better {args.metric_for_best_model}"
+            stop_training(args, state, control, f"{evaluations} (early_stopping_patience)")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         best = f"checkpoint-{state.best_global_step}"
@@ -72,15 +68,9 @@ class LossWatchdog(TrainerCallback):
         self.threshold, self.patience = threshold, patience
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" not in logs or _losses_above(self.threshold, state.log_history) < self.patience:
-            return
-        control.should_training_stop = True
-        control.should_save |= args.save_strategy == "steps"
-        if state.is_world_process_zero:
-            tqdm.write(
-                f"Stopping at step {state.global_step}: the last {self.patience} logged losses are above "
-                f"{self.threshold:g} (loss_watchdog_threshold)"
-            )
+        if "loss" in logs and _losses_above(self.threshold, state.log_history) >= self.patience:
+            losses = f"the last {self.patience} logged losses are above {self.threshold:g}"
+            stop_training(args, state, control, f"{losses} (loss_watchdog_threshold)")
 
 
 def stopped_early(config: RunConfig, checkpoint: Path) -> str | None:

@@ -148,7 +148,8 @@ def _try_optimizer(config: RunConfig) -> None:
         settings = _settings(config.optimizer, given)
     except (ImportError, ValueError) as error:
         extra = "quantize" if config.optimizer.startswith("adamw_torch_") else "qlora"
-        install = f"Run `pip install 'ebft[{extra}]'`" if _is_of_extra(error) else "Install its dependencies"
+        is_known = isinstance(error, ImportError) and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
+        install = f"Run `pip install 'ebft[{extra}]'`" if is_known else "Install its dependencies"
         raise ConfigError(
             f"optimizer: {config.optimizer} cannot be used: {str(error).strip().rstrip('.')}. {install}, or leave "
             f"optimizer out to use {_default('optimizer')}."
@@ -160,10 +161,6 @@ def _try_optimizer(config: RunConfig) -> None:
             raise ConfigError(f"optim_args.{name}: false is read as true by transformers. Remove it.")
         if isinstance(settings.get(name), str) and not isinstance(_settings(config.optimizer, {}).get(name, ""), str):
             raise ConfigError(f"optim_args.{name} is passed on by transformers as text, not as a number. Remove it.")
-
-
-def _is_of_extra(error: Exception) -> bool:
-    return isinstance(error, ImportError) and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
 
 
 def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:

@@ -255,8 +255,10 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
         for part in group.modules:
             if not any(part in name for name in trained):
                 raise ModelError(f"lr_groups: {part!r} is not part of the name of a trained parameter. Remove it.")
-    embeddings = _embedding_names(model)
-    rate = config.learning_rate
+    causal_lm, rate = unwrap_adapter(model), config.learning_rate
+    layers = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
+    named = [(name, module) for name, module in causal_lm.named_modules() if any(module is layer for layer in layers)]
+    embeddings = {name.rpartition(".")[2] for name, _ in named}  # such as embed_tokens and lm_head
     # PEFT's LoRA+ also multiplies the rate of vectors: the magnitudes of DoRA, biases and norms.
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
@@ -276,11 +278,3 @@ def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | No
         return rate
 
     return rate_of
-
-
-def _embedding_names(model: nn.Module) -> set[str]:
-    """Last parts of the names of the input embedding and the output layer, such as embed_tokens and lm_head."""
-    causal_lm = unwrap_adapter(model)
-    both = [causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()]
-    named = causal_lm.named_modules()
-    return {name.rpartition(".")[2] for name, module in named if any(module is layer for layer in both)}

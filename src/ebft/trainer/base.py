@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,14 @@ class OverTrainer(Trainer):
     _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.pushing: Pushing = Pushing(self)
         super().__init__(*args, **kwargs)
         self.budget: Budget = Budget()
         self.add_callback(KeepBudget(self))
+
+    @cached_property
+    def pushing(self) -> Pushing:
+        """The pushes to the Hub."""
+        return Pushing(self)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -40,11 +40,6 @@ def pushed_files(folder: Path, names: Iterable[str] | None = None, tokenizer: An
     return [folder / name for name in wanted if (folder / name).is_file()]
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint that are pushed: those that resuming reads."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
-
-
 def commit(
     repo_id: str,
     files: dict[str, Path],
@@ -166,7 +161,8 @@ class Pushing:
         files = found if any(path.suffix in (".safetensors", ".bin") for path in found.values()) else {}
         if self._strategy != "every_save":
             target = "last-checkpoint" if self._strategy == "checkpoint" else folder.name
-            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in checkpoint_files(folder)}
+            read = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
+            files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in read}  # by resuming
         if files:
             self._job = self._start(files, f"Training in progress, step {folder.name.rpartition('-')[2]}")
 
