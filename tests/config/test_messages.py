@@ -139,6 +139,7 @@ def structured(**trl):
     # Templates and rows
     ({"chat_template": "jinja"}, "chat_template: jinja needs the text"),
     ({"chat_template": "chatml", "chat_template_jinja": "{{ a }}"}, "are both set. Keep one"),
+    ({**PROMPTS, "ebft": {"rl_coef": 0.0}}, "ebft.rl_coef: 0 has no effect in structured mode"),
     (dataset(train_on_split="test", split="dev"), "split and train_on_split are two names of the same key"),
     (dataset(train_on_eos="all", train_on_eot="none"), "train_on_eos and train_on_eot are two names"),
     (dataset(message_field_role="a", message_property_mappings={"role": "b"}), "role and message_field_role"),
