@@ -31,7 +31,8 @@ os.environ["_EBFT_COMPLETE"] = "complete_bash"
 for words in ("train run.yaml ebft.str", "show . --sort al", "quantize . --type i", "evaluate run.yaml --model smol"):
     os.environ |= {{"COMP_WORDS": f"ebft {{words}}", "COMP_CWORD": str(len(words.split()))}}
     run(app, [], prog_name="ebft")
-config = RunConfig.from_dict({{"base_model": "m", "rl": "ebft", "datasets": [{{"path": "d", "type": "ebft_opencode"}}]}})
+data = [{{"path": "d", "type": "ebft_opencode"}}]
+config = RunConfig.from_dict({{"base_model": "m", "rl": "ebft", "datasets": data}})
 check_transform("ebft_opencode.transform", config.required_rows)
 for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
     try:
