@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.bad_input import configs, data_files, folders, models, overrides, user_code
+from tests.bad_input import configs, data_files, folders, models, user_code
 from tests.bad_input.cases import complaint, invoke, prepare
 
 TABLES = {module.__name__.rpartition(".")[2]: module.CASES for module in (
-    configs, overrides, data_files, models, user_code, folders)}  # fmt: skip
+    configs, data_files, models, user_code, folders)}  # fmt: skip
 CASES = [(table, case) for table, cases in TABLES.items() for case in cases]
 
 

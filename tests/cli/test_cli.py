@@ -46,44 +46,6 @@ def test_help_and_completion_are_fast(environment):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-LIGHT = """
-import os, sys
-import ebft, ebft.config, ebft.tools.cli
-from ebft.config.schema import RunConfig
-from ebft.data.transforms import check_transform
-from ebft.errors import DataError
-
-for arguments in ("--help", "train --help", "vllm-serve --help", "fetch", "fetch --help"):
-    sys.argv = ["ebft", *arguments.split()]
-    try:
-        ebft.tools.cli.main()
-    except SystemExit as stop:
-        assert not stop.code
-sys.argv, os.environ["_EBFT_COMPLETE"] = ["ebft"], "complete_bash"
-for words in ("train run.yaml ebft.str", "show . --sort al", "quantize . --type i", "evaluate run.yaml --model smol"):
-    os.environ |= {"COMP_WORDS": f"ebft {words}", "COMP_CWORD": str(len(words.split()))}
-    try:
-        ebft.tools.cli.app(prog_name="ebft")
-    except SystemExit as stop:
-        assert not stop.code
-config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "datasets": [{"path": "d", "type": "ebft_opencode"}]})
-check_transform("ebft_opencode.transform", config.required_rows)
-for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
-    try:
-        check_transform(name, config.required_rows)
-    except DataError:
-        continue
-    sys.exit(f"{name} was taken")
-sys.exit(sorted({"torch", "transformers", "datasets", "gguf", "ebft.data.load"} & set(sys.modules)) or 0)
-"""
-
-
-def test_help_lists_completion_and_checks_of_configs_import_nothing_heavy():
-    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-5:] == ["ebft.stride=", "alignment", "int8", "int4", "smollm2-135m"]
-
-
 def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
     schema = json.loads(ebft("config", "--json-schema").output)
     assert set(schema["properties"]) == set(RunConfig.model_fields)

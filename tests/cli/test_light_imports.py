@@ -5,17 +5,42 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-HEAVY = ("torch", "transformers", "pandas", "datasets", "trl", "peft", "accelerate", "numpy", "pyarrow")
+HEAVY = ("torch", "transformers", "pandas", "datasets", "trl", "peft", "accelerate", "numpy", "pyarrow", "gguf",
+         "ebft.data.load")  # fmt: skip
 RUN = """
-import sys
-from ebft.tools.cli import main
-for words in {commands}:
+import os, sys
+from ebft.tools.cli import app, main
+from ebft.config.schema import RunConfig
+from ebft.data.transforms import check_transform
+from ebft.errors import DataError
+
+def check(what):
+    assert not (found := set({heavy}) & set(sys.modules)), f"{{what}} imports {{', '.join(sorted(found))}}"
+
+def run(function, words, **arguments):
     sys.argv = ["ebft", *words]
     try:
-        main()
+        function(**arguments)
     except SystemExit as stop:
         assert not stop.code, words
-    assert not (found := set({heavy}) & set(sys.modules)), f"{{words}} imports {{', '.join(sorted(found))}}"
+    check(words)
+
+for words in {commands}:
+    run(main, words)
+os.environ["_EBFT_COMPLETE"] = "complete_bash"
+for words in ("train run.yaml ebft.str", "show . --sort al", "quantize . --type i", "evaluate run.yaml --model smol"):
+    os.environ |= {{"COMP_WORDS": f"ebft {{words}}", "COMP_CWORD": str(len(words.split()))}}
+    run(app, [], prog_name="ebft")
+data = [{{"path": "d", "type": "ebft_opencode"}}]
+config = RunConfig.from_dict({{"base_model": "m", "rl": "ebft", "datasets": data}})
+check_transform("ebft_opencode.transform", config.required_rows)
+for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
+    try:
+        check_transform(name, config.required_rows)
+    except DataError:
+        check(name)
+    else:
+        sys.exit(f"{{name}} was taken")
 """
 # Keys whose values are known to transformers, PyTorch or TRL.
 CHECKED = """
@@ -39,14 +64,16 @@ METHODS = {
 }
 
 
-def test_help_and_checks_of_configs_import_nothing_heavy(tmp_path):
+def test_help_lists_completion_and_checks_of_configs_import_nothing_heavy(tmp_path):
     """Of every example, and of configs with names that other packages know."""
     paths = sorted(EXAMPLES.glob("*.yaml"))
     assert len(paths) > 20
     for method, (kind, keys) in METHODS.items():
         paths.append(tmp_path / f"{method}.yaml")
         paths[-1].write_text(CHECKED.replace("chat_template}", f"{kind}}}") + keys)
-    commands = [["--help"], ["config", "--help"], *(["config", "--check", str(path)] for path in paths)]
+    commands = [[command, "--help"] for command in ("config", "train", "vllm-serve", "fetch")]
+    commands += [["--help"], ["fetch"], *(["config", "--check", str(path)] for path in paths)]
     code = RUN.format(commands=commands, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-5:] == ["ebft.stride=", "alignment", "int8", "int4", "smollm2-135m"]

@@ -5,6 +5,18 @@ import warnings
 import pytest
 
 MINIMAL = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "completion"}]}
+ENTRY = {"path": "some/data"}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided"}}
+
+
+def strided(**options):
+    """Keys of strided mode with these options."""
+    return {"rl": "ebft", "ebft": {"mode": "strided", **options}}
+
+
+def dataset(**keys):
+    """A section `datasets` with one entry, of chats unless `type` is given."""
+    return {"datasets": [{"path": "x", "type": "chat_template", **keys}]}
 
 
 def warned(make, **keys):

@@ -2,17 +2,18 @@ import warnings
 
 import pytest
 
+from ebft import EBFTConfig
 from ebft.config.options import StridedOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine
-from ebft.run.trainer import training_kwargs
+from ebft.run.trainer import planned_steps, training_kwargs
+from tests.config.test_messages import CPU, GPU, PREFERENCES, PROMPTS, config
 
-CPU = Machine(has_accelerator=False, supports_bf16=False)
-GPU = Machine(has_accelerator=True, supports_bf16=True)
 AMPERE = Machine(has_accelerator=True, supports_bf16=True, supports_tf32=True)
 TWO = Machine(has_accelerator=True, supports_bf16=True, processes=2)
 EVAL = {"val_set_size": 2}
+COMPARISONS = {"datasets": [{"path": "a", "type": "bradley_terry.chat_template"}], "reward_model": True}
 FSDP = {"offload_params": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": True}
 FSDP["final_state_dict_type"] = "FULL_STATE_DICT"
 RESHARD = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}}
@@ -121,3 +122,63 @@ def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
     assert set(config.method.own_arguments(config)) == set(option_names(StridedOptions))
     assert config.method.own_arguments(config)["stride"] == 3
+
+
+@pytest.mark.parametrize("method", [{"rl": "dpo", **PREFERENCES}, {"rl": "ipo", **PREFERENCES}, COMPARISONS])
+def test_offloading_is_passed_to_the_trainers_of_trl(make, method):
+    config = make(**method, activation_offloading=True)
+    assert kwargs(config, GPU)["activation_offloading"] is True
+    assert "activation_offloading" not in kwargs(config)
+    assert "activation_offloading" in config.method.arguments_class().__dataclass_fields__
+
+
+def structured(**keys):
+    return config(**{**PROMPTS, **keys})
+
+
+def test_keys_reach_trls_arguments():
+    made = structured(ebft={"use_whitening": True, "adaptive_max_tokens": False, "feature_layers": [0.5]},
+                        trl={"num_generations": 4, "temperature": 0.9, "vllm_importance_sampling_cap": 2.0,
+                             "vllm_guided_decoding_regex": "a+", "vllm_sync_interval": 3, "scale_rewards": False},
+                        micro_batch_size=2)  # fmt: skip
+    found = made.method.own_arguments(made)
+    wanted = {"num_generations": 4, "temperature": 0.9, "vllm_importance_sampling_clip_max": 2.0,
+              "vllm_structured_outputs_regex": "a+", "vllm_sync_interval": 3, "scale_rewards": False,
+              "loss_type": "grpo", "use_whitening": True, "adaptive_max_tokens": False, "feature_layers": [0.5],
+              "per_device_eval_batch_size": 4}  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
+    assert "beta" not in found  # unset: TRL's own default
+    grpo = structured(rl="grpo")
+    assert not {"feature_layers", "adaptive_max_tokens"} & grpo.method.own_arguments(grpo).keys()
+
+
+def test_the_trainer_connects_to_where_the_server_listens():
+    server, trl = {"port": 9001, "host": "10.0.0.1"}, {"use_vllm": True}
+    assert structured(vllm=server, trl=trl).server_address == ("10.0.0.1", 9001)
+    other = {"vllm_server_host": "gpu", "vllm_server_port": 9002}
+    assert structured(vllm=server, trl=trl | other).server_address == ("gpu", 9002)
+    managed = {**trl, "vllm_mode": "managed", "vllm_server_port": 9001}  # training starts it
+    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep one of them"):
+        structured(vllm={"port": 9002}, trl=managed)
+    structured(vllm={"port": 9001}, trl=managed)
+    structured(trl=managed)
+
+
+def test_two_completions_have_no_diversity_gradient_with_a_common_baseline(tmp_path):
+    common = {"output_dir": str(tmp_path), "report_to": "none", "per_device_train_batch_size": 4}
+    for options in ({"advantage_estimator": "grpo"}, {"rloo_baseline": "mean"}):
+        with pytest.warns(UserWarning, match="diversity_coef has no effect on the gradient with num_generations: 2"):
+            EBFTConfig(**common, num_generations=2, **options)
+        EBFTConfig(**common, num_generations=2, diversity_coef=0.0, **options)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        EBFTConfig(**common, num_generations=2)
+        EBFTConfig(**common, num_generations=4)
+
+
+def test_steps_count_prompts():
+    made = structured(trl={"num_generations": 4}, micro_batch_size=2, gradient_accumulation_steps=4, num_epochs=3)
+    # 8 completions per step are 2 prompts; 11 prompts fill 5 steps, the last prompt is left out.
+    assert planned_steps(made, CPU, rows=11) == 15
+    twice = structured(trl={"num_generations": 2, "num_iterations": 2, "generation_batch_size": 8}, micro_batch_size=2)
+    # 4 prompts per generation of 4 micro-steps, each used twice.
+    assert planned_steps(twice, CPU, rows=8) == 16

@@ -1,35 +1,68 @@
 """Files and overrides: what they become, and what is wrong with them."""
 
 import functools
+import json
 
 import pytest
 
-from ebft.config.axolotl import UNSUPPORTED_KEYS
-from ebft.config.schema import load_config
+from ebft.config.load import read_values
+from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError, EBFTError
+from ebft.run.checks import check_runnable
+from tests.config.conftest import MINIMAL, STRIDED
+
+LONGEST = 1500  # characters of an error
+PLAIN = "base_model: model\ndatasets: [{path: rows.jsonl, type: completion}]\n"
+TEXT = json.dumps({**MINIMAL, **STRIDED, "max_steps": 1, "learning_rate": 1e-4, "output_dir": "out"}, indent=1)
 
 
-def assert_fails(path, *parts, overrides=()):
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, overrides)
-    assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+def assert_refused(parts, function, *arguments):
+    with pytest.raises(EBFTError) as caught:
+        function(*arguments)
+    said = str(caught.value)
+    assert [part for part in parts if part.lower() not in said.lower()] == [] and len(said) <= LONGEST, said
 
 
-STRIDED = "rl: ebft\nebft: {mode: strided}\n"
+def checked(path, overrides=()):
+    check_runnable(load_config(path, overrides))
+
+
+def nested(name, value):
+    """The keys STRIDED and MINIMAL with `value` at the dotted key `name`."""
+    section, _, key = name.rpartition(".")
+    keys = {**MINIMAL, **STRIDED}
+    return {**keys, section: {**keys.get(section, {}), key: value}} if section else {**keys, name: value}
+
+
+def aliases(line, start, levels=40):
+    return start + "".join(line.format(n=n, m=n - 1) + "\n" for n in range(1, levels))
 
 
 @pytest.mark.parametrize(("text", "overrides", "expected"), [
     ("", [], {"base_model": "some/model", "rl": None}),
     ("learning_rate: 1e-5\nadam_epsilon: 1E-9\nweight_decay: 2.5e-2\n", [],
      {"learning_rate": 1e-5, "adam_epsilon": 1e-9, "weight_decay": 0.025}),
-    ("max_steps: -1\n", [], {"max_steps": None}),
+    ("max_steps: -1\n", [], {"max_steps": None}), ("max_steps: null\nwandb_run_id:\n", [], {"max_steps": None}),
     # Words that only YAML 1.1 takes for something else.
-    ("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nwandb_entity: 2024-02-30\n", [],
-     {"wandb_name": "1:30", "wandb_project": "yes", "save_strategy": "no", "wandb_entity": "2024-02-30"}),
-    (STRIDED, ["ebft.stride=4", "learning_rate=1e-5", "ebft.use_whitening=true", "ebft.feature_layers=[0.5]"],
-     {"ebft.stride": 4, "learning_rate": 1e-5, "ebft.use_whitening": True, "ebft.feature_layers": [0.5]}),
+    ("wandb_name: 1:30\nwandb_project: yes\nsave_strategy: no\nwandb_entity: 2024-02-30\noutput_dir: no\n", [],
+     {"wandb_name": "1:30", "wandb_project": "yes", "save_strategy": "no", "wandb_entity": "2024-02-30",
+      "output_dir": "no"}),
+    ("output_dir: >-\n  outputs/run\nchat_template: |\n  {{ messages }}\n", [],
+     {"output_dir": "outputs/run", "chat_template": "{{ messages }}\n"}),
+    ('chat_template: "x\\n%YAML 1.1 {{ a }}"\noutput_dir: modèle-東京\n', [],
+     {"chat_template": "x\n%YAML 1.1 {{ a }}", "output_dir": "modèle-東京"}),
+    ("test_datasets: &d [{path: a, type: completion}]\nmax_steps: 3\r\n", [], {"max_steps": 3}),
+    ("rl: ebft\nebft: {mode: strided}\n",
+     ["ebft.stride=4", "learning_rate=1e-5", "ebft.use_whitening=true", "ebft.feature_layers=[0.5,1]"],
+     {"ebft.stride": 4, "learning_rate": 1e-5, "ebft.use_whitening": True, "ebft.feature_layers": [0.5, 1.0]}),
     ("", ["special_tokens.pad_token=<pad>"], {"special_tokens.pad_token": "<pad>"}),
-    ("max_steps: 5\n", ["max_steps="], {"max_steps": None}), ("", ["wandb_name=a=b"], {"wandb_name": "a=b"}),
+    ("max_steps: 5\nrl: ebft\n", ["max_steps=", "rl="], {"max_steps": None, "rl": None}),
+    *(("", [f"{key}={text}"], {key: value}) for key, text, value in (
+        ("max_steps", "0x10", 16), ("max_steps", "0o10", 8), ("max_steps", "0b11", 3), ("max_steps", "1_000", 1000),
+        ("max_steps", "+5", 5), ("max_steps", "-1", None), ("wandb_name", "1:30", "1:30"),
+        ("wandb_name", "2024-01-01", "2024-01-01"), ("wandb_name", "a=b", "a=b"), ("warmup_steps", "0", 0),
+        ("learning_rate", "0.010", 0.01), ("learning_rate", ".5", 0.5), ("output_dir", "'007'", "007"),
+        ("output_dir", "\U0001f600", "\U0001f600"))),
 ])  # fmt: skip
 def test_what_a_file_and_overrides_become(write, text, overrides, expected):
     config = load_config(write(text), overrides)
@@ -39,8 +72,8 @@ def test_what_a_file_and_overrides_become(write, text, overrides, expected):
 def test_elements_and_whole_lists_in_overrides(write):
     config = load_config(write(), ["datasets.0.path=notes.txt", "datasets.1.path=b", "datasets.1.type=completion"])
     assert [entry.path for entry in config.datasets] == ["notes.txt", "b"]
-    config = load_config(write(), ["datasets=[{path: x, type: y.transform}]"])
-    assert [(entry.path, entry.type) for entry in config.datasets] == [("x", "y.transform")]
+    config = load_config(write(), ["datasets=[{path: x, type: y.transform}]", "datasets.00.split=train[:2]"])
+    assert [(entry.path, entry.type, entry.split) for entry in config.datasets] == [("x", "y.transform", "train[:2]")]
 
 
 def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
@@ -48,97 +81,177 @@ def test_an_override_does_not_reach_the_anchor_through_its_alias(write):
     path = write(f"base_model: m\n{text}datasets: *held_out\n", required=False)
     config = load_config(path, ["datasets.0.split=train[:75%]", "test_datasets.0.split=train[75%:]"])
     assert (config.datasets[0].split, config.test_datasets[0].split) == ("train[:75%]", "train[75%:]")
+    merged = write("base_model: m\ndatasets:\n- &d {path: a, type: completion}\n- {<<: *d, path: b}\n", required=False)
+    assert [entry.path for entry in load_config(merged).datasets] == ["a", "b"]
 
 
-def test_files_that_are_no_config(write, tmp_path):
+@pytest.mark.parametrize("text", [b"\xef\xbb\xbf" + TEXT.encode(), TEXT.replace("\n", "\r\n").encode(),
+                                  f"%YAML 1.2\n---\n{TEXT}".encode()])  # fmt: skip
+def test_other_spellings_of_a_file(tmp_path, text):
+    (tmp_path / "run.yaml").write_bytes(text)
+    assert read_values(tmp_path / "run.yaml") == json.loads(TEXT)
+
+
+@pytest.mark.parametrize(("text", "parts"), [
+    ("", ("run.yaml", "is empty", "base_model")), ("# nothing\n", ("run.yaml", "empty")),
+    ("- base_model: x\n", ("run.yaml", "expected a mapping (key: value)")), ("hello\n", ("mapping",)),
+    ("hello" * 2000, ("mapping",)), ("seed: 1\n", ("base_model is missing", "datasets is missing")),
+    (TEXT.encode("utf-16"), ("run.yaml", "UTF-8")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
+    (bytes(range(256)), ("run.yaml",)), ("base_model: a\0b\n", ("run.yaml",)),
+    ("ebft:\n\tstride: 4\n", ("line 2",)), ('base_model: "model\nrl: ebft\n', ("line",)),
+    ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)), ("base_model: a: b\n", ("line 1",)),
+    ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
+    ("ebft:\n  stride: 4\n  stride: 8\n", ("line", "stride")),
+    ("datasets:\n- {path: a, type: b, path: c}\n", ("line", "path")),
+    ("base_model: a\n---\nbase_model: b\n", ("run.yaml",)),
+    ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
+    ("base_model: !!python/name:os.system\n", ("run.yaml",)), ("base_model: !model x\n", ("run.yaml",)),
+    ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
+    ("# run\n%YAML 1.1\n---\nbase_model: model\n", ("run.yaml", "1.2")),
+    (aliases("a{n}: &a{n} [*a{m}, *a{m}, *a{m}, *a{m}]", "a0: &a0 [x, x]\n", 12) + PLAIN, ("100000 values", "alias")),
+    (aliases("l{n}: &l{n} {{a: *l{m}, b: *l{m}}}", "l0: &l0 {a: 1}\n") + PLAIN, ("alias",)),
+    (aliases("l{n}: &l{n} {{<<: [*l{m}, *l{m}], k{n}: 1}}", "l0: &l0 {a: 1}\n"), ("run.yaml",)),
+    ("datasets: &a [*a]\n", ("an alias (*name) refers to a value that contains it",)),
+    ("base_model: *model\n", ("run.yaml", "line 1")),
+    ("base_model: model\nseed: !!int abc\n", ("line 2: invalid YAML: the value 'abc' does not have the type",)),
+    ("base_model: !!bool [model]\n", ("line 1",)), ("seed: 012\n", ("line 1: invalid YAML: the number 012 is ambig",)),
+    ('base_model: m\nmodel_type: "\\ud800"\n', ("run.yaml", "surrogate")), ('"\\udfff": m\n', ("surrogate",)),
+    ("a: " + "{a: " * 120 + "1" + "}" * 120, ("run.yaml", "too deep")), ("[" * 5000, ("run.yaml",)),
+    ("seed: " + "9" * 10_000 + "\n", ("run.yaml",)), ("base_model: " + "x" * 100_000 + ": y\n", ("run.yaml",)),
+    ("[a, b]: 1\n", ("run.yaml", "invalid YAML: a key must be a scalar")), ("{a: b}: c\n", ("invalid YAML",)),
+    (PLAIN + "7: 1\n", ("7",)), ("base_model: m\n~: 1\n", ("unknown key",)), ("x: 2024-02-31\n", ("run.yaml",)),
+    (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
+    (PLAIN + "hub_model_id: |\n  me/run\n", ("hub_model_id", ">-")),
+    (PLAIN + "learning_rate: .nan\n", ("learning_rate", "expected a finite number")),
+    (PLAIN + "learning_rate: .inf\n", ("learning_rate", "finite")),
+    (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),
+    (PLAIN + "base_model:\n", ("base_model",)), (PLAIN + f"{'x' * 900}: 1\n", ("run.yaml", "unknown key")),
+    (PLAIN + "".join(f"key_{n}: {n}\n" for n in range(500)), ("more",)),
+])  # fmt: skip
+def test_a_file_that_is_no_config(tmp_path, text, parts):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert_refused(parts, load_config, path)
+
+
+def test_a_path_that_is_no_file(tmp_path):
     assert issubclass(ConfigError, EBFTError) and issubclass(EBFTError, ValueError)
-    assert_fails(tmp_path / "absent.yaml", "absent.yaml", "No such file", "Give the path")
-    for text, *parts in (("", "is empty", "base_model"), ("- a\n", "key: value"),
-                         ("seed: 1\n", "base_model is missing", "datasets is missing")):  # fmt: skip
-        assert_fails(write(text, required=False), *parts)
-    levels = "".join(f"  a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-    assert_fails(write(f"fsdp_config:\n  a0: &a0 1\n{levels}"), "more than 100000 values")
+    assert_refused(("absent.yaml", "No such file", "Give the path"), load_config, tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("ebft: [1,\n", "run.yaml, line 6: invalid YAML"), ("seed: 1\nseed: 2\n", "run.yaml, line 6"),
-    ("seed: 1\nseed: 2\n", 'duplicate key "seed"'),
-    ("? [a]\n: 1\n", "invalid YAML: a key must be a scalar"),
-    ("{a: b}: c\n", "invalid YAML"),
-    ("wandb_name: &x [*x]\n", "an alias (*name) refers to a value that contains it"),
-    ("seed: 012\n", "line 5: invalid YAML: the number 012 is ambiguous"),
-    ("seed: !!int abc\n", "line 5: invalid YAML: the value 'abc' does not have the type"),
-    ("%YAML 1.1\n---\nseed: 1\n", "invalid YAML: configs are read as YAML 1.2"),
-    ("seed: " + "[" * 3000 + "\n", "invalid YAML"),
-    ("learning_rate: high\n", "learning_rate: invalid value 'high'; expected a number."),
-    ("micro_batch_size: 0\n", "micro_batch_size: invalid value 0; expected a value of at least 1."),
-    ("micro_batch_size: true\n", "micro_batch_size: invalid value True; expected an integer."),
-    ("gradient_checkpointing: offload_disk\n",
-     "gradient_checkpointing: offload_disk is not supported: activations are recomputed, and not offloaded. Use "
-     "gradient_checkpointing: true."),
-    ("bf16: maybe\n", "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
-    ("seed: 5000000000\n", "seed: invalid value 5000000000; expected a value of at most 4294967295."),
-    ("rl: sft\n",
-     "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or 'simpo' (leave "
-     "it out for SFT)."),
-    ("rl: ebft\nebft: {stride: 1e23}\n", "ebft.stride: invalid value 1e+23"),
-    ("rl: ebft\nebft: {stride: 3000000}\n", "at most 1000000"),
-    ("wandb_name: 7\n", "put it in quotes"),
-    ("val_set_size: 1.5\n", "val_set_size: invalid value 1.5; expected a value below 1.0 or an integer."),
-    ("learning_rate: .nan\n", "expected a finite number"),
-    *((f"special_tokens: {{{name}: ''}}\n", f"special_tokens.{name}: invalid value ''; expected a non-empty string.")
-          for name in ("pad_token", "eos_token", "bos_token", "unk_token")),
-    ("lora_target_modules: ''\n", "lora_target_modules: invalid value ''; expected a non-empty string or a list."),
-    ("lora_target_modules: []\n", "lora_target_modules: invalid value []; expected "),
-    ("lora_target_modules: []\n", "or a list with at least 1 element."),
-    ("evaluation: {temperature: 0.0001}\n",
-     "evaluation.temperature: invalid value 0.0001; expected a value of at least 0.001."),
-    ("seed: x\nlora_dropout: 2\n", "seed: invalid value 'x'"),
-    ("seed: x\nlora_dropout: 2\n", "lora_dropout: invalid value 2"),
-    ("resume_from_checkpoint: true\n", "invalid value true; expected the folder of a checkpoint"),
-    ("resume_from_checkpoint: true\n", "auto_resume_from_checkpoints: true"),
+ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}
+VALUES = [  # a dotted key, values that it does not accept, and more that the message contains
+    ("learning_rate", ("fast", 0, -1e-5, True, [1e-5], {"start": 1}, "x" * 10_000, list(range(5000)))),
+    ("learning_rate", ("high",), "learning_rate: invalid value 'high'; expected a number."),
+    ("max_steps", (0, -2, 1.5, "10", True)), ("max_steps", (2**63,), "at most 1000000000"),
+    ("num_epochs", (0,)), ("num_epochs", (1e300,), "at most 1000000"),
+    ("micro_batch_size", (0,), "micro_batch_size: invalid value 0; expected a value of at least 1."),
+    ("micro_batch_size", (True,), "micro_batch_size: invalid value True; expected an integer."),
+    ("micro_batch_size", ("auto",)), ("micro_batch_size", (2**31,), "at most 1000000"),
+    ("gradient_accumulation_steps", (10**9,)), ("sequence_len", (1, "1k", 2**31)), ("save_steps", (0, 2**63)),
+    ("warmup_steps", (1.5, 1e300)), ("warmup_ratio", (1.5,)), ("weight_decay", (-0.1, 1e300)), ("adam_beta1", (1,)),
+    ("max_grad_norm", (-1,)), ("dataloader_num_workers", (10**5,)), ("dataset_num_proc", (10**9,)),
+    ("lr_groups", ([{"name": "a", "modules": ["b"], "lr": 1e300}],), "lr_groups.0.lr"), ("seed", (-1, 2**400)),
+    ("seed", (2**32,), "seed: invalid value 4294967296; expected a value of at most 4294967295."),
+    ("val_set_size", (-1,)), ("val_set_size", (1.5,), "invalid value 1.5; expected a value below 1.0 or an integer."),
+    ("save_strategy", ("never",)), ("rl", ("dpo", ["ebft"])), ("adapter", ("dora",)),
+    ("rl", ("sft",), "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or "
+                     "'simpo' (leave it out for SFT)."),
+    ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
+    ("wandb_name", (7,), "put it in quotes"), ("optimizer", ("adamx",)), ("report_to", ("tensorbord",)),
+    ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
+     "are recomputed, and not offloaded. Use gradient_checkpointing: true."),
+    ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")), ("resume_from_checkpoint", (True,)),
+    *((f"special_tokens.{name}", ("",), f"special_tokens.{name}: invalid value ''; expected a non-empty string.")
+      for name in ("pad_token", "eos_token", "bos_token", "unk_token")),
+    ("lora_target_modules", ("",), "lora_target_modules: invalid value ''; expected a non-empty string or a list."),
+    ("lora_target_modules", ([],), "invalid value []; expected ", "or a list with at least 1 element."),
+    ("lora_r", (0,)), ("lora_r", (10**9,), "65536"), ("evaluation.pass_at", ([1, 100],), "evaluation.samples", "got 4"),
+    ("evaluation.temperature", (0.0001,), "invalid value 0.0001; expected a value of at least 0.001."),
+    ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, ["rows.jsonl"], [None])),
+    ("datasets", ([{"path": "rows.jsonl"}], [{**ROW, "type": ""}]), "type"),
+    ("datasets", ([{"type": "completion"}], [{**ROW, "path": ""}], [{**ROW, "path": "  "}]), "path"),
+    ("datasets", ([{**ROW, "type": "ebft_pretrain.transfrm"}],), "transfrm"),
+    ("datasets", ([{**ROW, "type": "ebft_pretrian.transform"}],), "ebft_pretrain"),
+    *(("datasets", ([{**ROW, key: value}],), key)
+      for key, value in (("splt", "train"), ("ds_type", "xml"), ("split", ""), ("data_files", []), ("data_files", ""))),
+    ("datasets", ([{"path": f"rows{n}.jsonl", "type": 5, "x": 1} for n in range(200)],), "more"),
+    ("datasets", ([{"path": "rows.jsonl", "type": "nemo_gym.transform"}],), "nemo_gym", "input_ids"),
+    ("ebft", ("strided", [])), ("ebft.stride", (0, 2.5)), ("ebft.stride", (10**7, 1e23), "ebft.stride: invalid value"),
+    ("ebft.temperature", (-0.5, 0, 1e-6)), ("ebft.temperature", (1e6,), "at most 100"),
+    ("trl.temperature", (1e6,), "at most 100"), ("trl.num_generations", (1, 2**40)), ("ebft.top_p", (0, 1.1)),
+    ("ebft.feature_layers", ([], [1.5], [0.5, 0.5], 0.5)), ("ebft.embed_method", ("max",)),
+    ("ebft.whitening_space", ("token",)), ("ebft.advantage_estimator", ("gae",)), ("ebft.mode", ("stride",)),
+    ("ebft.generate_max_len", (4096,), "sequence_len"), ("vllm.port", (70000,)),
+]  # fmt: skip
+
+
+def test_values_that_a_key_does_not_accept():
+    for name, values, *more in VALUES:
+        for value in values:
+            check = lambda keys: check_runnable(RunConfig.from_dict(keys))
+            assert_refused((name.rpartition(".")[2], *more), check, nested(name, value))
+
+
+def test_every_invalid_key_has_a_line():
+    assert_refused(("seed: invalid value 'x'", "lora_dropout: invalid value 2"), RunConfig.from_dict,
+                   {**MINIMAL, "seed": "x", "lora_dropout": 2})  # fmt: skip
+
+
+def test_values_at_the_bounds():
+    for name, value in (
+        ("max_steps", -1), ("max_steps", 10**9), ("evaluation.pass_at", [2, 1]), ("num_epochs", 10**6),
+        ("sequence_len", 2**24), ("micro_batch_size", 4096), ("ebft.temperature", 10), ("max_grad_norm", 1e9),
+        ("budget", {"flops": 1e26, "generated_tokens": 10**13}), ("warmup_steps", 0.5), ("learning_rate", 1),
+        ("seed", 2**32 - 1), ("bf16", "auto"), ("val_set_size", 0.5), ("val_set_size", 3),
+        ("ebft.feature_layers", [0, 1]), ("ebft.rl_coef", 0.5),
+        ("ebft", {"mode": "strided", "rl_coef": 0, "ce_coef": 0.1}),
+    ):  # fmt: skip
+        check_runnable(RunConfig.from_dict(nested(name, value)))
+
+
+@pytest.mark.parametrize(("keys", "unknown", "nearest"), [
+    ({"learning_rte": 1.0e-5}, "'learning_rte'", "'learning_rate'"),
+    ({"ebft": {"stryde": 4}}, "'ebft.stryde'", "'ebft.stride'"),
+    ({"special_tokens": {"pad": "x"}}, "'special_tokens.pad'", "'special_tokens.pad_token'"),
+    ({"stride": 4}, "'stride'", "'ebft.stride'"),
+    ({"special_tokens": {"bos": "x"}}, "'special_tokens.bos'", "'special_tokens.bos_token'"),
+    ({"unlike_anything": 1}, "'unlike_anything'", "Run `ebft config` to list all keys"),
+    ({"num_train_epochs": 2}, "'num_train_epochs'", "Use 'num_epochs' instead"),
+    ({"lora_rank": 8}, "'lora_rank'", "Use 'lora_r' instead"),
+    ({"trl": {"max_new_tokens": 8}}, "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
+    ({"fsdp_release": 2}, "'fsdp_release'", "Run `ebft config` to list all keys"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_file_is_told_in_words(write, text, message):
-    assert_fails(write(text), message)
+def test_an_unknown_key_names_the_nearest(keys, unknown, nearest):
+    assert_refused(("Unknown key", unknown, nearest), RunConfig.from_dict, {**MINIMAL, **keys})
 
 
-@pytest.mark.parametrize(("text", "unknown", "nearest"), [
-    ("learning_rte: 1.0e-5\n", "'learning_rte'", "'learning_rate'"),
-    ("rl: ebft\nebft:\n  stryde: 4\n", "'ebft.stryde'", "'ebft.stride'"),
-    ("special_tokens:\n  pad: x\n", "'special_tokens.pad'", "'special_tokens.pad_token'"),
-    ("stride: 4\n", "'stride'", "'ebft.stride'"),
-    ("special_tokens: {bos: x}\n", "'special_tokens.bos'", "'special_tokens.bos_token'"),
-    ("unlike_anything: 1\n", "'unlike_anything'", "Run `ebft config` to list all keys"),
-    ("num_train_epochs: 2\n", "'num_train_epochs'", "Use 'num_epochs' instead"),
-    ("lora_rank: 8\n", "'lora_rank'", "Use 'lora_r' instead"),
-    ("trl: {max_new_tokens: 8}\n", "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
-    ("fsdp_release: 2\n", "'fsdp_release'", "Run `ebft config` to list all keys"),
-])  # fmt: skip
-def test_an_unknown_key_names_the_nearest(write, text, unknown, nearest):
-    assert_fails(write(text), "Unknown key", unknown, nearest)
+OVERRIDES = [
+    *((f"max_steps={text}", text[:5]) for text in ("010", "08", "00", "-010", "1:30")), ("seed=0017", "0017"),
+    ("stride", "'stride'; expected key=value", "ebft.stride=4"), ("=4", "expected key=value"),
+    ("x" * 5000, "key=value"), ("max_steps", "max_steps", "key=value"),
+    ("--learning-rate=1e-4", "written without dashes: learning_rate=1e-4"), ("seed=[", "not valid YAML", "Quote it"),
+    ("base_model.x=1", "cannot set 'x' in 'some/model'"), ("ebft.stride.x=4", "ebft.stride"),
+    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"), ("datasets.first.path=a", "'first'"),
+    ("datasets.².path=a", "not a valid index for a list of length 1"), ("datasets.-1.path=a", "datasets"),
+    ("datasets.x=a", "datasets"), ("datasets=a", "datasets"), ("datasets.0=a", "datasets"),
+    ("datasets.1.path=a", "type"), ("datasets.0.path=", "path"),
+    ("ebft.strid=1", "Unknown key 'ebft.strid'", "'ebft.stride'"),
+    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("datasets=[]", "datasets: invalid value []"),
+    ("ebft..stride=4", "ebft..stride"), (".ebft=4", ".ebft"), ("ebft.=4", "ebft."),
+    (".".join("a" * 2000) + "=1", "100 parts"),
+    ("ebft.stride.0=1", "no keys"), ("a.b.c.d=1", "unknown key"), ("\U0001f600=1", "unknown key"), ("<<={a:1}", "<<"),
+    *((f"learning_rate={text}", "learning_rate") for text in ("1e400", "nan", ".nan", "1,5", "{a:1}", "2024-01-01")),
+    ("base_model=", "base_model"), ("base_model=*x", "base_model"),
+    ("base_model=!!python/name:os.system", "base_model"),
+    ("chat_template=&a[*a]", "chat_template"), ("max_steps=" + "9" * 5000, "max_steps"), ("ebft=[unclosed", "ebft"),
+    ("trust_remote_code=yes", "trust_remote_code"), ("load_in_4bit=1", "load_in_4bit"), ("seed=!!int", "seed"),
+    ("seed=!!float", "seed"), ('vllm.env.A="\\ud800"', "surrogate"), ("max_steps=1.0", "max_steps"),
+]  # fmt: skip
 
 
-def test_a_key_of_other_trainers_says_what_to_do(make):
-    for key, reason in UNSUPPORTED_KEYS.items():
-        with pytest.raises(ConfigError) as caught:
-            make(**{key: 1})
-        assert f"{key} is not supported: {reason}." in str(caught.value)
-
-
-@pytest.mark.parametrize(("override", "parts"), [
-    ("stride", ("'stride'; expected key=value", "ebft.stride=4")), ("=4", ("expected key=value",)),
-    ("base_model.x=1", ("cannot set 'x' in 'some/model'",)),
-    ("datasets.7.path=a", ("'7' is not a valid index for a list of length 1",)),
-    ("datasets.first.path=a", ("'first'",)),
-    ("datasets.².path=a", ("not a valid index for a list of length 1",)),
-    ("--learning-rate=1e-4", ("without dashes: learning_rate=1e-4",)), ("seed=[", ("not valid YAML", "Quote it")),
-    ("ebft.strid=1", ("Unknown key 'ebft.strid'", "'ebft.stride'")),
-    ("datasets.0.splt=train", ("'datasets.0.splt'", "'datasets.0.split'")),
-    ("datasets=[]", ("datasets: invalid value []",)),
-])  # fmt: skip
-def test_a_wrong_override_says_what_to_type(write, override, parts):
-    assert_fails(write(), *parts, overrides=[override])
-
-
-def test_one_text_is_not_a_list_of_overrides(write):
-    assert_fails(write(), "must be a list", overrides="seed=1")
+def test_a_wrong_override_says_what_to_type(write):
+    path = write("rl: ebft\nebft: {mode: strided, stride: 4}\n")
+    for override, *parts in OVERRIDES:
+        assert_refused(parts, checked, path, [override])
+    assert_refused(("must be a list",), load_config, path, "seed=1")

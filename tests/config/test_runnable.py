@@ -1,53 +1,8 @@
 import pytest
 
 from ebft.config.checks.processes import check_deepspeed
-from ebft.errors import ConfigError, EBFTError
+from ebft.errors import ConfigError
 from ebft.run.checks import check_runnable, launched_processes
-
-
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"optimizer": "adamw_torch_fusd"},
-     "optimizer: 'adamw_torch_fusd' is not known to transformers. Did you mean adamw_torch"),
-    ({"optimizer": "quick"}, "'quick' is not known to transformers"),
-    ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw is not supported: its projections cannot be read"),
-    ({"optimizer": "schedule_free_adamw"}, "schedule_free_adamw cannot be used: .*Install its dependencies, or leave"),
-    ({"optimizer": "adalomo"}, "optimizer: adalomo is not supported: it updates weights during the backward pass"),
-    ({"optimizer": "galore_adamw_layerwise"}, "neither accumulated, clipped nor checked"),
-    ({"optimizer": "ao_adamw_8bit"}, "ao_adamw_8bit is called adamw_torch_8bit in transformers"),
-    ({"optimizer": "ao_adamw_fp8"}, "8 and 4 bits only. Use adamw_torch_8bit"),
-    ({"optimizer": "muon"}, "optimizer: muon is not supported: transformers has no optimizer that treats matrices"),
-    ({"optimizer": "came_pytorch"}, "came_pytorch is not supported: transformers cannot create CAME"),
-    ({"optimizer": "adopt_adamw"}, "cannot create ADOPT. Use adamw_torch_fused"),
-    ({"optimizer": "optimi_adamw"}, "transformers creates stable_adamw only"),
-    ({"lr_scheduler": "rex"}, "lr_scheduler: rex is not supported: .* Use lr_scheduler: polynomial with"),
-    ({"lr_scheduler": "one_cycle"}, "lr_scheduler: one_cycle is not supported: .* Use lr_scheduler: cosine with"),
-    ({"optimizer": "grokadamw"}, "its state is not part of checkpoints"),
-    ({"optim_args": {"beta3": 0.9}}, "optim_args.beta3 is not read by optimizer: adamw_torch_fused. Remove it"),
-    ({"optimizer": "sgd", "optim_args": {"momentum": 0.9, "rank": 4}}, "optim_args.rank is not read by optimizer: sgd"),
-    ({"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
-     "optim_args.block_size is passed on by transformers as text"),
-    ({"lr_scheduler": "cosin"}, "lr_scheduler: 'cosin' is not known to transformers. Did you mean cosine"),
-    ({"lr_scheduler": "cosine_with_min_lr"}, "is invalid: One of min_lr or min_lr_rate"),
-    ({"lr_scheduler_kwargs": {"nope": 1}}, "is invalid: .*nope"),
-    ({"report_to": "banana"}, "unknown tracker 'banana'. Choose from"),
-    ({"report_to": ["trackio"]}, "report_to: trackio is not installed. Run `pip install trackio`"),
-    ({"rl": "ebft", "ebft": {"mode": "strided", "context_length": 500}, "sequence_len": 128},
-     "sequence_len to at least 508"),
-    ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
-    ({"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
-     "SFT .* trains on rows of input_ids and labels"),
-    ({"deepspeed": {}}, r"pip install 'ebft\[deepspeed\]'"),
-    ({"deepspeed": "zero4"}, "deepspeed: zero4 cannot be read .* one of zero1"),
-    ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
-    ({"rl": "ebft", "ebft": {"mode": "strided", "temperature": 1e-45}}, "temperature: 1e-45 is too small"),
-    ({"rl": "ebft", "ebft": {"mode": "strided", "single_pass": True}, "gradient_checkpointing": True},
-     "ebft.single_pass is incompatible with gradient_checkpointing, which"),
-    ({"rl": "ebft", "ebft": {"mode": "strided", "single_pass": True, "rollout_tokens_per_pass": 8}},
-     "ebft.single_pass is incompatible with ebft.rollout_tokens_per_pass"),
-])  # fmt: skip
-def test_what_cannot_be_trained_here_says_why(make, keys, message):
-    with pytest.raises(EBFTError, match=message):
-        check_runnable(make(**keys))
 
 
 @pytest.mark.parametrize(("package", "optimizer", "extra"), [
@@ -126,3 +81,41 @@ def test_an_output_folder_that_cannot_be(make, tmp_path):
 
 def test_a_schedule_with_its_arguments_is_accepted(make):
     check_runnable(make(lr_scheduler="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1}))
+
+
+def test_the_doctor_counts_the_logits_that_a_step_keeps(make, monkeypatch):
+    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="chunked_cross_entropy is incompatible with ZeRO-3"):
+        check_runnable(make(deepspeed="zero3", chunked_cross_entropy=True))
+    for keys, keeps in (({}, False), ({"chunked_cross_entropy": False}, True), ({"torch_compile": True}, True),
+                        ({"deepspeed": "zero3"}, True), ({"deepspeed": "zero2"}, False)):  # fmt: skip
+        assert make(**keys).method.keeps_logits(make(**keys)) is keeps
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"base_model": "outputs/a", "output_dir": "outputs/x/../a/"}, "is the folder of base_model, whose files"),
+    ({"tokenizer_config": "words", "output_dir": "words"}, "is the folder of tokenizer_config"),
+    ({"base_model": "smollm2-135m", "output_dir": "./smollm2-135m"}, "is (also the name|the folder) of base_model"),
+    ({"base_model": "outputs/a/checkpoint-2", "output_dir": "outputs/a"}, "a checkpoint of an earlier run"),
+])  # fmt: skip
+def test_the_output_is_not_where_training_starts_from(make, tmp_path, monkeypatch, keys, message):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("outputs/a/checkpoint-2", "words"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make(**keys))
+
+
+def test_a_fetched_model_is_not_hidden_by_the_output(make, tmp_path, monkeypatch):
+    """Its folder is in the cache, but a folder of its name would take precedence from then on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: tmp_path / "cache" / name)
+    with pytest.raises(ConfigError, match="output_dir: smollm2-135m is also the name of base_model"):
+        check_runnable(make(base_model="smollm2-135m", output_dir="smollm2-135m"))
+
+
+def test_the_model_is_sharded_over_all_processes(make, tmp_path):
+    config = make(fsdp=True, dp_shard_size=4, output_dir=str(tmp_path))
+    check_runnable(config, processes=4)
+    with pytest.raises(ConfigError, match="dp_shard_size: 4, but the model is sharded over all 2 processes"):
+        check_runnable(config, processes=2)

@@ -16,17 +16,19 @@ from ebft.tools.doctor.rows import LongestRows
 LENGTHS = [3, 9, 5, 14, 4, 7, 11, 6, 3, 8, 12, 5]  # words of a document
 
 
-@pytest.fixture
-def make(tiny_llama_dir, tmp_path):
+@pytest.fixture(scope="module")
+def make(tiny_llama_dir, tmp_path_factory):
     """`make(**keys)`: a config for SFT on the documents above, a word of which is one or two tokens."""
+    folder = tmp_path_factory.mktemp("sft")
     rows = [{"text": " ".join(["a b c d", "self", "if"][i % 3] for i in range(length))} for length in LENGTHS]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
 
     def config(**keys):
-        values = {"base_model": str(tiny_llama_dir),
-                  "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "completion"}],
+        out = str(tmp_path_factory.mktemp("out"))
+        values = {"base_model": str(tiny_llama_dir), "output_dir": out,
+                  "datasets": [{"path": str(folder / "rows.jsonl"), "type": "completion"}],
                   "special_tokens": {"pad_token": "<|end|>"}, "sequence_len": 64, "micro_batch_size": 2,
-                  "logging_steps": 1, "save_strategy": "no", "output_dir": str(tmp_path / "out")}  # fmt: skip
+                  "logging_steps": 1, "save_strategy": "no"}  # fmt: skip
         return RunConfig.from_dict({**values, **keys})
 
     return config
@@ -46,13 +48,23 @@ def test_one_packed_row_is_no_plural(capsys):
     assert "Packed 2 rows into 1 row of up to 8 tokens (50% full)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("keys", [{"sample_packing": True}, {"batch_flattening": True}])
-def test_one_step_over_all_documents_is_that_of_padded_batches(make, keys, tmp_path):
-    """The weights after a step, and the held-out losses, differ by rounding only."""
-    keys = {"gradient_accumulation_steps": 16, "num_epochs": 1, "eval_steps": 1, "lr_scheduler": "constant", **keys}
+@pytest.fixture(scope="module")
+def one_step(make):
+    """`one_step(**keys)`: the trainer after one step over all documents."""
+    keys = {"gradient_accumulation_steps": 16, "num_epochs": 1, "eval_steps": 1, "lr_scheduler": "constant"}
     keys |= {"learning_rate": 1e-2, "adam_epsilon": 1e-4, "torch_dtype": "float32", "val_set_size": 4}
-    plain = {"sample_packing": False, "batch_flattening": False}
-    ours, padded = (train(make(**{**keys, **changes})).trainer for changes in ({}, plain))
+    return lambda **more: train(make(**keys, **more)).trainer
+
+
+@pytest.fixture(scope="module")
+def padded(one_step):
+    return one_step()
+
+
+@pytest.mark.parametrize("keys", [{"sample_packing": True}, {"batch_flattening": True}])
+def test_one_step_over_all_documents_is_that_of_padded_batches(one_step, padded, keys):
+    """The weights after a step, and the held-out losses, differ by rounding only."""
+    ours = one_step(**keys)
     assert ours.state.max_steps == padded.state.max_steps == 1
     assert packed(ours) == (keys.get("sample_packing", False),) * 2 and packed(padded) == (False, False)
     for name in ("loss", "grad_norm", "eval_ce_loss", "eval_ce_loss_all"):

@@ -211,7 +211,7 @@ class PromptFormat(Section):
             ("no_input_format", ("instruction",)),
         ):
             text = getattr(self, key)
-            problem = None if text is None else next(_problems(text, allowed), None)
+            problem = None if text is None else _problem(text, allowed)
             if problem is not None:
                 names = " and ".join(f"{{{name}}}" for name in allowed)
                 raise ValueError(
@@ -220,15 +220,15 @@ class PromptFormat(Section):
         return self
 
 
-def _problems(text: str, allowed: tuple[str, ...]) -> Iterator[str]:
+def _problem(text: str, allowed: tuple[str, ...]) -> str | None:
     try:
-        fields = [(name, spec, conversion) for _, name, spec, conversion in Formatter().parse(text) if name is not None]
+        found = list(Formatter().parse(text))
     except ValueError as error:
-        yield f"is not a format string ({error})"
-        return
-    for name, spec, conversion in fields:
-        if name not in allowed or spec or conversion:
-            yield f"contains the placeholder {{{name}}}"
+        return f"is not a format string ({error})"
+    for _, name, spec, conversion in found:
+        if name is not None and (name not in allowed or spec or conversion):
+            return f"contains the placeholder {{{name}}}"
+    return None
 
 
 class ShapeKeys(Section):

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebft.catalog import lasting_name
 from ebft.config.checks.combinations import expert_problems
 from ebft.config.checks.processes import check_deepspeed, offloads
 from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
-from ebft.data.locate import lasting_name
-from ebft.catalog import lasting_name
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, shortened
 from ebft.files import json_hash

@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from ebft.config.schema import RunConfig
-from ebft.catalog import looks_local, pinned_model
-from ebft.config.reference import changed_keys
-from ebft.data.conversation import Renderer
 from ebft.errors import ConfigError, SaveError
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import ModelCardData
 
-from ebft.catalog import pinned_model
+from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.data.locate import looks_local
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from ebft.catalog import lasting_name
 from ebft.config.options import RewardOptions
 from ebft.config.rules import options_from, resolve_single_completion
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
-from ebft.data.locate import lasting_name
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.features import FeatureNetwork, pool, token_features

@@ -22,17 +22,14 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ebft.catalog import MODELS, is_gguf
+from ebft.catalog import MODELS, is_gguf, lasting_name, locate
+from ebft.config.checks.processes import FETCH
 from ebft.config.reference import choices_of, option_groups
 from ebft.config.schema import RunConfig, load_config
-from ebft.data.locate import lasting_name, locate
-from ebft.catalog import MODELS, is_gguf, lasting_name, locate
-from ebft.config.load import load_config
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 
-COPIED = ("examples", "deepspeed_configs")
+COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`
 _SAMPLES_READ = 50  # of a log of rollouts, for the names of its terms
 _CONFIGS = (".yaml", ".yml")
 

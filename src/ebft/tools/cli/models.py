@@ -16,11 +16,10 @@ import typer
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
 from ebft.config.checks.processes import FETCH, shipped_configs
 from ebft.config.schema import load_config
-from ebft.data.locate import locate, looks_local
-from ebft.config.load import load_config
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.printed import say
 from ebft.tools.cli.arguments import (
+    COPIED,
     BaseModel,
     ConfigFile,
     ConfigOrFolder,
@@ -33,7 +32,7 @@ from ebft.tools.cli.arguments import (
     read_source,
     renamed,
 )
-from ebft.tools.cli.console import listing, polite, say_error
+from ebft.tools.cli.console import FAILED, listing, polite, say_error
 
 
 @polite
@@ -194,7 +193,6 @@ def as_mib(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
-EXAMPLES = "examples"
 SMALL = "smollm2-135m"
 # The config and the overrides that `ebft fetch examples` suggests: they need no access to the Hub, and fit a CPU.
 OWN_TEXT = (
@@ -202,7 +200,6 @@ OWN_TEXT = (
     *(f"base_model={SMALL}", "special_tokens=", "sequence_len=256", "max_steps=20"),
     *("datasets.0.path=my_texts/", "datasets.0.split=train", "val_set_size=0.1"),
 )
-COPIED = {EXAMPLES: "example configs to start from", FETCH: "DeepSpeed configs"}
 
 
 @listing
@@ -274,7 +271,7 @@ def fetch(
 
     if name in COPIED:
         to = to or Path(name)
-    if name == EXAMPLES:
+    if name == "examples":
         copies = copy_examples(to, force)
         config = next(path for path in copies if path.name == OWN_TEXT[0])
         say(f"{len(copies)} files are in {to}. To train on a folder of text files, with a small model:", err=True)
@@ -291,7 +288,6 @@ def fetch(
 
 
 LOG = "vllm.log"
-SERVER_FAILED = 1
 # The server reads the keys of vLLM whether training, with the same config, uses it or not.
 _IN_TRAINING = r".*no effect without (trl\.)?use_vllm: true"
 
@@ -346,7 +342,7 @@ def vllm_serve(
                 server.wait()
         except ServerError as error:
             say_error(str(error))
-            raise typer.Exit(SERVER_FAILED) from None
+            raise typer.Exit(FAILED) from None
 
 
 @contextmanager

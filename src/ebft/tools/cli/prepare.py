@@ -29,10 +29,9 @@ from ebft.tools.cli.arguments import (
     option,
     renamed,
 )
-from ebft.tools.cli.console import listing, polite
+from ebft.tools.cli.console import FAILED, listing, polite
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
 
-FOUND_ERRORS = 1
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
@@ -78,7 +77,7 @@ def doctor(
             show(check_config(loaded.result, step=step))
     say(f"{levels['error']} errors, {levels['warning']} warnings")
     if levels["error"]:
-        raise typer.Exit(FOUND_ERRORS)
+        raise typer.Exit(FAILED)
 
 
 @listing

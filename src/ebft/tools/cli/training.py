@@ -15,13 +15,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ebft.catalog import is_gguf
+from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
-from ebft.data.locate import base_name
-from ebft.catalog import base_name, is_gguf
-from ebft.config.load import load_config, read_values
-from ebft.config.schema import RunConfig
 from ebft.data.transforms import PLAIN_TEXT
 from ebft.errors import ConfigError, RunError
 from ebft.printed import safe_console, say

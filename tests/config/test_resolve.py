@@ -1,0 +1,92 @@
+"""Keys that are other names of other keys, that ask for nothing, or that are replaced."""
+
+import pytest
+
+from ebft.config.axolotl import IGNORED_KEYS, UNSUPPORTED_KEYS, UNTYPED, CarriedOverKeys
+from ebft.errors import ConfigError
+from tests.config.conftest import strided, warned
+from tests.config.test_messages import AXOLOTL, EXPERTS
+
+
+@pytest.mark.parametrize(("keys", "expected"), [
+    *(({flag: True, **more}, value)
+      for flag, value in (("flash_attention", "flash_attention_2"), ("flex_attention", "flex_attention"),
+                          ("sdp_attention", "sdpa"), ("eager_attention", "eager"))
+      for more in ({}, {"attn_implementation": value})),
+    ({"flash_attention": False}, None), ({"xformers_attention": False}, None),
+    ({"flash_attention": False, "flex_attention": True}, "flex_attention"),
+    ({"xformers_attention": False, "sdp_attention": True}, "sdpa"),  # another name of the same kernels
+    ({"attn_implementation": "flex"}, "flex_attention"),
+    ({"attn_implementation": "kernels-community/flash-attn2"}, "kernels-community/flash-attn2"),
+])  # fmt: skip
+def test_flags_are_other_names(make, keys, expected):
+    assert make(**keys).attn_implementation == expected
+    assert not [key for key in keys if key != "attn_implementation" and make(**keys).model_dump()[key] is not None]
+
+
+def test_what_replaces_what(make):
+    config = warned(make, **strided(n_samples_per_prompt=1))[0]
+    assert config.ebft.advantage_estimator == "reinforce" and config.ebft.diversity_coef == 0
+    assert make(adapter="lora", lora_model_dir="some/adapter").lora_r is None  # the adapter has its own settings
+    assert make(wandb_run_id="run-7").wandb_name == "run-7"
+    assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"
+    keys = {**EXPERTS, "lora_target_linear": False}  # parameters are targets enough
+    assert make(**keys).lora_target_parameters == ["mlp.experts.down_proj"]
+
+
+def test_ignored_keys_say_once_that_they_have_no_effect(make):
+    assert set(IGNORED_KEYS) == set(CarriedOverKeys.model_fields)
+    values = {"save_safetensors": False, "profiler_steps": [1, 2], "local_rank": 1, "fsdp_version": 1}
+    values |= dict.fromkeys(("model_type", "tokenizer_type"), "LlamaForCausalLM")
+    for key in IGNORED_KEYS:
+        value = values.get(key, "another value" if key in UNTYPED else True)
+        messages = warned(make, **{key: value})[1]
+        said = [message for message in messages if message.startswith(f"{key}: ") and "has no effect" in message]
+        assert len(messages) == len(said) == (key != "strict"), key
+    harmless = {key: ignored.harmless[0] for key, ignored in IGNORED_KEYS.items() if ignored.harmless}
+    assert warned(make, **harmless)[1] == []
+
+
+@pytest.mark.parametrize("given", ["all-linear", ["all-linear"]])
+@pytest.mark.parametrize("linear", [{}, {"lora_target_linear": True}])
+def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given, linear):
+    keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": given, **linear}
+    config, messages = warned(make, **keys)
+    assert config.lora_target_linear and config.lora_target_modules is None and messages == []
+    assert warned(type(config).from_dict, values=config.model_dump(exclude_unset=True)) == (config, [])
+
+
+def test_keys_that_ask_for_nothing(make):
+    for empty in (None, False, [], ""):
+        assert warned(make, **dict.fromkeys(UNSUPPORTED_KEYS, empty))[1] == []
+    sizes = ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "dp_shard_size")
+    assert warned(make, **dict.fromkeys((*sizes, "expert_parallel_size"), 1))[1] == []
+    used = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "llm_int8_has_fp16_weight": False}
+    assert warned(make, bnb_config_kwargs=used)[1] == []
+
+
+def test_keys_that_repeat_another_key(make):
+    data = {"path": "some/data", "type": "chat_template", "conversation": "chatml"}
+    keys = {"chat_template": "chatml", "datasets": [data], "test_datasets": [data]}
+    config, messages = warned(make, bf16=True, bfloat16=True, **keys)
+    assert config.bf16 is True and config.chat_template == "chatml" and messages == []
+    assert make(datasets=[{**data, "chat_template": "chatml"}]).chat_template == "chatml"
+    with pytest.raises(ConfigError, match="bfloat16 is not supported: set bf16: true"):
+        make(bf16=False, bfloat16=True)
+    with pytest.raises(ConfigError, match="datasets.0.conversation is not supported: set chat_template"):
+        make(**{**keys, "chat_template": "llama3"})
+
+
+def test_plugins_of_axolotl_are_replaced(make):
+    names = ["liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin", "kernels.KernelsPlugin"]
+    names += ["nemo_gym.NemoGymPlugin"]
+    config, messages = warned(make, plugins=["my_plugins.Mine", *(AXOLOTL + name for name in names)])
+    assert config.plugins == ["my_plugins.Mine"] and len(messages) == 4
+    assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: liger_rope, ")
+
+
+def test_other_names_of_templates_and_of_the_router(make):
+    for keys in ({}, {"chat_template": "jinja"}):
+        config = make(chat_template_jinja="{{ messages }}", **keys)
+        assert config.chat_template == "{{ messages }}" and config.chat_template_jinja is None
+    assert make(model_config={"output_router_logits": True}).overrides_of_model_config.output_router_logits is True
