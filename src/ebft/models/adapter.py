@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf
 from ebft.data.locate import lasting_name
-from ebft.errors import ModelError, cause, shortened, some_of
+from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
@@ -139,10 +139,8 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
             f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
             "adapter, such as a checkpoint folder."
         )
-    try:
+    with prefixed("lora_model_dir"):
         loaded = load_saved_adapter(model, folder, is_trainable=True)
-    except ModelError as error:
-        raise ModelError(f"lora_model_dir: {error}") from error
     for key, name in _SAVED_SETTINGS.items():
         wanted, found = getattr(config, key), getattr(loaded.active_peft_config, name, None)  # absent: not LoRA
         wanted, found = (set(value) if isinstance(value, list | set) else value for value in (wanted, found))
