@@ -199,35 +199,6 @@ def test_fused_experts(mixture):
     assert sum(weight.requires_grad for weight in both.parameters()) == 8
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ("experts.w1",
-         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
-        ("q_proj.weight", "matches no parameter outside of linear layers"),
-        ("norm.weight", "matches a vector"),
-    ],
-)  # fmt: skip
-def test_parameters_that_cannot_be_adapted(mixture, wanted, message):
-    with pytest.raises(ModelError, match=message):
-        adapted(mixture("mixtral", lora_target_parameters=[wanted]))
-
-
-def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixture):
-    def trained(**keys):
-        found = adapted(mixture("mixtral", **ALL, **keys)).named_parameters()
-        return {name.removeprefix("base_model.model.model.") for name, weight in found if weight.requires_grad}
-
-    linear = trained()
-    assert trained(lora_target_modules=["q_proj"]) == linear and any("experts" in name for name in linear)
-    assert {name.split(".")[0] for name in trained(lora_target_modules=["embed_tokens"]) - linear} == {"embed_tokens"}
-    for keys in ({"peft_use_dora": True}, {"lora_dropout": 0.1}):
-        with pytest.raises(
-            ModelError, match="lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
-        ):
-            trained(**keys)
-
-
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 FUSED = ["experts.down_proj", "experts.gate_up_proj"]
 SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.up_proj"]
@@ -237,7 +208,8 @@ SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.u
     ("kind", "keys", "expected"),
     [
         ("qwen3_moe", ALL, [*FUSED, *ATTENTION]),
-        ("mixtral", ALL, [*FUSED, *ATTENTION]),
+        ("mixtral", {**ALL, "lora_target_modules": ["q_proj"]}, [*FUSED, *ATTENTION]),
+        ("mixtral", {**ALL, "lora_target_modules": ["embed_tokens"]}, [*FUSED, *ATTENTION, "embed_tokens"]),
         ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
         ("phimoe", {**ALL, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
         ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
@@ -258,7 +230,7 @@ def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, 
         return ".".join(name.split(".")[-2 if "expert" in name.split(".")[-2] else -1 :])
 
     assert sorted({short(name) for name in names}) == sorted(expected)
-    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2)
+    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2) - ("embed_tokens" in expected)
     if FUSED[1] in expected:  # PEFT gives the stacked gate_proj and up_proj twice the rank
         layer = model.get_submodule("base_model.model.model.layers.1.mlp.experts")
         inner = layer.base_layer if FUSED[0] in expected else layer
@@ -283,21 +255,33 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "message"),
+    ("kind", "key", "wanted", "message"),
     [
-        ("qwen3_moe", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_proj"),
-        ("qwen3_moe", ["layers.1.mlp.experts.down_proj"], "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
-        ("qwen3_moe", r".*layers\.1\.mlp\.experts\.down_proj",
+        ("mixtral", "parameters", ["experts.w1"],
+         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
+        ("mixtral", "parameters", ["q_proj.weight"], "matches no parameter outside of linear layers"),
+        ("mixtral", "parameters", ["norm.weight"], "matches a vector"),
+        ("qwen3_moe", "modules", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_"),
+        ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
+         "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
+        ("qwen3_moe", "modules", r".*layers\.1\.mlp\.experts\.down_proj",
          "all layers.*Name the experts in lora_target_parameters"),
-        ("glm4_moe", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
-        ("glm4_moe", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
-        ("phimoe", ["gate_proj"],
-         "matches no module.*with lora_target_parameters: \\[experts.down_proj, experts.gate_up"),
+        ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
+        ("glm4_moe", "modules", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
+        ("phimoe", "modules", ["gate_proj"],
+         r"matches no module.*with lora_target_parameters: \[experts.down_proj, experts.gate_up"),
     ],
 )  # fmt: skip
-def test_names_that_do_not_select_experts(mixture, kind, wanted, message):
+def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
     with pytest.raises(ModelError, match=message):
-        adapted(mixture(kind, lora_target_modules=wanted))
+        adapted(mixture(kind, **{f"lora_target_{key}": wanted}))
+
+
+@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
+def test_settings_with_which_experts_cannot_be_adapted(mixture, keys):
+    message = "lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
+    with pytest.raises(ModelError, match=message):
+        adapted(mixture("mixtral", **ALL, **keys))
 
 
 def test_linear_layers_that_have_the_names_of_experts(mixture):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import read_object, refuse_classifier
+from ebft.models.files import read_object, refuse_classifier, refuse_values
 from ebft.models.weights import read_header, refuse_pickles
 
 if TYPE_CHECKING:
@@ -165,26 +165,23 @@ def read_adapter_config(folder: Path) -> PeftConfig:
     values = read_object(path, "Save the adapter again.")
     if "peft_type" not in values:
         raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
-    _check_values(values, path)
+    refuse_values(str(path), _wrong_values(values))
     try:
         return PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # PEFT does not check the types of the values
         raise ModelError(f"{path} is not the configuration of an adapter: {cause(error)}.") from error
 
 
-def _check_values(values: dict[str, Any], path: Path) -> None:
-    """Raise ModelError for values that PEFT does not check."""
-    kind = values["peft_type"]
+def _wrong_values(values: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Values that PEFT does not check, as in `wrong_values` of config.json."""
+    kind, rank, alpha = values["peft_type"], values.get("r", 1), values.get("lora_alpha", 1)
     if not isinstance(kind, str) or kind not in PeftType.__members__:
-        expected = ", ".join(PeftType.__members__)
-        raise ModelError(f"{path}: peft_type: invalid value {kind!r:.60}; expected one of {expected}.")
-    if kind != PeftType.LORA:
-        return
-    rank, alpha = values.get("r", 1), values.get("lora_alpha", 1)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{path}: r: invalid value {rank!r:.60}; expected a positive integer.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{path}: lora_alpha: invalid value {alpha!r:.60}; expected a number.")
+        yield "peft_type", kind, f"one of {', '.join(PeftType.__members__)}"
+    if kind == PeftType.LORA and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        yield "r", rank, "a positive integer"
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+    if kind == PeftType.LORA and not is_number:
+        yield "lora_alpha", alpha, "a number"
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
