@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import attach_adapter
@@ -174,15 +174,13 @@ MIXTURES = {
 
 
 @pytest.fixture
-def mixture(make_config, tiny_llama_dir, tmp_path):
+def mixture(make_config, make_base):
     """`mixture(kind, **keys)`: a config over a tiny mixture of experts."""
 
     def make(kind, **keys):
         settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
         config = AutoConfig.for_model(kind, **_SIZES, **settings, **MIXTURES[kind])
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-        AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / kind)
-        return make_config(base_model=str(tmp_path / kind), **LORA, **keys)
+        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **LORA, **keys)
 
     return make
 
@@ -301,11 +299,9 @@ def test_names_are_compared_from_the_start(make_config):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
 
 
-def test_a_tied_output_layer_is_named(make_config, tiny_llama_dir, tmp_path):
-    config = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
+def test_a_tied_output_layer_is_named(make_config, make_base):
+    tied = {"special_tokens": PAD, "base_model": make_base(tie_word_embeddings=True)}
     with pytest.raises(ModelError, match="matches lm_head.weight, which is the same parameter as model.embed_tokens"):
-        adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["^lm_head.weight$"]))
-    model = adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["model.embed"]))
+        adapted(make_config(**tied, unfrozen_parameters=["^lm_head.weight$"]))
+    model = adapted(make_config(**tied, unfrozen_parameters=["model.embed"]))
     assert trained(model) == ["model.embed_tokens.weight"]
