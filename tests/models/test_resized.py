@@ -82,6 +82,7 @@ def check_loading_and_merging(config, tokenizer, folder):
         (["q_proj"], None, MULTIPLE),
         (["embed_tokens", "lm_head"], None, MULTIPLE),
         (["q_proj"], ["lm_head"], NEW),
+        (["q_proj"], ["embed_tokens", "lm_head"], NEW),
         (["q_proj", "embed_tokens"], ["lm_head"], NEW),
         (["q_proj", "lm_head"], ["embed_tokens"], NEW),
     ],
