@@ -48,9 +48,7 @@ _SAVED_SETTINGS = {
 }
 
 
-def attach_adapter(
-    model: PreTrainedModel, config: ModelSettings, gradient_checkpointing: bool = False
-) -> PreTrainedModel | PeftModel:
+def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
     """`model` with the adapter of the config, or `model` itself if the config has none.
 
     Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
@@ -58,14 +56,11 @@ def attach_adapter(
     that cannot be adapted, or if the model already has an adapter.
     """
     if config.adapter is None:
-        return freeze_except(model, config.unfrozen_parameters, gradient_checkpointing)
+        return freeze_except(model, config.unfrozen_parameters)
     if isinstance(model, PeftModel):
         raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if gradient_checkpointing:
-        # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
-        model.enable_input_require_grads()
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config)
     _check_saved_modules(model, config.lora_modules_to_save)
@@ -269,9 +264,7 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
         )
 
 
-def freeze_except(
-    model: PreTrainedModel, patterns: list[str] | None, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
+def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters whose names match one of `patterns` from the start are trained.
 
     None: all parameters stay trained. Raises ModelError if a pattern matches no parameter.
@@ -292,9 +285,6 @@ def freeze_except(
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    if gradient_checkpointing and not model.get_input_embeddings().weight.requires_grad:
-        # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
-        model.enable_input_require_grads()
     return model
 
 
