@@ -1,7 +1,8 @@
 """Errors that a user can correct, with one class for each source of error."""
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ebft.machine import free_disk
@@ -92,6 +93,15 @@ class LaunchError(EBFTError):
 
 class RunError(EBFTError):
     """A folder is not the output folder of a run, or lacks the files that a command reads."""
+
+
+@contextmanager
+def prefixed(prefix: str, kinds: type[EBFTError] | tuple[type[EBFTError], ...] = EBFTError) -> Iterator[None]:
+    """Context manager in which errors get a prefix, such as the key that they are about."""
+    try:
+        yield
+    except kinds as error:
+        raise type(error)(f"{prefix}: {error}") from error
 
 
 LONGEST_MESSAGE = 1400  # characters that are printed of an error

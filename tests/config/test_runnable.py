@@ -109,7 +109,7 @@ def test_the_output_is_not_where_training_starts_from(make, tmp_path, monkeypatc
 def test_a_fetched_model_is_not_hidden_by_the_output(make, tmp_path, monkeypatch):
     """Its folder is in the cache, but a folder of its name would take precedence from then on."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ebft.data.locate.fetched_folder", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr("ebft.catalog.fetched_folder", lambda name: tmp_path / "cache" / name)
     with pytest.raises(ConfigError, match="output_dir: smollm2-135m is also the name of base_model"):
         check_runnable(make(base_model="smollm2-135m", output_dir="smollm2-135m"))
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,30 +96,6 @@ def test_tied_weights(target, saved, tmp_path):
         plain = AutoModelForCausalLM.from_pretrained(base).model.embed_tokens.weight
         other = merged.lm_head if target == "embed_tokens" else merged.model.embed_tokens
         assert torch.equal(other.weight, plain)
-
-
-@pytest.mark.parametrize("trained", [None, ["embed_tokens", "lm_head"], ["embed_tokens"]], ids=["no", "both", "input"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_embeddings_that_were_resized_and_perhaps_trained_fully(tied, trained, tmp_path):
-    # PEFT saves those three times: as trained, the same as a part of its wrapper, and as they were before training.
-    base = save_base(tmp_path / "base", llama(tie_word_embeddings=tied))
-    model = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(131)
-    settings = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=trained, init_lora_weights=False)
-    tuned = get_peft_model(model, settings)
-    torch.manual_seed(1)
-    for name, parameter in tuned.named_parameters():
-        if "modules_to_save" in name:
-            parameter.data.add_(torch.randn_like(parameter))
-    tuned.save_pretrained(tmp_path / "adapter", save_embedding_layers="auto" if trained else True)
-    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert any(name.endswith("embed_tokens.modules_to_save.weight") for name in weights) == bool(trained)
-    expected, plain = logits(tuned), tuned.merge_and_unload()
-    result = merge_adapter(MergeSource(tmp_path / "adapter", str(base)), tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert merged.config.vocab_size == 131 and result.untied == bool(tied and trained)
-    assert_equal(merged, plain)
-    assert torch.allclose(logits(merged), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "limit"), [("15KB", 15e3), ("1GB", 1e9)])

@@ -1,4 +1,4 @@
-"""A run config over the tiny model."""
+"""A run config over the tiny model, and other models with its tokenizer."""
 
 import pytest
 
@@ -15,5 +15,20 @@ def make_config(tiny_llama_dir):
             **keys,
         }
         return RunConfig.from_dict(values)
+
+    return make
+
+
+@pytest.fixture
+def make_base(tiny_llama_dir, tmp_path):
+    """`make_base(model)`, or `make_base(**changes)` of the tiny model's config: a folder with it and the tokenizer."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    def make(model=None, **changes):
+        folder = tmp_path / f"base-{len(list(tmp_path.iterdir()))}"
+        config = AutoConfig.from_pretrained(tiny_llama_dir, **changes)
+        (AutoModelForCausalLM.from_config(config) if model is None else model).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(folder)
+        return str(folder)
 
     return make

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.adapter import attach_adapter
@@ -79,8 +79,9 @@ def trained(model):
 
 @pytest.mark.parametrize("keys", [{**LORA, **ALL}, {"unfrozen_parameters": [r"model\.layers\.0\.mlp"]}])
 def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config, keys):
+    """transformers lets the outputs of the embeddings require gradients; reentrant checkpoints drop them otherwise."""
     config = make_config(**{"special_tokens": PAD, **keys})
-    model = load_model(config, load_tokenizer(config), gradient_checkpointing=True).train()
+    model = adapted(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     ids = torch.tensor([[1, 2, 3, 4]])
     model(input_ids=ids, labels=ids).loss.backward()
@@ -174,15 +175,13 @@ MIXTURES = {
 
 
 @pytest.fixture
-def mixture(make_config, tiny_llama_dir, tmp_path):
+def mixture(make_config, make_base):
     """`mixture(kind, **keys)`: a config over a tiny mixture of experts."""
 
     def make(kind, **keys):
         settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
         config = AutoConfig.for_model(kind, **_SIZES, **settings, **MIXTURES[kind])
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
-        AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / kind)
-        return make_config(base_model=str(tmp_path / kind), **LORA, **keys)
+        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **LORA, **keys)
 
     return make
 
@@ -199,35 +198,6 @@ def test_fused_experts(mixture):
     assert sum(weight.requires_grad for weight in both.parameters()) == 8
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ("experts.w1",
-         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
-        ("q_proj.weight", "matches no parameter outside of linear layers"),
-        ("norm.weight", "matches a vector"),
-    ],
-)  # fmt: skip
-def test_parameters_that_cannot_be_adapted(mixture, wanted, message):
-    with pytest.raises(ModelError, match=message):
-        adapted(mixture("mixtral", lora_target_parameters=[wanted]))
-
-
-def test_all_linear_layers_and_others_of_a_mixture_of_experts(mixture):
-    def trained(**keys):
-        found = adapted(mixture("mixtral", **ALL, **keys)).named_parameters()
-        return {name.removeprefix("base_model.model.model.") for name, weight in found if weight.requires_grad}
-
-    linear = trained()
-    assert trained(lora_target_modules=["q_proj"]) == linear and any("experts" in name for name in linear)
-    assert {name.split(".")[0] for name in trained(lora_target_modules=["embed_tokens"]) - linear} == {"embed_tokens"}
-    for keys in ({"peft_use_dora": True}, {"lora_dropout": 0.1}):
-        with pytest.raises(
-            ModelError, match="lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
-        ):
-            trained(**keys)
-
-
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]
 FUSED = ["experts.down_proj", "experts.gate_up_proj"]
 SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.up_proj"]
@@ -237,7 +207,8 @@ SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.u
     ("kind", "keys", "expected"),
     [
         ("qwen3_moe", ALL, [*FUSED, *ATTENTION]),
-        ("mixtral", ALL, [*FUSED, *ATTENTION]),
+        ("mixtral", {**ALL, "lora_target_modules": ["q_proj"]}, [*FUSED, *ATTENTION]),
+        ("mixtral", {**ALL, "lora_target_modules": ["embed_tokens"]}, [*FUSED, *ATTENTION, "embed_tokens"]),
         ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
         ("phimoe", {**ALL, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
         ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
@@ -258,7 +229,7 @@ def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, 
         return ".".join(name.split(".")[-2 if "expert" in name.split(".")[-2] else -1 :])
 
     assert sorted({short(name) for name in names}) == sorted(expected)
-    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2)
+    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2) - ("embed_tokens" in expected)
     if FUSED[1] in expected:  # PEFT gives the stacked gate_proj and up_proj twice the rank
         layer = model.get_submodule("base_model.model.model.layers.1.mlp.experts")
         inner = layer.base_layer if FUSED[0] in expected else layer
@@ -283,21 +254,33 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "message"),
+    ("kind", "key", "wanted", "message"),
     [
-        ("qwen3_moe", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_proj"),
-        ("qwen3_moe", ["layers.1.mlp.experts.down_proj"], "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
-        ("qwen3_moe", r".*layers\.1\.mlp\.experts\.down_proj",
+        ("mixtral", "parameters", ["experts.w1"],
+         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
+        ("mixtral", "parameters", ["q_proj.weight"], "matches no parameter outside of linear layers"),
+        ("mixtral", "parameters", ["norm.weight"], "matches a vector"),
+        ("qwen3_moe", "modules", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_"),
+        ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
+         "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
+        ("qwen3_moe", "modules", r".*layers\.1\.mlp\.experts\.down_proj",
          "all layers.*Name the experts in lora_target_parameters"),
-        ("glm4_moe", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
-        ("glm4_moe", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
-        ("phimoe", ["gate_proj"],
-         "matches no module.*with lora_target_parameters: \\[experts.down_proj, experts.gate_up"),
+        ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
+        ("glm4_moe", "modules", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
+        ("phimoe", "modules", ["gate_proj"],
+         r"matches no module.*with lora_target_parameters: \[experts.down_proj, experts.gate_up"),
     ],
 )  # fmt: skip
-def test_names_that_do_not_select_experts(mixture, kind, wanted, message):
+def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
     with pytest.raises(ModelError, match=message):
-        adapted(mixture(kind, lora_target_modules=wanted))
+        adapted(mixture(kind, **{f"lora_target_{key}": wanted}))
+
+
+@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
+def test_settings_with_which_experts_cannot_be_adapted(mixture, keys):
+    message = "lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
+    with pytest.raises(ModelError, match=message):
+        adapted(mixture("mixtral", **ALL, **keys))
 
 
 def test_linear_layers_that_have_the_names_of_experts(mixture):
@@ -317,11 +300,9 @@ def test_names_are_compared_from_the_start(make_config):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
 
 
-def test_a_tied_output_layer_is_named(make_config, tiny_llama_dir, tmp_path):
-    config = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
+def test_a_tied_output_layer_is_named(make_config, make_base):
+    tied = {"special_tokens": PAD, "base_model": make_base(tie_word_embeddings=True)}
     with pytest.raises(ModelError, match="matches lm_head.weight, which is the same parameter as model.embed_tokens"):
-        adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["^lm_head.weight$"]))
-    model = adapted(make_config(special_tokens=PAD, base_model=str(tmp_path), unfrozen_parameters=["model.embed"]))
+        adapted(make_config(**tied, unfrozen_parameters=["^lm_head.weight$"]))
+    model = adapted(make_config(**tied, unfrozen_parameters=["model.embed"]))
     assert trained(model) == ["model.embed_tokens.weight"]

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, MixtralConfig
+from transformers import GPT2Config
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import (
@@ -19,6 +19,7 @@ from ebft.models.load import (
     weights_dtype,
 )
 from ebft.models.tokenizer import load_tokenizer
+from tests.strided.families import tiny_model
 
 
 @pytest.fixture
@@ -152,13 +153,10 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
 
 
-def test_embeddings_are_shrunk_when_asked_for(make_config, tiny_llama_dir, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    model.resize_token_embeddings(600)
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
-    assert embeddings(make_config, base_model=str(tmp_path))[1].shape[0] == 600
-    assert embeddings(make_config, base_model=str(tmp_path), shrink_embeddings=True)[1].shape[0] == 512
+def test_embeddings_are_shrunk_when_asked_for(make_config, make_base):
+    large = make_base(vocab_size=600)
+    assert embeddings(make_config, base_model=large)[1].shape[0] == 600
+    assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
 
 
 def test_new_embeddings_are_near_the_mean_of_the_others(make_config):
@@ -167,13 +165,10 @@ def test_new_embeddings_are_near_the_mean_of_the_others(make_config):
     assert new[0].std(0).mean() < 1e-3 < new[1].std(0).mean()
 
 
-def test_the_computation_of_experts(make_config, tiny_llama_dir, tmp_path):
-    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    settings = MixtralConfig(vocab_size=512, num_key_value_heads=2, num_local_experts=4, **sizes)
-    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path)
+def test_the_computation_of_experts(make_config, make_base):
+    base = make_base(tiny_model("mixtral", vocab_size=512))
     for wanted in ("eager", "batched_mm"):
-        config = make_config(base_model=str(tmp_path), experts_implementation=wanted)
+        config = make_config(base_model=base, experts_implementation=wanted)
         assert load_base_model(config, load_tokenizer(config)).get_experts_implementation()[""] == wanted
     with pytest.raises(ModelError, match="experts_implementation: a llama model has no experts"):
         embeddings(make_config, experts_implementation="eager")

@@ -1,10 +1,46 @@
-"""The settings of a saved adapter, read before a model is loaded."""
+"""Values in config.json, and the settings of a saved adapter, read before a model is loaded."""
 
 import json
 
 import pytest
 
-from ebft.models.files import adapted_head, adapted_heads, task_problem
+from ebft.models.files import adapted_head, adapted_heads, task_problem, wrong_values
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("vocab_size", ["many", 0]),
+        ("hidden_size", ["big", -32, 0, None, True]),
+        ("num_hidden_layers", [-1]),
+        ("num_attention_heads", [0]),
+        ("num_key_value_heads", [0]),
+        ("max_position_embeddings", [-1]),
+        ("dtype", ["float99", "int32"]),
+        ("attention_dropout", [2.0, -0.1]),
+        ("text_config.resid_pdrop", [1]),
+        ("quantization_config", ["gptq", {"bits": 4}]),
+        ("rope_theta", ["1e4"]),
+        ("rope_parameters.rope_theta", ["1e4", -5, 0, float("nan")]),
+        ("rope_scaling.factor", ["8", 0]),
+        ("rope_parameters.full_attention.mscale", [-1]),
+    ],
+)
+def test_values_that_no_model_has(name, values):
+    for value in values:
+        content = value
+        for key in reversed(name.split(".")):
+            content = {key: content}
+        found = [(key, wrong) for key, wrong, _ in wrong_values(content)]
+        assert found == [(name.removeprefix("text_config."), value)]
+
+
+def test_values_that_some_models_have():
+    rates = {"resid_pdrop": False, "embd_pdrop": True, "attention_dropout": 0.1, "classifier_dropout": None}
+    rope = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000, "mscale": 0}, "quantization_config": None}
+    sizes = {"hidden_size": [32, 64], "num_key_value_heads": None, "num_hidden_layers": 0}
+    for values in ({**rates, **rope, **sizes}, {"hidden_size": None, "text_config": {"hidden_size": 32}}):
+        assert list(wrong_values(values)) == []
 
 
 def adapter(folder, **settings):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError
 from ebft.models.adapter import load_saved_adapter, lora_config
@@ -21,12 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(params=["tied", "untied"])
-def base(request, tiny_llama_dir, tmp_path):
-    folder = tmp_path / "base"
-    config = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=request.param == "tied")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(folder)
-    return folder
+def base(request, make_base):
+    return make_base(tie_word_embeddings=request.param == "tied")
 
 
 @pytest.fixture
@@ -86,6 +82,7 @@ def check_loading_and_merging(config, tokenizer, folder):
         (["q_proj"], None, MULTIPLE),
         (["embed_tokens", "lm_head"], None, MULTIPLE),
         (["q_proj"], ["lm_head"], NEW),
+        (["q_proj"], ["embed_tokens", "lm_head"], NEW),
         (["q_proj", "embed_tokens"], ["lm_head"], NEW),
         (["q_proj", "lm_head"], ["embed_tokens"], NEW),
     ],
@@ -162,11 +159,8 @@ def test_an_adapter_with_fewer_rows_than_the_tokenizer_is_refused(tiny_llama_dir
         load_model(more.model_copy(update={"lora_model_dir": str(folder)}), tokens)
 
 
-def test_the_folder_of_an_adapter_with_shrunk_embeddings(tiny_llama_dir, configured, tmp_path):
-    large = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    large.resize_token_embeddings(600)
-    folder = save(large, AutoTokenizer.from_pretrained(tiny_llama_dir), tmp_path / "large")
-    config, tokenizer = configured(folder, ["q_proj"], shrink_embeddings=True)
+def test_the_folder_of_an_adapter_with_shrunk_embeddings(make_base, configured, tmp_path):
+    config, tokenizer = configured(make_base(vocab_size=600), ["q_proj"], shrink_embeddings=True)
     model = trained(load_model(config, tokenizer))
     expected, adapter = logits(model), save(model, tokenizer, tmp_path / "adapter")
     assert expected.shape[-1] == 512

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers import AutoModelForCausalLM, MixtralConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import without_hooks
@@ -18,14 +18,13 @@ from ebft.models.sharding import check_fits, check_version, has_other_names, kee
 from ebft.tools.export.sharded import merge_sharded
 from ebft.trainer import OverTrainer
 from tests.export.test_sharded import save_parts
+from tests.strided.families import tiny_model
 
 
 @pytest.fixture
 def experts(tmp_path):
     """A mixture of experts, whose experts are stacked in the model and separate in files."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixtralConfig(**sizes, vocab_size=32, num_key_value_heads=1, num_local_experts=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
     return lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,13 @@ from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf, lasting_name
 from ebft.errors import ModelError, cause, shortened, some_of
+from ebft.catalog import is_gguf
+from ebft.data.locate import lasting_name
+from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import read_object, refuse_classifier
+from ebft.models.files import read_object, refuse_classifier, refuse_values
 from ebft.models.weights import read_header, refuse_pickles
 
 if TYPE_CHECKING:
@@ -47,9 +50,7 @@ _SAVED_SETTINGS = {
 }
 
 
-def attach_adapter(
-    model: PreTrainedModel, config: ModelSettings, gradient_checkpointing: bool = False
-) -> PreTrainedModel | PeftModel:
+def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
     """`model` with the adapter of the config, or `model` itself if the config has none.
 
     Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
@@ -57,14 +58,11 @@ def attach_adapter(
     that cannot be adapted, or if the model already has an adapter.
     """
     if config.adapter is None:
-        return freeze_except(model, config.unfrozen_parameters, gradient_checkpointing)
+        return freeze_except(model, config.unfrozen_parameters)
     if isinstance(model, PeftModel):
         raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if gradient_checkpointing:
-        # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
-        model.enable_input_require_grads()
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config)
     _check_saved_modules(model, config.lora_modules_to_save)
@@ -138,10 +136,8 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
             f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
             "adapter, such as a checkpoint folder."
         )
-    try:
+    with prefixed("lora_model_dir"):
         loaded = load_saved_adapter(model, folder, is_trainable=True)
-    except ModelError as error:
-        raise ModelError(f"lora_model_dir: {error}") from error
     for key, name in _SAVED_SETTINGS.items():
         wanted, found = getattr(config, key), getattr(loaded.active_peft_config, name, None)  # absent: not LoRA
         wanted, found = (set(value) if isinstance(value, list | set) else value for value in (wanted, found))
@@ -166,26 +162,23 @@ def read_adapter_config(folder: Path) -> PeftConfig:
     values = read_object(path, "Save the adapter again.")
     if "peft_type" not in values:
         raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
-    _check_values(values, path)
+    refuse_values(str(path), _wrong_values(values))
     try:
         return PeftConfig.from_pretrained(str(folder))
     except Exception as error:  # PEFT does not check the types of the values
         raise ModelError(f"{path} is not the configuration of an adapter: {cause(error)}.") from error
 
 
-def _check_values(values: dict[str, Any], path: Path) -> None:
-    """Raise ModelError for values that PEFT does not check."""
-    kind = values["peft_type"]
+def _wrong_values(values: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Values that PEFT does not check, as in `wrong_values` of config.json."""
+    kind, rank, alpha = values["peft_type"], values.get("r", 1), values.get("lora_alpha", 1)
     if not isinstance(kind, str) or kind not in PeftType.__members__:
-        expected = ", ".join(PeftType.__members__)
-        raise ModelError(f"{path}: peft_type: invalid value {kind!r:.60}; expected one of {expected}.")
-    if kind != PeftType.LORA:
-        return
-    rank, alpha = values.get("r", 1), values.get("lora_alpha", 1)
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ModelError(f"{path}: r: invalid value {rank!r:.60}; expected a positive integer.")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{path}: lora_alpha: invalid value {alpha!r:.60}; expected a number.")
+        yield "peft_type", kind, f"one of {', '.join(PeftType.__members__)}"
+    if kind == PeftType.LORA and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        yield "r", rank, "a positive integer"
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
+    if kind == PeftType.LORA and not is_number:
+        yield "lora_alpha", alpha, "a number"
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
@@ -273,9 +266,7 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
         )
 
 
-def freeze_except(
-    model: PreTrainedModel, patterns: list[str] | None, gradient_checkpointing: bool = False
-) -> PreTrainedModel:
+def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters whose names match one of `patterns` from the start are trained.
 
     None: all parameters stay trained. Raises ModelError if a pattern matches no parameter.
@@ -296,9 +287,6 @@ def freeze_except(
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    if gradient_checkpointing and not model.get_input_embeddings().weight.requires_grad:
-        # Frozen embeddings give activations without gradient, and reentrant checkpoints then drop the whole segment.
-        model.enable_input_require_grads()
     return model
 
 

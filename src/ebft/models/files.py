@@ -8,7 +8,7 @@ files; of large weights, a sample is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,14 @@ _ROPE_NUMBERS = (
 _DIVISORS = ("rope_theta", "factor")  # which are not 0
 
 
-def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
-    """Raise ModelError for sizes and dtypes in the config.json at `path` that no model has; `key` is the config key.
+def refuse_values(place: str, wrong: Iterable[tuple[str, Any, str]]) -> None:
+    """Raise ModelError for the first of the `wrong` values, each with its name and what is expected."""
+    for name, value, expected in wrong:
+        raise ModelError(f"{place}: {name}: invalid value {value!r:.60}; expected {expected}.")
+
+
+def wrong_values(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Sizes, dtypes and rates in a config.json that no model has, with their names and what is expected.
 
     Some models have one size per layer, and models of several parts have their sizes in sections; both are left to
     transformers.
@@ -107,29 +113,24 @@ def check_model_config(values: Mapping[str, Any], path: Path, key: str) -> None:
     for name, least in _SIZES.items():
         value = values.get(name, least)
         is_default = value is None and ("text_config" in values or name == "num_key_value_heads")
-        if isinstance(value, list) or is_default:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ModelError(
-                f"{key}: {path}: {name}: invalid value {value!r:.60}; expected an integer of at least {least}."
-            )
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if not (is_size or is_default or isinstance(value, list)):
+            yield name, value, f"an integer of at least {least}"
     for name in ("dtype", "torch_dtype"):
         value = values.get(name)
         if isinstance(value, str) and value != "auto" and not _is_dtype(value, values):
-            raise ModelError(f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a dtype such as bfloat16.")
+            yield name, value, "a dtype such as bfloat16"
     for section in (values, values.get("text_config")):
-        _check_rope(section if isinstance(section, dict) else {}, path, key)
-        for name, value in section.items() if isinstance(section, Mapping) else ():
-            if _DROPOUT.fullmatch(name) and isinstance(value, int | float) and not 0 <= value < 1 and value is not True:
-                raise ModelError(
-                    f"{key}: {path}: {name}: invalid value {value!r:.60}; expected a number from 0 to less than 1."
-                )
+        if isinstance(section, Mapping):
+            yield from _wrong_rope(section)
+            for name, value in section.items():
+                is_rate = _DROPOUT.fullmatch(name) and isinstance(value, int | float) and value is not True
+                if is_rate and not 0 <= value < 1:
+                    yield name, value, "a number from 0 to less than 1"
     quantised = values.get("quantization_config", {"quant_method": ""})
     if quantised is not None and not (isinstance(quantised, dict) and quantised.keys() & _QUANTISATIONS):
-        raise ModelError(
-            f"{key}: {path}: quantization_config: invalid value {quantised!r:.60}; expected an object with a "
-            "quant_method. Remove it if the weights are not quantised."
-        )
+        expected = "an object with a quant_method. Remove it if the weights are not quantised"
+        yield "quantization_config", quantised, expected
 
 
 def key_with(value: Any, values: Mapping[str, Any]) -> str | None:
@@ -144,8 +145,8 @@ def key_with(value: Any, values: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
-    """Raise ModelError for a number of the rotary embedding that is a text, negative, or 0 where it divides.
+def _wrong_rope(values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Numbers of the rotary embedding that are a text, negative, or 0 where it divides.
 
     Some models have one set of them per kind of layer, and some a list with one number per layer.
     """
@@ -156,9 +157,7 @@ def _check_rope(values: Mapping[str, Any], path: Path, key: str) -> None:
             if isinstance(value, dict):
                 sections.append((f"{prefix}{name}.", value))
             elif name in _ROPE_NUMBERS and (isinstance(value, str) or _is_negative(value, name in _DIVISORS)):
-                raise ModelError(
-                    f"{key}: {path}: {prefix}{name}: invalid value {value!r:.60}; expected a positive number."
-                )
+                yield f"{prefix}{name}", value, "a positive number"
 
 
 def _is_negative(value: Any, or_zero: bool) -> bool:

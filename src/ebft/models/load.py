@@ -40,17 +40,13 @@ _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def load_model(
-    config: ModelSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    gradient_checkpointing: bool = False,
-    head: Head = LANGUAGE,
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: Head = LANGUAGE
 ) -> PreTrainedModel | PeftModel:
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
     base = load_base_model(config, tokenizer, head)
     if config.adapter is None and base.can_generate() and base.generation_config is not None:
         _make_saveable(base.generation_config, config.base_model)
-    model = attach_adapter(base, config, gradient_checkpointing)
+    model = attach_adapter(base, config)
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
         _warn_of_tokens_without_embedding(config, tokenizer, size)

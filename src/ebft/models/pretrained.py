@@ -21,7 +21,7 @@ from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
-from ebft.models.files import check_model_config, key_with, read_object
+from ebft.models.files import key_with, read_object, refuse_values, wrong_values
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.transformers_internals import QuantizationMethod
 
@@ -48,14 +48,12 @@ def _check_settings(path: Path, key: str) -> None:
         return
     values = read_object(path, "Copy or download it again.", key)
     if path.name == "config.json":
-        check_model_config(values, path, key)
+        refuse_values(f"{key}: {path}", wrong_values(values))
     if path.name == "tokenizer.json":
         _check_ids(values, path, key)
-    longest = values.get("model_max_length", 0) if path.name == "tokenizer_config.json" else 0
+    longest = values.get("model_max_length") if path.name == "tokenizer_config.json" else None
     if isinstance(longest, bool) or not isinstance(longest, int | float | None):
-        raise ModelError(
-            f"{key}: {path}: model_max_length: invalid value {longest!r:.60}; expected a number of tokens."
-        )
+        refuse_values(f"{key}: {path}", [("model_max_length", longest, "a number of tokens")])
 
 
 def _check_ids(tokenizer: dict[str, Any], path: Path, key: str) -> None:

@@ -7,7 +7,6 @@ processes take part equally often.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from accelerate.utils import (
     enable_fsdp_ram_efficient_loading,
 )
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.state_dict import (
@@ -37,6 +35,7 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
+from ebft.models.weights import WeightFiles
 from ebft.transformers_internals import convert_weights, weight_groups
 
 
@@ -159,8 +158,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         inside = folder / name
         place = inside if any(inside.glob(_ADAPTER)) else folder
         if place == inside or name == model.active_adapter:
-            with _Files(place, _ADAPTER) as files:
-                _copy(((key, files.read(key)) for key in files.headers), _weights_of(model, name), place)
+            with _files(place, _ADAPTER) as files:
+                _copy(((key, files.read(key)) for key in files.weights), _weights_of(model, name), place)
 
 
 def has_other_names(model: nn.Module, folder: Path) -> bool:
@@ -170,16 +169,13 @@ def has_other_names(model: nn.Module, folder: Path) -> bool:
     """
     if isinstance(model, PeftModel):
         return False
-    with _Files(folder, _MODEL) as files:
-        return not files.headers.keys() <= model.state_dict().keys()
+    return not _files(folder, _MODEL).weights.keys() <= model.state_dict().keys()
 
 
 def check_fits(model: nn.Module, folder: Path) -> None:
     """Raise ModelError if the weights of a checkpoint that transformers loads do not fit the model of this run."""
     adapter = isinstance(model, PeftModel)
-    own = _weights_of(model)
-    with _Files(folder, _ADAPTER if adapter else _MODEL) as files:
-        saved = files.headers
+    own, saved = _weights_of(model), _files(folder, _ADAPTER if adapter else _MODEL).weights
     shapes = [name for name in own if name in saved and own[name].shape != saved[name].shape]
     if shapes:
         name = shapes[0]
@@ -262,33 +258,14 @@ def _tied(model: nn.Module) -> set[str]:
     return names - {name for name, _ in model.named_parameters()}
 
 
-class _Files:
-    """The tensors in the safetensors files of a folder; a context manager that closes the files."""
-
-    def __init__(self, folder: Path, pattern: str) -> None:
-        self._stack, self._file_of = ExitStack(), {}
-        self.headers: dict[str, Tensor] = {}  # on the meta device
-        for path in sorted(folder.glob(pattern)):
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.offset_keys():
-                self._file_of[name] = file
-                self.headers[name] = torch.empty(file.get_slice(name).get_shape(), device="meta")
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file_of.clear()
-        self._stack.close()
-
-    def read(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+def _files(folder: Path, pattern: str) -> WeightFiles:
+    return WeightFiles(sorted(folder.glob(pattern)))
 
 
 def _converted(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a full model in a folder, by their names in the model."""
-    with _Files(folder, _MODEL) as files:
-        for group in weight_groups(model, files.headers):
+    with _files(folder, _MODEL) as files:
+        for group in weight_groups(model, files.weights):
             if not group.names:
                 raise ModelError(f"{folder} has the weight {group.keys[0]}, which the model has not. {_SAME}")
             weights = {key: files.read(key) for key in group.keys}

@@ -11,8 +11,8 @@ import logging
 import os
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,7 +58,7 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
     stored: dict[str, Tensor] = {}
     if "gguf_file" not in options:
         refuse_pickles(Path(name))
-        stored = {key: weight for file in weight_files(Path(name)) for key, weight in read_header(file).items()}
+        stored = WeightFiles(weight_files(Path(name))).weights
         options["use_safetensors"] = True
     # Quantised tensors have other shapes until they are converted.
     reports = options.get("quantization_config") is None
@@ -241,6 +241,38 @@ def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
     if name not in dtypes:  # that of an empty slice: safetensors has names of its own for dtypes
         dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
     return torch.empty(shape, dtype=dtypes[name], device="meta")
+
+
+class WeightFiles:
+    """The weights in safetensors files, of which single ones are read while it is open as a context manager.
+
+    `files`: for each file, its weights on the meta device, in the order of the file.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.files = {path: read_header(path) for path in paths}
+        self._path_of = {key: path for path, weights in self.files.items() for key in weights}
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name, on the meta device."""
+        return {key: weight for weights in self.files.values() for key, weight in weights.items()}
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, key: str) -> Tensor:
+        """A weight; its file stays open."""
+        path = self._path_of[key]
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        return self._open[path].get_tensor(key)
 
 
 def refuse_pickles(folder: Path) -> None:

@@ -125,7 +125,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             check_wrapping_of(config, model_config)
             load_on_first_process(args)
             head = config.method.head(config)
-            model = load_model(config, tokenizer, gradient_checkpointing=config.gradient_checkpointing, head=head)
+            model = load_model(config, tokenizer, head)
             into_model = declare_end_of_turn(config, model, tokenizer, train_data)
             warn_of_lost_steps(model, optimizer["learning_rate"])
             await_ready(server, config.trl.vllm_server_timeout)

@@ -291,12 +291,7 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             args = training_arguments(config, rows=len(rows), has_eval=False)
             args.disable_tqdm = True
             with memory.phase("model"):
-                model = load_model(
-                    config,
-                    tokenizer,
-                    gradient_checkpointing=config.gradient_checkpointing,
-                    head=config.method.head(config),
-                )
+                model = load_model(config, tokenizer, config.method.head(config))
             await_ready(server, config.trl.vllm_server_timeout)
             with memory.phase("trainer setup"):
                 trainer = build_trainer(config, args, model, tokenizer, rows, None, server)

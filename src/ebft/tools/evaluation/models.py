@@ -14,6 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import base_name, is_gguf, lasting_name
 from ebft.errors import ConfigError, EBFTError, ModelError
+from ebft.catalog import is_gguf
+from ebft.data.locate import base_name, lasting_name
+from ebft.errors import ConfigError, ModelError, prefixed
 from ebft.features import FeatureNetwork
 from ebft.files import ADAPTER_CONFIG as ADAPTER_FILE
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
@@ -79,18 +82,14 @@ def _check_folder(folder: Path) -> None:
     has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
     if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
         raise ModelError(f"--model {folder} contains no model. {hint}")
-    try:
+    with prefixed(f"--model {folder}"):
         refuse_pickles(folder)
-    except ModelError as error:
-        raise ModelError(f"--model {folder}: {error}") from error
 
 
 def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check `base`, the model `name` itself or the base of the adapter `name`, which is not the config's base model."""
-    try:
+    with prefixed(f"--model {name}", ModelError):
         found = load_model_config(_of_base(config, base))
-    except ModelError as error:
-        raise ModelError(f"--model {name}: {error}") from error
     if base != name and _has_tokenizer(name):
         return  # the adapter was saved with a tokenizer, which was checked, and with the embeddings added for it
     _check_tokenizer(find_model(base, "--model"), tokenizer)
@@ -168,10 +167,8 @@ def _adapter_of(name: str) -> PeftConfig | None:
         except (ValueError, TypeError, KeyError):
             return None  # PEFT raises ValueError if a hub repository has no adapter
     else:
-        try:
+        with prefixed(f"--model {name}"):
             found = read_adapter_config(folder)
-        except ModelError as error:
-            raise ModelError(f"--model {name}: {error}") from error
     if not found.base_model_name_or_path:
         raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
     return found
@@ -179,11 +176,9 @@ def _adapter_of(name: str) -> PeftConfig | None:
 
 def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
     base = adapter.base_model_name_or_path
-    try:
+    with prefixed(f"--model {name}, an adapter of {base}"):
         model = load_base_model(_of_base(config, base), tokenizer)
         return load_saved_adapter(model, name, len(tokenizer))
-    except EBFTError as error:
-        raise type(error)(f"--model {name}, an adapter of {base}: {error}") from error
 
 
 def _of_base(config: RunConfig, name: str) -> Any:

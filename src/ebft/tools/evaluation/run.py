@@ -28,7 +28,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, without_end
 from ebft.data.lengths import fits_one_block, longest_document
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
 from ebft.features import check_sampled_ids
 from ebft.models.causal_lm import evaluating, positions_of, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
@@ -94,12 +94,10 @@ def evaluate(
 
 def _measured(name: str, task: Task) -> Scores:
     """Return the scores of one model; its name is added to errors."""
-    try:
+    with prefixed(f"--model {name}", (ModelError, NonFiniteLossError)):
         subject = load_subject(task.config, name, task.tokenizer)
         by_prompts = task.config.method.rows == "prompts"
         return PromptMeasure(task, subject).run() if by_prompts else measure_tokens(task, subject)
-    except (ModelError, NonFiniteLossError) as error:
-        raise type(error)(f"--model {name}: {error}") from error
 
 
 def check_measurable(task: Task) -> None:

@@ -8,69 +8,30 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import safe_open
 from torch import Tensor
 
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError
 from ebft.files import file_hash, publish, write_text
-from ebft.models.weights import INDEX, SINGLE, read_header, refuse_pickles, weight_files
+from ebft.models.weights import INDEX, SINGLE, WeightFiles, refuse_pickles, weight_files
 
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """The weights of a model in a folder: for each file, its weights on the meta device, in the order of the file."""
-
-    folder: Path
-    files: dict[str, dict[str, Tensor]]
-
-    @classmethod
-    def of(cls, folder: Path) -> Checkpoint:
-        """Read the headers of the checkpoint in `folder`. Raises ModelError if it is not in safetensors format."""
-        refuse_pickles(folder)
-        files = weight_files(folder)
-        if not files:
-            raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
-        return cls(folder, {str(file.relative_to(folder)): read_header(file) for file in files})
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """All weights by name, on the meta device."""
-        return {key: weight for weights in self.files.values() for key, weight in weights.items()}
-
-
-class Reader:
-    """Reads single weights; a context manager that closes the files."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._folder = checkpoint.folder
-        self._file_of = {key: name for name, weights in checkpoint.files.items() for key in weights}
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Reader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._stack.close()
-
-    def __call__(self, key: str) -> Tensor:
-        name = self._file_of[key]
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name].get_tensor(key)
+def read_checkpoint(folder: Path) -> WeightFiles:
+    """The weights of the model in a folder. Raises ModelError if it is not in safetensors format."""
+    refuse_pickles(folder)
+    files = weight_files(folder)
+    if not files:
+        raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
+    return WeightFiles(files)
 
 
 def base_folder(name: str, revision: str | None = None) -> Path:

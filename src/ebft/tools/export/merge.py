@@ -25,6 +25,7 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.models.weights import WeightFiles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
     WEIGHTS,
@@ -38,11 +39,10 @@ from ebft.tools.export.adapter import (
 )
 from ebft.tools.export.checkpoint import (
     OTHER_FORMATS,
-    Checkpoint,
-    Reader,
     ShardFolder,
     base_folder,
     parse_size,
+    read_checkpoint,
     shard_names,
     split,
     write_index,
@@ -103,14 +103,14 @@ def merge_adapter(
     config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
-    checkpoint = Checkpoint.of(base)
+    checkpoint = read_checkpoint(base)
     plain = empty_model(base_config, source.trust_remote_code)
     rounding = None if source.bits is None else BitsAndBytesRounding(plain, source.bits, source.dtype)
     adapter = attach(empty_model(base_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     shards = _layout(merge, checkpoint, size)
-    folder = ShardFolder(to, _identity(source, checkpoint, shards))
+    folder = ShardFolder(to, _identity(source, base, checkpoint, shards))
     resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
     outputs = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
     sizes = [sum(outputs[key].nbytes for key in keys) for keys in shards.values()]
@@ -141,7 +141,7 @@ def _base_config(base: Path, source: MergeSource) -> Any:
     return found
 
 
-def _layout(merge: Merge, checkpoint: Checkpoint, max_size: int | None) -> dict[str, list[str]]:
+def _layout(merge: Merge, checkpoint: WeightFiles, max_size: int | None) -> dict[str, list[str]]:
     """The weights of each shard. A weight that the base model does not have follows the one it was tied to."""
     weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
     added = {source: [] for part in merge.parts for source in part.copies.values()}
@@ -160,12 +160,12 @@ def _layout(merge: Merge, checkpoint: Checkpoint, max_size: int | None) -> dict[
     return dict(zip(shard_names(len(files)), files))
 
 
-def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, list[str]]) -> dict[str, Any]:
+def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> dict[str, Any]:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
-    files = {name: (checkpoint.folder / name).resolve().stat() for name in checkpoint.files}
+    files = {str(path.relative_to(base)): path.resolve().stat() for path in checkpoint.files}
     return {
         "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
-        "base": [str(checkpoint.folder), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
+        "base": [str(base), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "bits": [source.bits, str(source.dtype)],
         "shards": shards,
     }
@@ -173,7 +173,7 @@ def _identity(source: MergeSource, checkpoint: Checkpoint, shards: dict[str, lis
 
 def _write_shards(
     merge: Merge,
-    checkpoint: Checkpoint,
+    checkpoint: WeightFiles,
     shards: dict[str, list[str]],
     folder: ShardFolder,
     on_shard: Callable[[int, int], None] | None,
@@ -192,14 +192,14 @@ def _write_shards(
 
 
 def _merged(
-    merge: Merge, checkpoint: Checkpoint, part_of: Mapping[str, Part], keys: list[str]
+    merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, Part], keys: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The merged weights `keys`. Those of one part are in memory at a time, and the pages that they are read from."""
     waiting = set(keys)
     for key in keys:
         if key in waiting:
-            with Reader(checkpoint) as read:
-                values = merge.compute(part_of[key], read)
+            with checkpoint:
+                values = merge.compute(part_of[key], checkpoint.read)
             yield from ((own, values[own]) for own in values if own in waiting)
             waiting -= values.keys()
             del values

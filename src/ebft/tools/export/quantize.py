@@ -23,7 +23,7 @@ from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
-from ebft.tools.export.checkpoint import Checkpoint, check_free, new_folder
+from ebft.tools.export.checkpoint import check_free, new_folder, read_checkpoint
 
 if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
@@ -68,7 +68,7 @@ def quantize_model(
     check_free(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     settings = torchao_settings(kind, device)
-    size = sum(weight.nbytes for weight in Checkpoint.of(folder).weights.values())
+    size = sum(weight.nbytes for weight in read_checkpoint(folder).weights.values())
     tokenizer = _loaded(pretrained_tokenizer, folder)
     scored = sequences(tokenizer)
     options = {"dtype": "auto", "device_map": {"": str(device)}}

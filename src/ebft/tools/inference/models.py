@@ -20,6 +20,8 @@ from ebft.catalog import base_name, lasting_name
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
 from ebft.errors import EBFTError, ModelError
+from ebft.data.locate import base_name, lasting_name
+from ebft.errors import ModelError, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
 from ebft.models.load import load_base_model
@@ -155,11 +157,9 @@ def _is_model(folder: Path) -> bool:
 def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     """The model in `folder`; an adapter is attached to the base model of the settings."""
     if (folder / ADAPTER_FILE).is_file():
-        try:
+        with prefixed(f"The adapter in {folder} cannot be loaded on {settings.base_model}"):
             refuse_pickles(folder)
             model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder), len(tokenizer))
-        except EBFTError as error:
-            raise ModelError(f"The adapter in {folder} cannot be loaded on {settings.base_model}: {error}") from error
     else:
         own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
         model = load_base_model(settings.model_copy(update=own), tokenizer)
