@@ -234,6 +234,7 @@ def slow_unless(is_fast, cases):
 BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
 
 
+@pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("name", "adapter"), slow_unless(lambda name, adapter: adapter == (name not in FULL), BOTH))
 def test_option(name, adapter, tmp_path):
     model = tiny_model("llama", seed=5)
@@ -246,6 +247,7 @@ TURNS_OF = ["whitening", "group norm", "concat", "second forward", "one block in
 FAST_TURNS = ("concat", "one block in a pass", "stride one")
 
 
+@pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("name",), slow_unless(FAST_TURNS.__contains__, [(name,) for name in TURNS_OF]))
 def test_turns(name, tmp_path):
     exact(tmp_path, with_lora(tiny_model("llama", seed=5)), chat_batch(2), **{**TURNS, **OPTIONS[name]})

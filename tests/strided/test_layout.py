@@ -88,8 +88,9 @@ def test_first_anchors_and_the_last_that_just_fits():
             with pytest.raises(ValueError, match=r"lengths \[4\], first anchors \[3\], generate_max_len 2"):
                 StridedLayout.place(documents, BlockOptions(**OPTIONS))
     ids, mask = torch.ones(3, 9, dtype=torch.long), torch.arange(9) < torch.tensor([4, 0, 6])[:, None]
-    documents = Documents.from_inputs({"input_ids": ids, "attention_mask": mask})
+    documents = Documents.from_inputs({"input_ids": ids.int(), "attention_mask": mask})
     assert documents.lengths.tolist() == [4, 0, 6] and len(documents.tokens) == 10  # a row of padding has no tokens
+    assert documents.tokens.dtype == torch.long  # which the noise depends on
     assert StridedLayout.place(documents, BlockOptions(**OPTIONS)).anchors == [[], [], [3]]
 
 

@@ -89,7 +89,15 @@ class MaskPattern:
 
         With `key_heads` None, they are not batched: with sinks, which repeat along the rows of a tile.
         """
-        make = lambda: batch_tiles(list(self._document_tiles(spans, heads, device)), key_heads)
+
+        def make() -> list[Tile | BatchedTiles]:
+            size, tiles = max(1, rows_per_tile(device) // heads), []
+            for start, end in spans:
+                for first in range(0, end - start, size):
+                    position = torch.arange(first, min(first + size, end - start), device=device)
+                    tiles.append(self.tile(position, heads, start + first, (start, first + len(position)), first))
+            return batch_tiles(tiles, key_heads)
+
         return self.keep(("document", heads, key_heads), make)
 
     def keep(self, name: tuple | str, make: Callable):
@@ -97,13 +105,6 @@ class MaskPattern:
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
-
-    def _document_tiles(self, spans: Spans, heads: int, device: torch.device):
-        size = max(1, rows_per_tile(device) // heads)
-        for start, end in spans:
-            for first in range(0, end - start, size):
-                position = torch.arange(first, min(first + size, end - start), device=device)
-                yield self.tile(position, heads, start + first, (start, first + len(position)), first)
 
     def tile(self, position, heads, first_row, document, causal_from, limit=None) -> Tile:
         """Return the tile of rows at `position`, each `heads` times, with the document keys that any row attends to.

@@ -40,6 +40,16 @@ class PromptLayout:
         return [(end - length, end) for end, length in zip(ends, self.prompts)]
 
     @cached_property
+    def lengths(self) -> list[int]:
+        """The length of each suffix."""
+        return list(chain(*self.suffixes))
+
+    @cached_property
+    def prompt_of(self) -> list[int]:
+        """The number of each suffix's prompt."""
+        return [number for number, lengths in enumerate(self.suffixes) for _ in lengths]
+
+    @cached_property
     def groups(self) -> list[SuffixGroup]:
         """The suffixes of every prompt that has any."""
         groups, first = [], 0
@@ -65,21 +75,13 @@ class SuffixGroup:
         return slice(self.first, self.first + sum(self.lengths))
 
     @cached_property
-    def steps(self) -> Tensor:
-        """Indices of the tokens in a suffix: (L,)."""
-        return torch.arange(max(self.lengths), device=self.device)
-
-    @cached_property
-    def is_token(self) -> Tensor | None:
-        """Which entries of the suffixes, padded to the longest, are tokens: (N, L); None if all are."""
-        if min(self.lengths) == max(self.lengths):
-            return None
-        return self.steps < torch.tensor(self.lengths, device=self.device)[:, None]
-
-    @cached_property
     def _entries(self) -> Tensor | None:
-        """Index of each token among the N * L entries; None without padding."""
-        return None if self.is_token is None else self.is_token.flatten().nonzero().squeeze(1)
+        """Index of each token among the N * L entries of the suffixes, padded to the longest; None without padding."""
+        longest = max(self.lengths)
+        if min(self.lengths) == longest:
+            return None
+        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
+        return (torch.arange(longest, device=self.device) < lengths).flatten().nonzero().squeeze(1)
 
     def padded(self, x: Tensor) -> Tensor:
         """Return x (Y, tokens, D) of the group's tokens as (Y, N, L, D), with zeros as padding."""
@@ -103,9 +105,9 @@ class SuffixPass(PrefixPass):
 
     def position_ids(self) -> Tensor:
         device, layout = self.layout.device, self.layout
-        starts = [start for start, lengths in zip(layout.prompts, layout.suffixes) for _ in lengths]
+        starts = [layout.prompts[number] for number in layout.prompt_of]
         parts = [torch.arange(length, device=device) for length in layout.prompts]
-        parts += [start + torch.arange(n, device=device) for start, n in zip(starts, chain(*layout.suffixes))]
+        parts += [start + torch.arange(n, device=device) for start, n in zip(starts, layout.lengths)]
         return torch.cat(parts)[None]
 
     def tokens(self) -> flex.Tokens | None:
@@ -113,9 +115,8 @@ class SuffixPass(PrefixPass):
             return None
         device, layout = self.layout.device, self.layout
         integers = {"dtype": torch.long, "device": device}  # also if there are no suffixes
-        lengths = torch.tensor([length for lengths in layout.suffixes for length in lengths], **integers)
-        prompt = [number for number, lengths in enumerate(layout.suffixes) for _ in lengths]
-        prompt = torch.tensor(prompt, **integers).repeat_interleave(lengths)
+        lengths = torch.tensor(layout.lengths, **integers)
+        prompt = torch.tensor(layout.prompt_of, **integers).repeat_interleave(lengths)
         return flex.Tokens.of(
             layout.spans,
             self.position_ids()[0],
@@ -166,8 +167,8 @@ def _mask(group: SuffixGroup, pattern: MaskPattern) -> Tensor:
 
     def make() -> Tensor:
         length = group.prompt[1] - group.prompt[0]
-        position = length + group.steps
-        return pattern.allowed(position[:, None], torch.arange(length + len(position), device=group.device))
+        position = torch.arange(length + max(group.lengths), device=group.device)
+        return pattern.allowed(position[length:, None], position)
 
     return pattern.keep(("suffixes", group), make)
 
@@ -206,11 +207,10 @@ class SharedCache:
     def __init__(self, prefill: SuffixPass):
         layout = prefill.layout
         self.layout: PromptLayout = layout
-        self.prompt_of = [number for number, suffixes in enumerate(layout.suffixes) for _ in suffixes]
-        suffixes = [length for suffixes in layout.suffixes for length in suffixes]
+        self.prompt_of = layout.prompt_of
         self._copies = max(layout.prompts) <= _SHORT
         s, copied = layout.spans[-1][1], [layout.prompts[i] if self._copies else 0 for i in self.prompt_of]
-        lengths = [own + prompt for own, prompt in zip(suffixes, copied)]
+        lengths = [own + prompt for own, prompt in zip(layout.lengths, copied)]
         self.lengths = torch.tensor(lengths, device=layout.device)
         self._used = max(lengths)  # number of own tokens of the longest sample
         self._prompts = torch.tensor(layout.prompts, device=layout.device)[self.prompt_of]
@@ -220,7 +220,7 @@ class SharedCache:
         self._own: dict[Call, tuple[Tensor, ...]] = {}
         rows = torch.arange(len(lengths), device=layout.device).repeat_interleave(self.lengths)
         steps = torch.cat([torch.arange(length, device=layout.device) for length in lengths])
-        source = torch.tensor(self._source(suffixes), dtype=torch.long, device=layout.device)
+        source = torch.tensor(self._source(), dtype=torch.long, device=layout.device)
         for call, keys_and_values in prefill.cache.items():
             self.prompts[call] = tuple(x[:, : 0 if self._copies else s] for x in keys_and_values)
             own = tuple(x.new_zeros(len(x), len(lengths), self._used + _GROWTH, x.shape[-1]) for x in keys_and_values)
@@ -228,10 +228,10 @@ class SharedCache:
                 padded[:, rows, steps] = x[:, source]
             self._own[call] = own
 
-    def _source(self, suffixes: list[int]) -> list[int]:
-        """Return the index, in the prefill, of each token that is stored for a sample, given the suffixes' lengths."""
+    def _source(self) -> list[int]:
+        """Return the index, in the prefill, of each token that is stored for a sample."""
         found, end = [], self.layout.spans[-1][1]
-        for prompt, length in zip(self.prompt_of, suffixes):
+        for prompt, length in zip(self.prompt_of, self.layout.lengths):
             found += range(*self.layout.spans[prompt]) if self._copies else ()
             found += range(end, end + length)
             end += length
