@@ -42,15 +42,19 @@ class Tags(HTMLParser):
         self.text += data
 
 
-@pytest.fixture
-def run(tmp_path):
-    folder = tmp_path / "my <run>"
-    write_run(folder, "finished", step=100)
-    append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, 101)))
-    append(folder / "metrics.jsonl", held_out_line(50, 0.3), held_out_line(100, 0.2))
-    append(folder / "rollouts.jsonl", *(strided_entry(step) for step in range(100)))
+def write_files(folder, steps):
+    """All files of a run that has ended."""
+    write_run(folder, "finished", step=steps)
+    append(folder / "metrics.jsonl", *(log_line(step) for step in range(1, steps + 1)))
+    append(folder / "metrics.jsonl", held_out_line(steps // 2, 0.3), held_out_line(steps, 0.2))
+    append(folder / "rollouts.jsonl", *(strided_entry(step) for step in range(steps)))
     append(folder / "health.jsonl", {"time": 1e9, "step": 4, "name": "grad_norm", "message": "High.", "remedy": "Do."})
     return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_files(tmp_path / "my <run>", steps=100)
 
 
 def test_a_report_has_all_parts_and_nothing_external(run):
@@ -187,7 +191,9 @@ BROKEN = ["text", None, -1, float("inf"), float("nan"), 10**400, 1e300, -1e300, 
 
 
 @pytest.mark.parametrize("value", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
-def test_values_of_the_wrong_kind(run, value):
+def test_values_of_the_wrong_kind(tmp_path, value):
+    run = write_files(tmp_path / "run", steps=2)
+
     def reported(name, content):
         (run / name).write_text(json.dumps(content))
         Tags(report(run))
@@ -203,7 +209,7 @@ def test_values_of_the_wrong_kind(run, value):
         reported("evaluation.json", compared | {"models": [model | {key: value}] * 2})
     for settings in (value, {"confidence": value}):
         reported("evaluation.json", compared | {"settings": settings})
-    append(run / "metrics.jsonl", log_line(101) | {"loss": None if isinstance(value, str) else value})
+    append(run / "metrics.jsonl", log_line(3) | {"loss": None if isinstance(value, str) else value})
     reported("health.jsonl", dict.fromkeys(("time", "step", "name", "message"), value))
     write_report(run)
 

@@ -100,27 +100,25 @@ def test_an_empty_folder_and_its_first_files(tmp_path, size):
     dashboard(folder, body, size)
 
 
-@pytest.mark.parametrize(
-    ("state", "changes", "text"),
-    [
+def test_the_states_of_a_run(run):
+    """Each as the file is rewritten."""
+    states = (
         ("finished", {}, "finished"),
         ("failed", {"error": "OSError: disk [full]"}, "failed"),
         ("running", {"pid": 2**22 + 1}, "ended without a final state"),
         ("running", {"host": "elsewhere", "updated": 1.0}, "no update for"),
         ("\x1b]0;title\x07", {}, "␛]0;title␇"),
         ("odd", {"started": "x", "updated": None, "max_steps": "many", "config": 3, "changed": [], "pid": None}, "odd"),
-    ],
-)
-def test_the_states_of_a_run(run, state, changes, text):
-    write_run(run, state, step=100, **changes)
+    )
 
     async def body(app, pilot):
-        found = await shows(app, pilot, text, "step 100")
-        assert ("ETA" in found) == (changes.get("host") == "elsewhere")
-        await pilot.press("3")
-        await shows(app, pilot, changes.get("error", "Too [high]."))
-        await pilot.press("5")
-        await shows(app, pilot, "model")
+        for key in "135":
+            await pilot.press(key)
+            for state, changes, text in states:
+                write_run(run, state, step=100, **changes)
+                shown = {"1": "alignment", "3": changes.get("error", "Too [high]."), "5": "model"}
+                found = await shows(app, pilot, text, "step 100", shown[key])
+                assert ("ETA" in found) == (changes.get("host") == "elsewhere")
 
     dashboard(run, body)
 
@@ -171,25 +169,14 @@ def test_a_run_that_logs_no_rollouts_names_the_keys():
         assert "ebft.log_completions (strided mode)" in panels.rollouts([], 80, config).plain
     for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
         assert panels.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
-
-
-def test_supervised_fine_tuning_has_no_rollouts(tmp_path):
-    write_run(tmp_path, config={"rl": None})
-    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 2.0, "grad_norm": 30.0, "time": 1.0})
-
-    async def body(app, pilot):
-        await shows(app, pilot, "30.0", "[<10]")
-        await pilot.press("2")
-        await shows(app, pilot, "samples no rollouts")
-
-    dashboard(tmp_path, body)
+    assert panels.rollouts([], 80, {"rl": None}).plain == "The method of this run samples no rollouts."
 
 
 class Process:
     """A training process as the dashboard sees it."""
 
-    def __init__(self, is_running=True):
-        self.runs, self.interrupts, self.pid = is_running, 0, 1
+    def __init__(self, runs=True):
+        self.runs, self.interrupts, self.pid = runs, 0, 1
 
     def is_running(self):
         return self.runs
@@ -201,10 +188,8 @@ class Process:
 @pytest.mark.parametrize(
     ("keys", "result", "interrupts"),
     [
-        (["q", "l"], "left", 0),
         (["q", "c", "q", "escape", "q", "l"], "left", 0),
         (["q", "s"], None, 1),
-        (["ctrl+c"], None, 1),
         (["ctrl+c", "ctrl+c"], None, 2),
     ],
 )
@@ -216,8 +201,9 @@ def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrup
         for key in keys:
             await pilot.press(key)
             await asyncio.sleep(0.1)
+            if process.interrupts:
+                await shows(app, pilot, "Stopping, with a" if process.interrupts == 1 else "Stopping immediately.")
         if result is None:
-            await shows(app, pilot, "immediately")
             process.runs = False
             await pilot.press("q")
 
@@ -249,8 +235,8 @@ def test_the_end_of_training_closes_the_question_and_removes_its_key(run, is_kno
     assert app.return_value == "closed" and process.interrupts == 0
 
 
-def test_after_the_end_of_training_the_dashboard_closes_at_once(run):
-    for process, key in ((Process(is_running=False), "q"), (Process(is_running=False), "ctrl+c"), (None, "q")):
+def test_the_dashboard_closes_at_once_after_the_end_of_training_and_without_a_process(run):
+    for process, key in ((Process(runs=False), "q"), (Process(runs=False), "ctrl+c"), (None, "q"), (None, "ctrl+c")):
 
         async def body(app, pilot, key=key):
             await shows(app, pilot, "63/100")

@@ -2,14 +2,14 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 from transformers import TrainerCallback
 
+from tests.launch.worker_stub import wait_until
+
 STEP = 2
 COMMAND = "EBFT_TEST_COMMAND"  # environment variable: a file with the process id of the command that is running
-LONGEST = 120  # seconds until a signal that does not arrive fails the test
 
 
 class StopsLaunch(TrainerCallback):
@@ -21,9 +21,7 @@ class StopsLaunch(TrainerCallback):
         arrived, handler = [], signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *given: (arrived.append(given), handler(*given)))
         os.kill(os.getppid(), signal.SIGTERM)
-        end = time.monotonic() + LONGEST
-        while not arrived and time.monotonic() < end:
-            time.sleep(0.01)
+        wait_until(lambda: arrived)
         signal.signal(signal.SIGTERM, handler)
 
 

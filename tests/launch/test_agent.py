@@ -15,7 +15,7 @@ from ebft.tools import cli
 from ebft.tools.launch import agent
 from ebft.tools.launch.agent import NEUTRAL
 from ebft.tools.launch.plan import LaunchOptions, Plan
-from tests.launch.waiting import wait_until
+from tests.launch.worker_stub import wait_until
 
 ROOT = Path(__file__).parents[2]
 STUB = "tests.launch.worker_stub"

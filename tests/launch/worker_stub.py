@@ -3,10 +3,19 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from ebft import processes
-from tests.launch.waiting import wait_until
+
+LONGEST = 60  # seconds
+
+
+def wait_until(happened):
+    """Wait until `happened()` is true, or for `LONGEST`."""
+    end = time.monotonic() + LONGEST
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _meet(folder, rank):
@@ -69,4 +78,5 @@ def main(act, folder):
         sys.exit(2)
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

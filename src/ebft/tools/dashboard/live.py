@@ -91,7 +91,7 @@ def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:
     found = []
     for name, series in metrics.series.items():
         left_out = name.endswith(("_runtime", "_per_second")) or name.removeprefix("eval_") in NOT_COMPARABLE
-        if name.startswith("eval_") and not left_out and (len(series.values) > 1 or series.width > 1):
+        if name.startswith("eval_") and not left_out and len(series.values) > 1:
             found.append((name, metrics.first[name], metrics.latest[name]))
     return found
 
