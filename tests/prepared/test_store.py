@@ -56,6 +56,8 @@ def test_a_changed_setting_makes_new_rows_and_keeps_the_old_ones(make, base, pre
     second = prepare(make(sequence_len=20))
     assert second.is_new and folders(base) == sorted([first.folder.name, second.folder.name])
     assert max(map(len, second.rows.train["input_ids"])) <= 20 < max(map(len, first.rows.train["input_ids"]))
+    with_secret = prepare(make(chat_template_kwargs={"password": "hunter2"}))
+    assert with_secret.is_new and "hunter2" not in (with_secret.folder / RECORD).read_text()
     monkeypatch.setattr(prepared_rows, "locked", None)  # not needed to read, so that a folder can be read-only
     assert not prepare(make()).is_new
 

@@ -40,6 +40,7 @@ from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.printed import say
 from ebft.processes import is_main_process
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
+from ebft.secrets import without_secrets
 
 
 class Prepared(NamedTuple):
@@ -72,13 +73,14 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
                 return Prepared(rows, folder, is_new=False)
         except DamagedRows as damage:
             _say(f"Prepared rows in {folder} are damaged ({damage}); they are prepared again", of_any_rank=True)
-        changed = closest_difference(folder.parent, inputs)
+        stored_inputs = without_secrets(inputs)
+        changed = closest_difference(folder.parent, stored_inputs)
         if changed:
             _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
         rows = config.method.load_rows(config, tokenizer)
         if data_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
-        write_rows(folder, rows, inputs)
+        write_rows(folder, rows, stored_inputs)
         for part in (rows.train, rows.evaluation):
             if part is not None:
                 discard(part)
