@@ -26,9 +26,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.errors import ModelError, cause, shortened, some_of
-from ebft.catalog import is_gguf
-from ebft.data.locate import lasting_name
 from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters

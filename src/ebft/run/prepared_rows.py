@@ -37,10 +37,9 @@ from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError
 from ebft.files import file_hash, json_hash, locked, text_hash
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
-from ebft.printed import say
+from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
 from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.secrets import without_secrets
 
 
 class Prepared(NamedTuple):

@@ -13,9 +13,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import base_name, is_gguf, lasting_name
-from ebft.errors import ConfigError, EBFTError, ModelError
-from ebft.catalog import is_gguf
-from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ConfigError, ModelError, prefixed
 from ebft.features import FeatureNetwork
 from ebft.files import ADAPTER_CONFIG as ADAPTER_FILE

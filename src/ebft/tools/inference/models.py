@@ -19,8 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ebft.catalog import base_name, lasting_name
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
-from ebft.errors import EBFTError, ModelError
-from ebft.data.locate import base_name, lasting_name
 from ebft.errors import ModelError, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
