@@ -369,7 +369,7 @@ def load_reward_model(name: str) -> PreTrainedModel:
             if problem is not None:
                 raise ConfigError(problem)
             model = pretrained_model(found, SCORE, dtype="auto")
-        pretrained_tokenizer(model.config.name_or_path)  # TRL loads it from there
+        pretrained_tokenizer(str(model.config.name_or_path))  # TRL loads it from there
     return model.eval().requires_grad_(False)
 
 

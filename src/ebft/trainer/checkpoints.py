@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
-from transformers.utils import logging as transformers_logging
+from transformers import logging as transformers_logging
 
 from ebft.errors import EBFTError, SaveError
 from ebft.files import CHECKSUMS, STATE, discard, json_object, publish, remove_staged, write_checksums

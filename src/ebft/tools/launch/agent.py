@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -253,7 +253,8 @@ _OURS = {
         "run_path": _PYTHON,
     },
 }
-# `nondefault` is a list that the parser of accelerate makes.
+_UNSET = object()
+# `nondefault` is a set that the parser of accelerate makes.
 _MAY_REPEAT = {"config_file", "module", "nondefault", "training_script", "training_script_args"}
 
 
@@ -264,11 +265,12 @@ def parsed_arguments(launcher: str, arguments: Sequence[str], *, defaults: bool 
     """
     parser, written = _parser(launcher), io.StringIO()
     if not defaults:
-        for action in parser._actions:
-            action.default = SUPPRESS
+        values = vars(parser.parse_args(["--module", PROGRAM]))
+        parser.set_defaults(**{name: _UNSET for name, value in values.items() if not isinstance(value, set)})
     try:
         with contextlib.redirect_stderr(written), contextlib.redirect_stdout(written):
-            return parser.parse_args(arguments)
+            found = parser.parse_args(arguments)
+        return Namespace(**{name: value for name, value in vars(found).items() if value is not _UNSET})
     except SystemExit as error:  # of argparse, which has written its usage and the problem, or its help
         if not error.code:
             raise ConfigError(
