@@ -55,7 +55,6 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.name, self.tools, self.closed = tokenizer, name or "of the tokenizer", tools, closed
         self.kwargs: dict[str, Any] = dict(kwargs or {})
-        self._read: dict[str, bool] = {}
         unread = [key for key in self.kwargs if key not in str(tokenizer.chat_template)]
         if unread and tokenizer.chat_template is not None:
             warnings.warn(
@@ -86,11 +85,11 @@ class ChatTemplate:
         """The same template without descriptions of tools."""
         return ChatTemplate(self.tokenizer, self.name, self.kwargs, None, self.closed)
 
-    def reads(self, key: str) -> bool:
-        """Whether the template renders the key of an assistant turn, such as `reasoning_content`."""
-        if key not in self._read:
-            self._read[key] = _REPLY in self._text([_ASKED, {"role": "assistant", "content": "?", key: _REPLY}])
-        return self._read[key]
+    @cached_property
+    def thinking_keys(self) -> list[str]:
+        """The keys of an assistant turn with thinking that the template renders."""
+        example = {"role": "assistant", "content": "?"}
+        return [key for key in THINKING if _REPLY in self._text([_ASKED, {**example, key: _REPLY}])]
 
     @cached_property
     def special(self) -> list[str]:
@@ -157,16 +156,11 @@ class ChatTemplate:
         return f'"{_REPLY}"' in self._text([_ASKED, self._readable(calls), result])
 
     @cached_property
-    def thinking_key(self) -> str | None:
-        """The key of an assistant turn with the thinking that the template renders, None if it renders none."""
-        return next(filter(self.reads, THINKING), None)
-
-    @cached_property
     def _doubles_thinking(self) -> bool:
         """Whether the template writes an empty thinking block before the one in a content."""
-        if self.thinking_key is None:
+        if not self.thinking_keys:
             return False
-        apart = {"role": "assistant", "content": "?", self.thinking_key: _REPLY}
+        apart = {"role": "assistant", "content": "?", self.thinking_keys[0]: _REPLY}
         joined = {"role": "assistant", "content": join_thinking(_REPLY, "?")}
         apart, joined = (self._text([_ASKED, message]).count("<think>") for message in (apart, joined))
         return joined > apart > 0
@@ -174,13 +168,13 @@ class ChatTemplate:
     def _with_thinking(self, message: Message) -> Message:
         """The message with its thinking in a key that the template reads, if there is one."""
         given = next((key for key in THINKING if message.get(key)), None)
-        if given is not None and self.thinking_key is not None and not self.reads(given):
+        if given is not None and self.thinking_keys and given not in self.thinking_keys:
             rest = {key: value for key, value in message.items() if key != given}
-            return {**rest, self.thinking_key: message[given]}
+            return {**rest, self.thinking_keys[0]: message[given]}
         content = message.get("content")
         if given is None and isinstance(content, str) and _starts_with_thinking(content) and self._doubles_thinking:
             thinking, answer = split_thinking(content)
-            return {**message, "content": answer, self.thinking_key: thinking}
+            return {**message, "content": answer, self.thinking_keys[0]: thinking}
         return message
 
     def _readable(self, message: Message) -> Message:

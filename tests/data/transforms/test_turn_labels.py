@@ -43,6 +43,7 @@ def trained(tokenizer):
         words = [tokenizer.convert_ids_to_tokens(token) for token in row["input_ids"]]
         assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"]))
         shown = [word if label == -100 else f"[{word}]" for word, label in zip(words, row["labels"])]
+        assert row["prompt_length"] == row["turn_spans"][-1][0]
         for start, end in reversed(row["turn_spans"]):
             shown[start:end] = ["(", *shown[start:end], ")"]
         text = " ".join(word for word in shown if word != "<|im_start|>").replace("<|im_end|>", "END")

@@ -103,8 +103,7 @@ def ebft_chat_multiturn(cfg, dataset, **kwargs):
 
 def ebft_chat_multiturn_last_turn(cfg, dataset, **kwargs):
     """Transform for chats whose last assistant turn is the reference."""
-    read = lambda row: _prompt_row(*before_last_answer(chat_of(row, dataset))) | template_columns(row, dataset)
-    return each_row(read)
+    return _last_answers(dataset, partial(chat_of, entry=dataset))
 
 
 def ebft_chat_multiturn_all_turns(cfg, dataset, **kwargs):
@@ -141,17 +140,12 @@ def _prompt_row(prompt: list[Message], reply: Message | None) -> dict:
 
 def ebft_opencode(cfg, dataset, **kwargs):
     """Transform for rows with a prompt and a reference completion."""
-    return _last_reply_prompts(dataset, _pair_chat)
+    return _last_answers(dataset, _pair_chat)
 
 
-def _last_reply_prompts(entry: Any, read: Callable[[dict[str, Any]], list[Message]]) -> tuple[Callable, dict]:
-    """Transform to rows of prompts; `read` returns messages that end with the reference."""
-
-    def row_of(example):
-        *prompt, reply = read(example)
-        return _prompt_row(prompt, reply) | template_columns(example, entry)
-
-    return each_row(row_of)
+def _last_answers(entry: Any, read: Callable[[dict[str, Any]], list[Message]]) -> tuple[Callable, dict]:
+    """Transform to rows of prompts; the reference is the last answer of the messages that `read` returns."""
+    return each_row(lambda row: _prompt_row(*before_last_answer(read(row))) | template_columns(row, entry))
 
 
 def ebft_opencode_strided(cfg, dataset, **kwargs):
@@ -206,7 +200,7 @@ def _reasoning(dataset, reference, in_prompt=None):
 def _rendered(reply: Message, tokenizer: Any) -> Message:
     """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
     has_key = any(reply.get(key) for key in THINKING)
-    return reply if has_key and ChatTemplate(tokenizer).thinking_key else with_thinking(reply)
+    return reply if has_key and ChatTemplate(tokenizer).thinking_keys else with_thinking(reply)
 
 
 def _apart(reply: Message) -> Message:
@@ -225,7 +219,7 @@ def alpaca_chat(cfg, dataset, **kwargs):
 
 def alpaca_chat_prompts(cfg, dataset, **kwargs):
     """Transform for questions with their answers as references."""
-    return _last_reply_prompts(dataset, partial(_alpaca_chat, entry=dataset))
+    return _last_answers(dataset, partial(_alpaca_chat, entry=dataset))
 
 
 def _alpaca_chat(example: dict[str, Any], entry: Any) -> list[Message]:
@@ -255,8 +249,6 @@ def chat_transform(
     template = cfg.chat_template or "of the tokenizer"
     train_on_inputs = cfg.train_on_inputs
     mask_thinking = cfg.ebft.mask_thinking_ce
-    last_reply = lambda messages: replies(messages)[-1:]
-    turns_of = last_reply if labels is None else labels.turns
     eos = "turn" if labels is None else labels.eos
     known: dict[str, ChatTemplate] = {}  # by the text of the template
     omissions = Omissions(template)
@@ -265,19 +257,19 @@ def chat_transform(
         if tokenizer.chat_template is None:
             raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
         messages = read(example)
-        if not messages:
-            return segments_row([([], False)], False)
-        turns = turns_of(messages)
-        if labels is not None:
+        if labels is None:
+            turns, is_learned = replies(messages)[-1:], says_something  # calls cannot be compared with a reference
+        else:
             # The model does not learn to say nothing.
-            turns = [turn for turn in turns if says_something(messages[turn]) or messages[turn].get("tool_calls")]
-        last = messages[turns[-1]] if turns else None
-        last = with_reply(last, tokenizer) if last is not None and with_reply is not None else last
-        asked, messages = messages, _up_to(messages, turns, last, with_calls=labels is not None)
-        if not messages:
+            is_learned = lambda message: says_something(message) or message.get("tool_calls")
+            turns = [turn for turn in labels.turns(messages) if is_learned(messages[turn])]
+        last = messages[turns[-1]] if turns else {}
+        last = with_reply(last, tokenizer) if turns and with_reply is not None else last
+        if not is_learned(last):
             # The filter counts this as a row without a reference; templates may fail to render such a chat.
-            text = "\n".join(str(message.get("content", "")) for message in asked)
+            text = "\n".join(str(message.get("content", "")) for message in messages)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
+        messages = [*messages[: turns[-1]], last]
         if tokenizer.chat_template not in known:
             known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)
         kwargs = row_kwargs(example, entry.chat_template_kwargs)
@@ -303,16 +295,6 @@ def chat_transform(
         }
 
     return transform_fn, {"remove_columns": "__all__"}
-
-
-def _up_to(messages: list[Message], turns: list[int], last: Message | None, with_calls: bool) -> list[Message]:
-    """The messages up to the last turn that is trained on, empty if there is none or it has no text.
-
-    A turn that only calls tools counts if `with_calls`; it cannot be compared with a reference.
-    """
-    if last is None or not (says_something(last) or (with_calls and last.get("tool_calls"))):
-        return []
-    return [*messages[: turns[-1]], last]
 
 
 def nemo_gym(cfg, dataset, **kwargs):

@@ -15,12 +15,14 @@ Those of pairs have a twin `_prompts` that returns `{prompt, ground_truth}`, bot
 `rl: grpo`: the same tokens.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
 from ebft.config.section import PromptFormat
 from ebft.data.transforms.rows import (
+    Pair,
     encode,
     first_present,
     first_text,
@@ -66,14 +68,15 @@ def completion(cfg, dataset, **kwargs):
     return transform_fn, map_kwargs
 
 
-def ebft_strided_structured(cfg, **kwargs):
-    """Transform for rows with a prompt and a reference completion."""
-    return pair_tokens(cfg, prompt_and_completion)
+def _both(pair_of: Callable[[Any], Pair]) -> tuple[Callable, Callable]:
+    """The transforms to rows of tokens and of prompts for `pair_of(dataset)`, which reads prompt and completion."""
+    return (
+        lambda cfg, dataset, **kwargs: pair_tokens(cfg, pair_of(dataset)),
+        lambda cfg, dataset, **kwargs: pair_prompts(pair_of(dataset)),
+    )
 
 
-def ebft_strided_structured_prompts(cfg, **kwargs):
-    """Transform for rows whose prompt is continued as plain text."""
-    return pair_prompts(prompt_and_completion)
+ebft_strided_structured, ebft_strided_structured_prompts = _both(lambda dataset: prompt_and_completion)
 
 
 def input_output(cfg, dataset, **kwargs):
@@ -122,16 +125,6 @@ WITHOUT_INPUT = (
 _ALPACA_FIX = "Name its columns with a mapping as type: {field_instruction: ..., field_input: ..., field_output: ...}."
 
 
-def alpaca(cfg, **kwargs):
-    """Transform for rows of Alpaca."""
-    return pair_tokens(cfg, _alpaca_pair)
-
-
-def alpaca_prompts(cfg, **kwargs):
-    """Transform for rows of Alpaca whose prompt is continued as plain text."""
-    return pair_prompts(_alpaca_pair)
-
-
 def _alpaca_pair(example: dict[str, Any]) -> tuple[str, str]:
     instruction, output = (
         first_text(example, [name], f"the {name}", _ALPACA_FIX) for name in ("instruction", "output")
@@ -140,14 +133,7 @@ def _alpaca_pair(example: dict[str, Any]) -> tuple[str, str]:
     return (WITH_INPUT if given else WITHOUT_INPUT).format(instruction=instruction, input=given), output
 
 
-def user_defined(cfg, dataset, **kwargs):
-    """Transform for rows with an instruction, an optional input and an output."""
-    return pair_tokens(cfg, partial(_user_defined_pair, keys=dataset.user_defined or PromptFormat()))
-
-
-def user_defined_prompts(cfg, dataset, **kwargs):
-    """Transform for rows whose prompt is continued as plain text."""
-    return pair_prompts(partial(_user_defined_pair, keys=dataset.user_defined or PromptFormat()))
+alpaca, alpaca_prompts = _both(lambda dataset: _alpaca_pair)
 
 
 def _user_defined_pair(example: dict[str, Any], keys: PromptFormat) -> tuple[str, str]:
@@ -163,3 +149,8 @@ def _user_defined_pair(example: dict[str, Any], keys: PromptFormat) -> tuple[str
     elif not given and written == PromptFormat.model_fields["format"].default:
         written = "{instruction}"
     return start + written.format(instruction=instruction, input=given), output
+
+
+user_defined, user_defined_prompts = _both(
+    lambda dataset: partial(_user_defined_pair, keys=dataset.user_defined or PromptFormat())
+)

@@ -46,6 +46,11 @@ def own_copy(config_file: Path, output: Path) -> Path:
     return Path(shutil.copy(config_file, output / config_file.name))
 
 
+def moved(output: Path, default: Path, paths: dict[str, str]) -> list[str]:
+    """Overrides for keys whose `paths` are in the output folder, for which a config of the package names `default`."""
+    return [f"{key}={output / path}" for key, path in paths.items()] if output != default else []
+
+
 def check_output(output: Path) -> None:
     """Raise ConfigError if `output` has files with the names of those that a quickstart writes, but of others."""
     configs = [path.name for path in CONFIGS.glob("*.yaml")]

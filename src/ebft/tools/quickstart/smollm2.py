@@ -22,7 +22,7 @@ from ebft.config.schema import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
 from ebft.tools.fetch import fetch_model
-from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, own_copy
+from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
 from ebft.tools.quickstart.tiny import number_of, part_of, standard_library
 
 
@@ -173,14 +173,10 @@ def fetch(name: str) -> None:
 
 def config_overrides(output: Path, seed: int, model: str) -> list[str]:
     """What smollm2.yaml does not say: another model, output folder or seed, the number type that is fast here."""
-    moved = [
-        f"datasets.0.path={output / 'data' / 'train.jsonl'}",
-        f"test_datasets.0.path={output / 'data' / 'held_out.jsonl'}",
-        f"output_dir={output / 'ebft'}",
-    ]
+    data = {"datasets.0.path": "data/train.jsonl", "test_datasets.0.path": "data/held_out.jsonl"}
     return [
         *([f"base_model={model}"] if model != NAME else []),
-        *(moved if output != OUTPUT else []),
+        *moved(output, OUTPUT, {**data, "output_dir": "ebft"}),
         *([f"seed={seed}"] if seed else []),
         *([] if bfloat16_is_fast() else ["torch_dtype=float32"]),
     ]

@@ -20,7 +20,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from ebft.config.schema import load_config
 from ebft.config.section import changed_keys
 from ebft.run.training import train
-from ebft.tools.quickstart.run import CONFIGS, SCALES, Phases, Run, Scale, console, make_once, own_copy, show_command
+from ebft.tools.quickstart.run import (
+    CONFIGS,
+    SCALES,
+    Phases,
+    Run,
+    Scale,
+    console,
+    make_once,
+    moved,
+    own_copy,
+    show_command,
+)
 
 OUTPUT = Path("outputs/quickstart-tiny")  # what the two configs name
 
@@ -51,24 +62,15 @@ def prepare(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
 
 def base_overrides(output: Path, scale: Scale) -> list[str]:
     """What tiny_base.yaml does not say: another output folder, the test's sizes."""
-    moved = [
-        f"base_model={output / 'init'}",
-        f"datasets.0.path={output / 'data' / 'base.jsonl'}",
-        f"output_dir={output / 'base'}",
-    ]
-    return [*(moved if output != OUTPUT else []), *scale.base_overrides]
+    paths = {"base_model": "init", "datasets.0.path": "data/base.jsonl", "output_dir": "base"}
+    return [*moved(output, OUTPUT, paths), *scale.base_overrides]
 
 
 def ebft_overrides(output: Path, seed: int, scale: Scale) -> list[str]:
     """What tiny.yaml does not say: another output folder, another seed, the test's sizes."""
-    moved = [
-        f"base_model={output / 'base'}",
-        f"datasets.0.path={output / 'data' / 'ebft.jsonl'}",
-        f"test_datasets.0.path={output / 'data' / 'held_out.jsonl'}",
-        f"output_dir={output / 'ebft'}",
-    ]
-    changed = [f"seed={seed}"] if seed else []
-    return [*(moved if output != OUTPUT else []), *changed, *scale.ebft_overrides]
+    data = {"datasets.0.path": "data/ebft.jsonl", "test_datasets.0.path": "data/held_out.jsonl"}
+    changed = moved(output, OUTPUT, {"base_model": "base", **data, "output_dir": "ebft"})
+    return [*changed, *([f"seed={seed}"] if seed else []), *scale.ebft_overrides]
 
 
 # Tests and tables of characters are left out: they are not on every machine, and hardly anyone writes such code.
