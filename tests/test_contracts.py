@@ -24,7 +24,7 @@ from transformers.models.gptj import modeling_gptj
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
 from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer
 from ebft.preferences.trl import KeepsMetrics
-from ebft.reward_models import ProcessRewardTrainer, ResumesComparisons, RewardModelTrainer
+from ebft.reward_models import ProcessRewardTrainer, RewardModelTrainer
 from ebft.sft.trainer import SFTTrainer
 from ebft.strided import StridedEBFTTrainer
 from ebft.structured import AsyncEBFTTrainer, EBFTTrainer, RolloutGRPOTrainer
@@ -104,7 +104,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_tokenizer": "the tokenizer inside processing_class",
         **shared("_get_num_items_in_batch", "_get_train_sampler", "_metrics", "_prepare_inputs"),
     },
-    ResumesComparisons: shared("_metrics", "_total_train_tokens"),
+    RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
 }
 SEAM = ROOT / "transformers_internals.py"
 # Names of TRL's modules that are not in its documented interface.

@@ -17,25 +17,6 @@ from ebft.monitor.metrics import HeldOutMeans
 from ebft.trainer import OverTrainer
 
 
-class ResumesComparisons(OverTrainer, RewardTrainer):
-    """RewardTrainer that keeps what it is to log, and the number of tokens so far, in checkpoints."""
-
-    def running_state(self) -> dict[str, Any]:
-        return super().running_state() | {
-            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
-            "tokens": self._total_train_tokens,
-        }
-
-    def restore_running_state(self, state: dict[str, Any]) -> None:
-        super().restore_running_state(state)
-        self._metrics["train"].update(state.get("metrics", {}))
-        self._total_train_tokens = state.get("tokens", 0)
-
-    def drop_evaluation_metrics(self) -> None:
-        """Discard TRL's metrics of an evaluation, which are means over batches of different sizes."""
-        self._metrics["eval"].clear()
-
-
 @dataclass
 class RewardModelConfig(RewardConfig):
     """TRL's arguments for rows that are tokenised and within their length, with dropout as the model has it."""
@@ -54,8 +35,11 @@ class ReportsHeldOutMeans(OverTrainer):
         return output
 
 
-class RewardModelTrainer(ReportsHeldOutMeans, ResumesComparisons):
-    """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs."""
+class RewardModelTrainer(ReportsHeldOutMeans, RewardTrainer):
+    """RewardTrainer whose evaluation reports loss, accuracy and margin as means over the held-out pairs.
+
+    Checkpoints have what it is to log, and the number of tokens so far.
+    """
 
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self.budget.add(documents=len(inputs["input_ids"]) // 2)
@@ -63,7 +47,7 @@ class RewardModelTrainer(ReportsHeldOutMeans, ResumesComparisons):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
-        self.drop_evaluation_metrics()
+        self._metrics["eval"].clear()  # means over batches of different sizes
         return output
 
     def prediction_step(
@@ -75,6 +59,17 @@ class RewardModelTrainer(ReportsHeldOutMeans, ResumesComparisons):
         values = {"loss": pairs, "accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
         self._held_out.add(values, pairs.new_ones(len(pairs)))
         return loss, None, None
+
+    def running_state(self) -> dict[str, Any]:
+        return super().running_state() | {
+            "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
+            "tokens": self._total_train_tokens,
+        }
+
+    def restore_running_state(self, state: dict[str, Any]) -> None:
+        super().restore_running_state(state)
+        self._metrics["train"].update(state.get("metrics", {}))
+        self._total_train_tokens = state.get("tokens", 0)
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, centring: float, margin: Tensor | None = None) -> Tensor:

@@ -21,21 +21,19 @@ def length_reward(completion_ids, **columns):
 
 
 SEVERAL = {"per_device_train_batch_size": 8, "steps_per_generation": 3, "gradient_accumulation_steps": 3}
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6}
 OPTIONS = {
-    "cross-entropy": {"ce_coef": 0.3},
     "several micro-batches of a generation": {**SEVERAL, "ce_coef": 0.3},
-    "split groups": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6},
-    "reference model": {"beta": 0.3},
+    "split groups": {**SPLIT, "gradient_checkpointing": True, "ce_coef": 0.1},
+    "reference model": {"beta": 0.3, "mask_truncated_completions": True, "max_completion_length": 24},
     "old policy": {"num_iterations": 2, "loss_type": "dapo"},
     "sequence ratios": {"num_iterations": 2, "importance_sampling_level": "sequence"},
-    "entropy bonus": {"entropy_coef": 0.1},
-    "high entropy tokens": {"top_entropy_quantile": 0.4},
-    "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 24},
-    "gradient checkpointing": {"gradient_checkpointing": True, "ce_coef": 0.1},
+    "entropies": {"entropy_coef": 0.1, "top_entropy_quantile": 0.4},
 }
-WITHOUT_ADAPTER = ["reference model", "old policy", "gradient checkpointing"]  # and the cross-entropy
-CASES = [*((name, True) for name in OPTIONS), ("cross-entropy", False)]
-CASES += [pytest.param(name, False, marks=pytest.mark.slow) for name in WITHOUT_ADAPTER]
+CASES = [*((name, True) for name in OPTIONS), ("several micro-batches of a generation", False)]
+CASES += [
+    pytest.param(name, False, marks=pytest.mark.slow) for name in ("reference model", "old policy", "split groups")
+]
 
 
 @pytest.mark.parametrize(("option", "adapter"), CASES)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,6 +43,8 @@ from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
 from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
 
+FEATURE_MATCHING = "feature_matching"  # the name of the reward in configs and in TRL's logs
+
 
 class FeatureMatchingReward:
     """`alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) of completions against their references.
@@ -60,7 +61,7 @@ class FeatureMatchingReward:
     is used directly, which requires that it is not trained.
     """
 
-    __name__ = "feature_matching"  # the name of the reward in TRL's logs
+    __name__ = FEATURE_MATCHING
 
     def __init__(
         self,
@@ -322,15 +323,12 @@ def _padded(rows: list[list[int]]) -> Tensor:
     return pad_sequence([torch.tensor(ids, dtype=torch.long) for ids in rows], batch_first=True)
 
 
-FEATURE_MATCHING = "feature_matching"
-
-
 def load_reward_funcs(
     trl: TRLSection,
     ebft: RewardOptions,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    built_in: Mapping[str, Any] = MappingProxyType({}),
+    built_in: Mapping[str, Any],
 ) -> list:
     """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models.
 
