@@ -57,7 +57,7 @@ LINES = 'raise ValueError("\\n".join("line %d" % n for n in range(500)))'
 
 TRANSFORMS = [
     transform("raises", RAISES, "own.py", "line 4", "row 0", "KeyError", "missing"),
-    transform("exits with 0", "import sys; sys.exit(0)", "row 0 failed: it called sys.exit(0) (own.py, line 4"),
+    transform("exits with 0", "import sys; sys.exit(0)", "own.py, line 4", "row 0", "it called sys.exit(0) ("),
     transform("recursion", DEEP, "own.py", "row 0", "RecursionError"),
     transform("long message", LONG, "own.py", "row 0", "ValueError"),
     transform("many lines", LINES, "own.py", "row 0", "ValueError"),
