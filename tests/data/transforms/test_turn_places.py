@@ -129,6 +129,8 @@ def test_tags_of_thinking_can_be_special_tokens(special):
     assert trained(CLOSES, TALK[:2], special=special) == reply
     call = '<s>user\n1+1<e>\n<s>assistant\n[<call>{"name": "add", "arguments": {"a": 1}}</call><e>\n]'
     assert trained(CLOSES, CALLING[:2], special=special) == call
+    # Only the end of the turn is left out, although a special token closes the call.
+    assert trained(CLOSES, CALLING[:2], {"train_on_eos": "none"}, special=special) == call.replace("<e>\n]", "]<e>\n")
 
 
 def test_thinking_is_masked():
