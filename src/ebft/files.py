@@ -347,7 +347,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors_hash(files: list[Path]) -> str:
-    tensors = sorted((name, *rest) for path in files for name, *rest in _tensors(path))
+    tensors = sorted(tensor for path in files for tensor in _tensors(path))
     reads_all = sum(end - start for *_, start, end in tensors) <= _ALL
     every = 1 if reads_all else -(-len(tensors) // _TENSORS)
     found = hashlib.sha256()
