@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 import ebft
 from ebft.monitor.run_files import RunFiles
 
-METHODS = ("on_train_begin", "on_step_end", "on_log")
+METHODS = ("begin", "on_step_end", "on_log")
 
 
 class Steps(TrainerCallback):

@@ -38,8 +38,8 @@ def test_nested_calls_and_those_of_other_threads_are_named_each(capsys):
         thread.start()
     for thread in threads:
         thread.join()
-    found = sorted(line.split(" has")[0] for line in capsys.readouterr().err.splitlines())
-    assert found == ["Inner a", "Inner b", "Outer a", "Outer b"]
+    found = {line.split(" has")[0] for line in capsys.readouterr().err.splitlines()}
+    assert found == {"Inner a", "Inner b", "Outer a", "Outer b"}
 
 
 def test_a_subject_that_raises_does_not_end_the_thread(capsys):
@@ -60,4 +60,7 @@ def test_a_forked_process_names_its_own_calls(capfd, monkeypatch):
             os._exit(0)
         os.waitpid(child, 0)
     lines = [line.split(" has")[0] for line in capfd.readouterr().err.splitlines()]
-    assert sorted(lines) == ["Rank 3: The child's call", "Rank 3: The parent's call"]
+    assert set(lines) == {
+        "Rank 3: The child's call",
+        "Rank 3: The parent's call",
+    }  # perhaps again, if the fork takes long

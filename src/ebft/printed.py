@@ -106,7 +106,7 @@ def open_streams() -> None:
 
 
 def _opened(number: int, stream: io.TextIOWrapper | None, was_closed: bool) -> io.TextIOWrapper:
-    options = {"encoding": "utf-8"}
+    options: dict[str, Any] = {"encoding": "utf-8"}
     if stream is not None:
         stream.flush()
         options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}

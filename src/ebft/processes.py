@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -158,19 +158,22 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 
 @contextmanager
+def signal_handler(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handler` for these signals inside the block, instead of their usual effect."""
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, former in previous.items():
+            signal.signal(number, former)
+
+
+@contextmanager
 def received_signals() -> Iterator[list[int]]:
     """The numbers of the signals that arrive in the block, in their order, instead of their usual effect."""
     received: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        received.append(number)
-
-    previous = {number: signal.signal(number, note) for number in SIGNALS}
-    try:
+    with signal_handler(SIGNALS, lambda number, _: received.append(number)):
         yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def passed_on(number: int) -> int:

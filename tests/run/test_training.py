@@ -70,6 +70,26 @@ def test_plain_lora_in_bfloat16(make):
     assert result.model.get_base_model().dtype == torch.bfloat16 and result.trainer.args.bf16
 
 
+def test_noise_of_embeddings_changes_the_loss(make, tmp_path):
+    def loss(alpha):
+        keys = {"max_steps": 1, "neftune_noise_alpha": alpha, "save_strategy": "no"}
+        return train(make(**keys, output_dir=tmp_path / str(alpha))).trainer.state.log_history[0]["loss"]
+
+    assert abs(loss(None) - loss(50.0)) > 1e-3
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_router(make, moe, tmp_path):
+    def loss(**overrides):
+        keys = {"base_model": moe, "max_steps": 1, "overrides_of_model_config": overrides}
+        return train(make(**keys)).trainer.state.log_history[0]["loss"]
+
+    plain = loss()
+    assert loss(router_aux_loss_coef=1.0) == plain
+    small, large = (loss(output_router_logits=True, router_aux_loss_coef=coef) - plain for coef in (0.5, 1.0))
+    assert large == pytest.approx(2 * small, rel=1e-3) and large > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [LORA, {}], ids=["lora", "full"])
 def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, resumed, tiny_gguf, tmp_path, keys):

@@ -169,11 +169,7 @@ CONDITIONS = (
     Condition(
         "off-policy drift",
         "Completions were sampled from weights that differ from the policy being trained.",
-        (
-            "sampling/sampling_logp_difference/mean",
-            "sampling/importance_sampling_ratio/min",
-            "clip_ratio/region_mean",
-        ),
+        ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/min", "clip_ratio/region_mean"),
         COMPLETIONS,
         "difference above 1, smallest ratio below 0.01 with a difference above 0.1, or more than 30% of the ratios "
         "clipped",

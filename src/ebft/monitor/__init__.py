@@ -3,11 +3,4 @@
 from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
 from ebft.monitor.metrics import ConsoleMetrics, ProgressBar, Throughput
 
-__all__ = [
-    "ConsoleMetrics",
-    "ProgressBar",
-    "StopAtBudget",
-    "Throughput",
-    "limit_reached",
-    "spent_at",
-]
+__all__ = ["ConsoleMetrics", "ProgressBar", "StopAtBudget", "Throughput", "limit_reached", "spent_at"]

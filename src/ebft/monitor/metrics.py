@@ -183,10 +183,7 @@ _TERMS = (
     ("cfm", "cfm_loss", ".3f", "v"),
     ("reward", "mean_reward", "+.3f", "^"),
 )
-_OF_PREFERENCES = (
-    ("accuracy", "rewards/accuracies", ".3f", "^"),
-    ("margin", "rewards/margins", "+.3f", "^"),
-)
+_OF_PREFERENCES = (("accuracy", "rewards/accuracies", ".3f", "^"), ("margin", "rewards/margins", "+.3f", "^"))
 _TOKENS_PER_S = "throughput/generated_tokens_per_s"
 
 

@@ -23,7 +23,7 @@ from ebft.errors import ConfigError
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
-from ebft.processes import has_failed, is_main_process
+from ebft.processes import has_failed, is_main_process, signal_handler
 from ebft.trainer import OverTrainer
 
 _PATIENCE = 3  # of loss_watchdog_threshold
@@ -166,12 +166,8 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with signal_handler((signal.SIGINT, signal.SIGTERM), self._on_signal):
             yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if self.requested:

@@ -235,12 +235,10 @@ class HardwareKeys(PrecisionKeys):
         return value
 
     ddp: bool | None = Field(
-        None,
-        description="true requires several processes, false a single process. If unset, either is accepted.",
+        None, description="true requires several processes, false a single process. If unset, either is accepted."
     )
     ddp_find_unused_parameters: bool = Field(
-        False,
-        description="Let DDP search for parameters without gradients, as some mixture-of-experts models require.",
+        False, description="Let DDP search for parameters without gradients, as some mixture-of-experts models require."
     )
     deepspeed: str | dict[str, Any] | None = Field(
         None,
@@ -385,8 +383,7 @@ class ReportingKeys(Section):
     wandb_entity: str | None = Field(None, description="Weights & Biases team or user.")
     wandb_name: str | None = Field(None, description="Name of the run.")
     wandb_run_id: str | None = Field(
-        None,
-        description="ID of the run, for resuming its logs. Also the name of the run if wandb_name is unset.",
+        None, description="ID of the run, for resuming its logs. Also the name of the run if wandb_name is unset."
     )
     wandb_watch: Literal["gradients", "all", "false", False] | None = Field(
         None, description="What wandb logs about the model: gradients, all, or false."

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
-from ebft.printed import without_secrets, without_secrets_in_text
+from ebft.printed import say, without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
 from ebft.run_files import CARD, REPORT
 
@@ -215,7 +214,7 @@ def check_hub(config: RunConfig) -> None:
             f"hub_model_id: {config.hub_model_id!r} cannot be created or reached on the Hub ({cause(error)}). Log in "
             "with `hf auth login`, correct the id, or remove hub_model_id to keep the model on this machine."
         ) from error
-    print(f"Hub: {name} ({'private' if is_private else 'public'}), {_WHEN[config.hub_strategy]}", file=sys.stderr)
+    say(f"Hub: {name} ({'private' if is_private else 'public'}), {_WHEN[config.hub_strategy]}", err=True)
     if config.hub_private_repo and not is_private:
         warnings.warn(
             f"hub_model_id: the repository {name} exists already and is public, so everyone can read what is pushed. "

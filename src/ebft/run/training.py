@@ -145,7 +145,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
                 check_space(config, trainer, rows, is_resumed=checkpoint is not None)
                 fit(config, trainer, checkpoint, stop)
             else:
-                restore(config, trainer, completed, files)
+                restore(config, trainer, completed, files, rows)
             metrics = last_metrics(trainer)
             if completed is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
                 save(config, trainer, metrics, stop)
@@ -433,11 +433,7 @@ def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
     output_dir has the results of later steps, which its model would replace.
     """
     newest = found.newest
-    if newest is None or not (
-        step_of(newest) >= planned_steps(config, this_machine(), rows)
-        or limit_reached(config.budget, spent_at(newest)) is not None
-        or stopped_early(config, newest) is not None
-    ):
+    if newest is None or _end_of(config, newest, rows) is None:
         return None
     output_dir, step = Path(config.output_dir), step_of(newest)
     last = newest_checkpoint(output_dir)
@@ -452,13 +448,21 @@ def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
     return newest
 
 
-def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None) -> None:
-    """Restore model and state of a completed run from its folder, and warn that nothing is trained."""
-    step, limit = step_of(folder), limit_reached(config.budget, spent_at(folder))
-    keys = f"budget.{limit}" if limit else stopped_early(config, folder) or "max_steps or num_epochs"
+def _end_of(config: RunConfig, folder: Path, rows: int) -> str | None:
+    """The keys that determine the end of a run that the weights in `folder` have reached; None if they have not."""
+    limit = limit_reached(config.budget, spent_at(folder))
+    if limit is not None:
+        return f"budget.{limit}"
+    is_last = step_of(folder) >= planned_steps(config, this_machine(), rows)
+    return stopped_early(config, folder) or ("max_steps or num_epochs" if is_last else None)
+
+
+def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None, rows: int) -> None:
+    """Restore model and state of a completed run over `rows` rows from its folder, and warn that nothing is trained."""
+    step = step_of(folder)
     warnings.warn(
-        f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase {keys} to "
-        "continue training.",
+        f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase "
+        f"{_end_of(config, folder, rows)} to continue training.",
         stacklevel=2,
     )
     output_dir = Path(config.output_dir)

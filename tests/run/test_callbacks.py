@@ -1,16 +1,18 @@
-"""Plugins: callbacks and receivers of rollouts, by their import path."""
+"""What follows a run: plugins by their import path, and what ends it before its last step."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ebft import train
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.run.callbacks import check_plugins
 from ebft.run.checks import check_runnable
-from tests.run.conftest import STRIDED, strided
+from tests.run.conftest import STRIDED, assert_equal, strided
 
 PATH = f"{__name__}."  # a config names plugins by their path
 LOGGED = {"ebft": {**STRIDED["ebft"], "log_completions": True}}
@@ -146,3 +148,52 @@ def test_what_is_refused_before_a_model_is_loaded(make, name, message):
     check_plugins([PATH + name for name in ("Accepted", "Both", "Steps", "Rollouts")])
     with pytest.raises(ConfigError, match=message):
         check_runnable(make(base_model="some/model", plugins=[name]))
+
+
+AUTO = {"auto_resume_from_checkpoints": True}
+# A learning rate that makes every evaluation after the first one worse.
+WORSE = {"learning_rate": 1.0, "lr_scheduler": "constant", "max_steps": 20, "val_set_size": 4, "max_grad_norm": 100.0}
+WORSE |= {"eval_steps": 2, "early_stopping_patience": 2}
+
+
+def steps(result):
+    return result.trainer.state.global_step
+
+
+@pytest.mark.slow
+def test_evaluations_that_do_not_improve_end_a_run(make, out):
+    keys = {**WORSE, "save_steps": 20}
+    with pytest.warns(UserWarning, match="The best evaluation was that of step .* the result is not the best model"):
+        result = train(make(**keys))
+    losses = [entry["eval_loss"] for entry in result.trainer.state.log_history if "eval_loss" in entry]
+    best = losses.index(min(losses))
+    assert len(losses) == best + 3 and steps(result) == 2 * len(losses) < 20
+    assert (out / f"checkpoint-{steps(result)}").is_dir()
+    with pytest.warns(UserWarning, match="Training is already complete.*Increase early_stopping_patience"):
+        train(make(**keys, **AUTO))
+    assert steps(train(make(**{**keys, "early_stopping_patience": 3}, **AUTO))) >= 2 + steps(result)
+
+
+def test_the_count_of_evaluations_continues_in_a_resumed_run(make, out, tmp_path):
+    keys = {**WORSE, "save_steps": 2}
+    unbroken = steps(result := train(make(**keys)))
+    best = result.trainer.state.best_global_step
+    assert best < unbroken and Path(result.trainer.state.best_model_checkpoint) == out / f"checkpoint-{best}"
+    assert_equal(*(load_file(out / part / "model.safetensors") for part in ("", f"checkpoint-{best}")))
+    resume = {"output_dir": tmp_path / "b", "resume_from_checkpoint": out / f"checkpoint-{unbroken - 2}"}
+    assert steps(train(make(**keys, **resume))) == unbroken < 20
+
+
+def test_losses_above_a_threshold_end_a_run(make, out, tmp_path):
+    keys = {"max_steps": 6, "save_steps": 3, "loss_watchdog_threshold": 1.0, "loss_watchdog_patience": 4}
+    assert steps(train(make(**keys))) == 4 and (out / "checkpoint-4").is_dir()
+    resume = {"output_dir": tmp_path / "b", "resume_from_checkpoint": out / "checkpoint-3"}
+    assert steps(train(make(**keys, **resume))) == 4  # the count continues
+    with pytest.warns(UserWarning, match="already complete.*Increase loss_watchdog_threshold or loss_watchdog_pat"):
+        assert steps(train(make(**keys, **AUTO))) == 4
+    keys["loss_watchdog_patience"] = 5
+    assert steps(train(make(**keys, **AUTO))) == 5
+    keys["loss_watchdog_threshold"] = 1000.0
+    assert steps(train(make(**keys, **AUTO))) == 6
+    keys = {"max_steps": 4, "loss_watchdog_threshold": 1.0, "loss_watchdog_patience": None}
+    assert steps(train(make(**keys, output_dir=tmp_path / "c"))) == 3
