@@ -4,6 +4,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -11,6 +12,12 @@ import termios
 import time
 
 LIMIT = 120  # seconds; a test that reaches it fails
+
+
+def _adopt():
+    """Make the terminal on the standard input that of the new session, so that Ctrl-C is a signal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # test runners may ignore it, which their children inherit
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Terminal:
@@ -30,6 +37,7 @@ class Terminal:
             stdout=theirs,
             stderr=theirs,
             start_new_session=True,
+            preexec_fn=_adopt,
             env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
         )
         os.close(theirs)

@@ -2,13 +2,8 @@
 
 import contextlib
 import json
-import os
-import pty
-import select
 import shutil
 import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -20,8 +15,9 @@ from ebft.run.reporting import description
 from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
-from tests.cli.conftest import ENVIRONMENT, TERMINAL, flat
+from tests.cli.conftest import TERMINAL, flat
 from tests.inference.conftest import config_file, folders
+from tests.terminal import Terminal, ebft_command
 
 __all__ = ["config_file", "folders"]
 OPTIONS = ("--max-new-tokens", "8", "--temperature", "0")
@@ -139,43 +135,21 @@ def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", [b"\x03", b"\x04"], ids=["ctrl-c", "ctrl-d"])
+@pytest.mark.parametrize("ends", ["\x03", "\x04"], ids=["ctrl-c", "ctrl-d"])
 def test_a_session_in_a_terminal(ends, folders):
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ebft", "inference", str(folders["adapter"]), *OPTIONS]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT,
-                               start_new_session=True, preexec_fn=_adopt)  # fmt: skip
-    os.close(theirs)
-    shown = _read_until(ours, b"tuned> ", process)
-    os.write(ours, b"say 3\n")
-    shown += _read_until(ours, b"tuned> ", process)
-    deadline = time.monotonic() + 300
-    while process.poll() is None:  # a key that is pressed before the prompt waits for input may only clear the line
-        assert time.monotonic() < deadline, shown
-        os.write(ours, ends)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # long: Ctrl-C would kill a process that is exiting
-            process.wait(30)
-    assert process.returncode == 0
-    assert b"Traceback" not in shown and b"chat. /help" in shown
-
-
-def _adopt():
-    """Make the terminal on the standard input that of the new session, so that Ctrl-C is a signal."""
-    import fcntl
-    import signal
-    import termios
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # test runners may ignore it, which their children inherit
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-def _read_until(terminal, end, process):
-    shown, deadline = b"", time.monotonic() + 300
-    while not shown.endswith(end):
-        assert time.monotonic() < deadline and process.poll() is None, shown
-        if select.select([terminal], [], [], 1)[0]:
-            shown += os.read(terminal, 4096)
-    return shown
+    terminal = Terminal(ebft_command("inference", str(folders["adapter"]), *OPTIONS), {"NO_COLOR": "1", "TERM": "dumb"})
+    try:
+        terminal.wait_for(lambda _: terminal.output.endswith(b"tuned> "))
+        terminal.press("say 3\n")
+        terminal.wait_for(lambda _: terminal.output.count(b"tuned> ") == 2 and terminal.output.endswith(b"tuned> "))
+        while terminal.process.poll() is None:  # a key before the prompt waits for input may only clear the line
+            terminal.press(ends)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # long: Ctrl-C would kill a process that is exiting
+                terminal.process.wait(30)
+    finally:
+        terminal.close()
+    assert terminal.process.returncode == 0
+    assert b"Traceback" not in terminal.output and b"chat. /help" in terminal.output
 
 
 def test_an_empty_reply_is_told_beside_it(folders, ebft, monkeypatch):

@@ -32,15 +32,7 @@ def serve(tmp_path, monkeypatch):
         path = os.pathsep.join((str(tmp_path / "packages"), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"NO_COLOR": "1", "TERM": "dumb"}
-        command = [
-            sys.executable,
-            "-m",
-            "ebft",
-            "vllm-serve",
-            "run.yaml",
-            f"vllm.port={free_port()}",
-            *arguments,
-        ]
+        command = [sys.executable, "-m", "ebft", "vllm-serve", "run.yaml", f"vllm.port={free_port()}", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
         return started[-1]

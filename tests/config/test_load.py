@@ -177,12 +177,16 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
       for key, value in (("splt", "train"), ("ds_type", "xml"), ("split", ""), ("data_files", []), ("data_files", ""))),
     ("datasets", ([{"path": f"rows{n}.jsonl", "type": 5, "x": 1} for n in range(200)],), "more"),
     ("datasets", ([{"path": "rows.jsonl", "type": "nemo_gym.transform"}],), "nemo_gym", "input_ids"),
-    ("ebft", ("strided", [])), ("ebft.stride", (0, 2.5)), ("ebft.stride", (10**7, 1e23), "ebft.stride: invalid value"),
-    ("ebft.temperature", (-0.5, 0, 1e-6)), ("ebft.temperature", (1e6,), "at most 100"),
-    ("trl.temperature", (1e6,), "at most 100"), ("trl.num_generations", (1, 2**40)), ("ebft.top_p", (0, 1.1)),
-    ("ebft.feature_layers", ([], [1.5], [0.5, 0.5], 0.5)), ("ebft.embed_method", ("max",)),
-    ("ebft.whitening_space", ("token",)), ("ebft.advantage_estimator", ("gae",)), ("ebft.mode", ("stride",)),
-    ("ebft.generate_max_len", (4096,), "sequence_len"), ("vllm.port", (70000,)),
+    *((f"ebft.{name}", (0,), "at least 1") for name in ("context_length", "generate_max_len", "n_samples_per_prompt")),
+    ("ebft.min_completion_prefix", (-1,), "at least 0"), ("ebft.rloo_baseline", ("none",), "'independent'"),
+    ("ebft.use_whitening", ("very",), "true or false"), ("ebft", ("strided", [])), ("ebft.stride", (0,), "at least 1"),
+    ("ebft.stride", (2.5,), "an integer"), ("ebft.stride", (10**7, 1e23), "ebft.stride: invalid value"),
+    ("ebft.temperature", (-0.5,), "at least 0"), ("ebft.temperature", (0, 1e-6)),
+    ("ebft.temperature", (1e6,), "at most 100"), ("trl.temperature", (1e6,), "at most 100"),
+    ("trl.num_generations", (1, 2**40)), ("ebft.top_p", (0,), "above 0"), ("ebft.top_p", (1.1,), "at most 1"),
+    ("ebft.feature_layers", ([], [1.5], [0.5, 0.5], 0.5)), ("ebft.embed_method", ("max",), "'completion_mean'"),
+    ("ebft.whitening_space", ("token",), "'sample'"), ("ebft.advantage_estimator", ("gae",), "'group_norm'"),
+    ("ebft.mode", ("stride",)), ("ebft.generate_max_len", (4096,), "sequence_len"), ("vllm.port", (70000,)),
 ]  # fmt: skip
 
 

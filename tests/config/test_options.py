@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from ebft.config.options import EBFTSection, StridedOptions
-from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
+from ebft.config.rules import resolve_single_sample, validate_options
 from ebft.config.schema import RunConfig
 from ebft.config.section import section_of_options
 from ebft.errors import ConfigError
@@ -47,19 +47,11 @@ def test_the_trainer_config_and_the_yaml_section_have_the_same_defaults(tmp_path
     assert pickle.loads(pickle.dumps(loaded)) == loaded  # to be sent to another process
 
 
-@pytest.mark.parametrize(("option", "value", "allowed"), [
-    ("stride", 0, "at least 1"), ("context_length", 0, "at least 1"), ("generate_max_len", 0, "at least 1"),
-    ("n_samples_per_prompt", 0, "at least 1"), ("stride", 2.5, "an integer"), ("temperature", -0.1, "at least 0"),
-    ("top_p", 0.0, "above 0"), ("top_p", 1.1, "at most 1"), ("feature_layers", [], "at least 1 element"),
-    ("feature_layers", [1.5], "at most 1"), ("embed_method", "middle_token", "'completion_mean'"),
-    ("whitening_space", "both", "'sample'"), ("advantage_estimator", "ppo", "'group_norm'"),
-    ("rloo_baseline", "none", "'independent'"), ("min_completion_prefix", -1, "at least 0"),
-    ("use_whitening", "very", "true or false"),
-])  # fmt: skip
-def test_a_value_out_of_bounds_names_the_option(option, value, allowed):
-    with pytest.raises(ConfigError, match=option) as caught:
-        Options(**{option: value})
-    assert allowed in str(caught.value)
+def test_a_value_out_of_bounds_names_the_option():
+    for option, value, allowed in (("stride", 0, "at least 1"), ("stride", 2.5, "an integer"),
+                                   ("whitening_space", "both", "'sample'")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{option}: .*{allowed}"):
+            Options(**{option: value})
 
 
 def test_a_single_sample_is_settled_once():
@@ -71,9 +63,3 @@ def test_a_single_sample_is_settled_once():
     with warnings.catch_warnings(action="error"):
         resolve_single_sample(options)
         resolve_single_sample(Options(n_samples_per_prompt=2))
-
-
-def test_greedy_training_is_refused():
-    check_trainable(Options())
-    with pytest.raises(ConfigError, match="temperature: 0.*Set temperature above 0"):
-        check_trainable(Options(temperature=0))

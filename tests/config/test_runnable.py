@@ -25,12 +25,10 @@ def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
             check_deepspeed(make(**method, **reward, deepspeed=given))
         check_deepspeed(make(deepspeed=given))
     check_deepspeed(make(**method, **reward, deepspeed="zero2"))
-    with pytest.raises(ConfigError, match="deepspeed: none.json cannot be read .* one of zero1, zero2, zero3, zero3_"):
-        check_runnable(make(deepspeed="none.json"))
 
 
 @pytest.mark.parametrize("given, message", [
-    ("none.json", "none.json cannot be read as JSON"),
+    ("none.json", "none.json cannot be read as JSON .* one of zero1, zero2, zero3, zero3_"),
     ("nested.json", "nested.json cannot be read as JSON .RecursionError"),
     ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
     ("zero2", "pip install 'ebft.deepspeed.'"),
