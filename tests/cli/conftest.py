@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ebft.tools.cli import app
-from tests.evaluation.fixtures import models, rows, write_config
+from tests.evaluation.conftest import models, rows, write_config
 
 __all__ = ["ENVIRONMENT", "ebft", "models", "plain", "refused", "rows", "write_config"]
 

@@ -1,3 +1,100 @@
-from tests.evaluation.fixtures import models, rows, unmeasured, write_config
+"""A base model with distributions far from uniform, an adapter on it, another whole model, and rows to measure on."""
 
-__all__ = ["models", "rows", "unmeasured", "write_config"]
+import json
+
+import pytest
+import torch
+import yaml
+
+WORDS = ("def", "return", "self", "value", "list", "index", "for", "in", "print", "open", "close", "name", "path")
+
+
+@pytest.fixture(scope="session")
+def models(tiny_llama_dir, tmp_path_factory):
+    """Folders of `base`, `adapter` (LoRA on it, not the identity) and `other` (the base, moved a little)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models")
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    tokenizer.pad_token = tokenizer.eos_token
+    torch.manual_seed(0)
+    move(model, 0.15)
+    model.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    move(model, 0.05)
+    model.save_pretrained(folder / "other")
+    tokenizer.save_pretrained(folder / "other")
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder / "base"),
+        LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return folder
+
+
+def move(model, scale):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.add_(torch.randn_like(parameter) * scale)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory):
+    """Files of prompt/completion rows and of raw texts, of unequal lengths."""
+    generator = torch.Generator().manual_seed(1)
+
+    def words(count):
+        return " ".join(WORDS[int(i)] for i in torch.randint(len(WORDS), (count,), generator=generator))
+
+    folder = tmp_path_factory.mktemp("rows")
+    pairs = [{"input": f"say {i}: {words(2 + i % 3)}\n", "output": words(5 + i % 4), "number": i} for i in range(9)]
+    texts = [{"text": words(9 + 3 * i)} for i in range(6)]
+    for name, values in (("pairs", pairs), ("texts", texts)):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in values) + "\n")
+    return folder
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Models are loaded and checked, but not measured on tokens."""
+    from ebft.scores import Scores
+
+    monkeypatch.setattr("ebft.tools.evaluation.run.measure_tokens", lambda task, subject: Scores())
+
+
+@pytest.fixture
+def write_config(models, rows, tmp_path):
+    """`write_config(kind, **keys)`: the path of a config that evaluates on pairs or texts."""
+
+    def held_out(name, transform):
+        return {"test_datasets": [{"path": str(rows / f"{name}.jsonl"), "type": transform}]}
+
+    def blocks(length, samples):
+        options = {"stride": length, "context_length": length, "generate_max_len": 4, "n_samples_per_prompt": samples}
+        return {"rl": "ebft", "ebft": {"mode": "strided", **options}}
+
+    plain = held_out("pairs", "ebft_strided_structured.transform")
+    kinds = {
+        "strided": blocks(3, samples=3) | plain,
+        "texts": blocks(4, samples=6) | held_out("texts", "ebft_pretrain.transform"),
+        "structured": {"rl": "ebft", "trl": {"num_generations": 3, "max_completion_length": 8}}
+        | held_out("pairs", "tests.evaluation.metrics.prompt_rows"),
+        "plain": plain,
+    }
+
+    def write(kind, **keys):
+        config = {"base_model": str(models / "base"), "sequence_len": 64, "output_dir": str(tmp_path / "out")}
+        config |= kinds[kind] | keys
+        config["datasets"] = config["test_datasets"]
+        path = tmp_path / f"{kind}.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
+
+    return write

@@ -6,12 +6,13 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import evaluate, load_config
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.tools.evaluation.models import load_subject
+from tests.export.models import save_adapter
 from tests.structured.conftest import make_chat_tokenizer
 
 MODES = {"strided": "strided", "structured": "structured", "plain": "SFT (rl is not set)"}
@@ -233,12 +234,6 @@ def save_changed(models, folder, change):
     return str(folder)
 
 
-def save_adapter(base, folder, **settings):
-    model, settings = AutoModelForCausalLM.from_pretrained(base), {"target_modules": ["q_proj", "v_proj"], **settings}
-    get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, **settings)).save_pretrained(folder)
-    return str(folder)
-
-
 def test_models_that_do_not_fit_are_refused_before_anything_is_measured(write_config, models, tmp_path, monkeypatch):
     """Also the base models of adapters; another tokenizer, a smaller vocabulary, virtual tokens, too few positions."""
     config, base = load_config(write_config("strided")), AutoModelForCausalLM.from_pretrained(models / "base")
@@ -249,12 +244,14 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_measured(write_co
         evaluate(config, [str(tmp_path)])
     small = save_changed(models, tmp_path / "small", lambda model: model.resize_token_embeddings(300))
     short = save_changed(models, tmp_path / "short", lambda model: setattr(model.config, "max_position_embeddings", 16))
+    on_small = save_adapter(tmp_path / "on_small", small, target_modules=["q_proj"])
+    on_short = save_adapter(tmp_path / "on_short", short, target_modules=["q_proj"])
     monkeypatch.setattr("ebft.tools.evaluation.run.load_subject", None)
     for model, error, message in (
         (foreign, ModelError, "its tokenizer differs"),
         (small, ModelError, "its vocab_size is 300, but the tokenizer .* has 512"),
-        (save_adapter(small, tmp_path / "a"), ModelError, "a: its vocab_size is 300, but the tokenizer .* has 512"),
-        (save_adapter(short, tmp_path / "b"), ConfigError, "exceeds the 16 positions of .*short"),
+        (on_small, ModelError, "on_small: its vocab_size is 300, but the tokenizer .* has 512"),
+        (on_short, ConfigError, "exceeds the 16 positions of .*short"),
     ):
         with pytest.raises(error, match=message):
             evaluate(config, [str(models / "base"), str(model)])
@@ -278,7 +275,7 @@ def test_models_that_fail_are_named(write_config, models, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
 def test_adapters_that_change_the_base_get_a_network_of_its_own(settings, write_config, models, tmp_path):
-    adapter = save_adapter(models / "base", tmp_path / "a", **settings)
+    adapter = str(save_adapter(tmp_path / "a", models / "base", target_modules=["q_proj"], **settings))
     tokenizer = AutoTokenizer.from_pretrained(models / "base")
     subject = load_subject(load_config(write_config("strided")), adapter, tokenizer)
     plain, ids = AutoModelForCausalLM.from_pretrained(models / "base").eval(), torch.tensor([[5, 9, 11, 40]])

@@ -126,7 +126,7 @@ _RATE = re.compile("drop|jitter")  # in names of attributes
 _SAMPLING_ROUTERS = {"PhimoeTopKRouter"}
 
 # LoRA initialisations that move a part of the base weights into the adapter.
-_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
@@ -231,7 +231,7 @@ def check_adapter(model: nn.Module) -> None:
             stacklevel=4,
         )
     changed = getattr(kind, "init_lora_weights", True)
-    if isinstance(changed, str) and changed.startswith(_REWRITE_BASE):
+    if isinstance(changed, str) and changed.startswith(REWRITE_BASE):
         raise ModelError(
             f"init_lora_weights={changed!r} modifies the base weights, so the model with its adapter disabled is not "
             "the base model, which must be the feature network. Use the default initialisation"

@@ -25,12 +25,11 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.files import refuse_classifier
+from ebft.models.pretrained import REWRITE_BASE
 from ebft.models.weights import refuse_pickles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
-# LoRA initialisations that move a part of the base weights into the adapter, so that it fits the changed weights only.
-_REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
 _NOT_MERGED = (
     "layer_replication",
@@ -74,7 +73,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if not isinstance(config, LoraConfig):
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
-    if isinstance(initial, str) and initial.lower().startswith(_REWRITE_BASE):
+    if isinstance(initial, str) and initial.lower().startswith((*REWRITE_BASE, "mica")):
         raise ModelError(
             f"{folder} was initialised with init_lora_weights={initial!r}, which modified the base weights. Convert it "
             "with PEFT first: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
