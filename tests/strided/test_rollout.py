@@ -10,6 +10,7 @@ from ebft.anchors import BlockOptions
 from ebft.prefix.forward import prepare
 from ebft.prefix.sampling import Truncation, sample_tokens
 from ebft.strided.layout import Documents, StridedLayout
+from ebft.strided.passes import RolloutTree
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
 from tests.strided.oracle import distribution, plain_logits
@@ -114,3 +115,35 @@ def test_entropy_of_each_sampled_distribution(temperature, top_p):
             expected = -(logps.exp() * logps.clamp_min(-1e9)).sum()
             torch.testing.assert_close(drawn.entropy[b, :, 0], expected.expand(3), atol=1e-4, rtol=1e-4)
     assert drawn.tokens.ne(2).all()
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_every_rollout_is_a_path_of_its_tree(merge, steps):
+    """Beside a naive dictionary of beginnings."""
+    generator = torch.Generator().manual_seed(steps)
+    rollouts = torch.tensor([0, 7, 2**31 + 5])[torch.randint(3, (5, 4, steps), generator=generator)]
+    tree = RolloutTree(5, 4, merge, rollouts.device)
+    for of_step in rollouts.unbind(-1):
+        draws = tree.draws()
+        assert draws.collect(draws.spread(of_step.flatten())).equal(of_step.flatten())
+        tree.grow(of_step.flatten())
+    if steps:
+        draws, drawn = tree.all_draws(), rollouts.movedim(-1, 0).flatten()
+        assert draws.collect(draws.spread(drawn)).equal(drawn)
+        # From the blocks and all nodes but the last.
+        assert draws.shape[0] == 5 + sum(len(level.tokens) for level in tree.levels[:-1])
+    nodes = tree.nodes(steps)
+    assert nodes.block[nodes.by_block].equal(nodes.block.sort().values)
+    assert nodes.by_block[nodes.rank].equal(torch.arange(len(nodes.tokens)))
+    beginnings = {}
+    for block, sample, step in itertools.product(range(5), range(4), range(steps)):
+        node = nodes.of_rollouts[block, sample, step].item()
+        beginning = tuple(rollouts[block, sample, : step + 1].tolist())
+        assert (nodes.block[node], nodes.step[node]) == (block, step)
+        assert tuple(nodes.tokens[nodes.path[node, : step + 1]].tolist()) == beginning
+        assert nodes.path[node, step:].eq(node).all()
+        key = (block, beginning) if merge else (block, sample, beginning)
+        assert beginnings.setdefault(key, node) == node
+    assert sorted(beginnings.values()) == list(range(len(nodes.tokens)))
+    assert not (merge and steps == 4) or len(nodes.tokens) < 5 * 4 * 4

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import cache
 
 import after_end
 import gradient_signal
@@ -15,17 +16,28 @@ from peft import LoraConfig, get_peft_model
 from sampling import STOPS, Sampler, draw
 from scale import SCALES
 from settings import Place
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ebft.config.options import StridedOptions
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.prefix.forward import prepare
-from tests.studies.tiny_tokenizer import tokenizer_of
 
 END = 7
 PROMPTS = ["def f(x):", "a longer prompt than the other one:", "x", "def g(y, z): return"]
+
+
+@cache
+def tokenizer_of() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: one token for each byte, an end token and padding."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(["<end>", "<pad>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
 
 
 def cell(group: str, seed: int, weights: tuple[float, ...] = (1.0, 3.0), **sums: list[float]) -> dict:
