@@ -25,10 +25,8 @@ ACCELERATE = f"--num_processes 1 --num_machines 1 --config_file {NEUTRAL} --mixe
 
 @pytest.fixture(autouse=True)
 def found(monkeypatch):
-    """Processes that are started here find the modules, and are not taken for those of another launch."""
+    """Processes that are started here find the modules."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}{os.pathsep}{ROOT}")
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -13,15 +13,12 @@ from typer.main import get_command
 from ebft.tools.cli import app
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.agent import NEUTRAL
-from tests.cli.conftest import ebft, plain
-
-__all__ = ["ebft"]
+from tests.cli.conftest import plain
 
 
 @pytest.fixture
 def run_file(tmp_path, monkeypatch):
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "OMP_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     path = tmp_path / "a run.yaml"
     path.write_text("base_model: nowhere/model\ndatasets:\n  - {path: some/data, type: completion}\nmax_steps: 7\n")
     return path

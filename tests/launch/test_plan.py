@@ -18,12 +18,6 @@ MANAGED |= {"vllm": {"tensor_parallel_size": 2}}
 MACHINES = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1"}
 
 
-@pytest.fixture(autouse=True)
-def not_launched(monkeypatch):
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
 def planned(monkeypatch):
     """`planned(gpus, keys, **options)`: the plan on a machine with so many GPUs."""

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import ENVIRONMENT, ebft, plain
+from tests.cli.conftest import ENVIRONMENT, plain
 from tests.launch.plugins import STEP
 from tests.serving.processes import free_port
 
 pytestmark = pytest.mark.slow
-
-__all__ = ["ebft"]
 
 ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/cfm_loss", "ebft/ce_loss", "budget/documents", "eval_ce_loss")
@@ -41,16 +39,7 @@ OF_PROCESSES |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT
 
 
 def command(run_file, out, *words):
-    given = [
-        sys.executable,
-        "-m",
-        "ebft",
-        "train",
-        run_file,
-        f"output_dir={out}",
-        "micro_batch_size=1",
-        *words,
-    ]
+    given = sys.executable, "-m", "ebft", "train", run_file, f"output_dir={out}", "micro_batch_size=1", *words
     return [str(word) for word in given]
 
 
@@ -75,18 +64,12 @@ def test_processes_with_different_configs_are_refused(run_file, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["fsdp=true", "fsdp_config.transformer_layer_cls_to_wrap=Bogus"],
-            "fsdp_config.transformer_layer_cls_to_wrap: the model has no module of",
-        ),
-        (
-            ["plugins=[tests.launch.plugins.FailsOnRankOne]", "--launcher", "torchrun"],
-            "ValueError: rank one is broken (",
-        ),
+        ("fsdp=true fsdp_config.transformer_layer_cls_to_wrap=Bogus", "_cls_to_wrap: the model has no module of"),
+        ("plugins=[tests.launch.plugins.FailsOnRankOne] --launcher torchrun", "ValueError: rank one is broken ("),
     ],
 )
 def test_an_error_of_one_or_all_processes_is_printed_once(run_file, tmp_path, words, message):
-    failed = train(run_file, tmp_path / "out", *words)
+    failed = train(run_file, tmp_path / "out", *words.split())
     printed = plain(failed.stderr)
     assert failed.returncode == 2 and "Traceback" not in printed and "ChildFailedError" not in printed, printed
     assert len(re.findall(r"\bError: ", printed)) == 1 and printed.count(message) == 1, printed

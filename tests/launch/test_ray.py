@@ -3,6 +3,7 @@
 Each test starts a local Ray, and `make test-ray` runs them in an environment that has it.
 """
 
+import asyncio
 import json
 import re
 import subprocess
@@ -10,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.schema import RunConfig
-from ebft.tools.launch.ray_control import Failure
+from ebft.tools.launch.ray_control import Control, Failure
 from tests.cli.conftest import plain
 from tests.launch.plugins import COMMAND, STEP
 from tests.launch.test_processes import OF_PROCESSES, assert_same_numbers, command, logged, run_file
+from tests.launch.test_ray_plan import config_with
 
 ray_train = pytest.importorskip("ray.train")
 
@@ -81,37 +82,30 @@ def test_an_error_in_one_worker_is_printed_once(run_file, tmp_path):
     assert "Traceback" not in stderr and "WorkerGroupError" not in stderr
 
 
-def config_with(**keys):
-    rows = [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]
-    return RunConfig.from_dict({"base_model": "some/model", "datasets": rows, "use_ray": True, **keys})
+NEWEST = {"resume_from_checkpoint": None, "auto_resume_from_checkpoints": True}
 
 
 @pytest.mark.parametrize(
-    "named, reached, restarts_from",
+    "named, reached, changes",
     [
-        (None, -1, "newest"),
-        (None, 4, "newest"),
-        (6, -1, "named"),  # killed before the first checkpoint of this run
-        (6, 4, "named"),  # of an earlier run
-        (6, 6, "newest"),  # the named one is in the same folder
-        (6, 8, "newest"),
+        (None, -1, NEWEST),
+        (None, 4, NEWEST),
+        ("6", -1, {}),  # killed before the first checkpoint of this run
+        ("6", 4, {}),  # of an earlier run
+        ("6", 6, NEWEST),  # the named one is in the same folder
+        ("6", 8, NEWEST),
     ],
 )
-def test_a_restart_continues_from_the_newest_checkpoint_of_this_run(monkeypatch, named, reached, restarts_from):
+def test_a_restart_continues_from_the_newest_checkpoint_of_this_run(monkeypatch, named, reached, changes):
     from ebft.tools.launch import ray_worker
 
     monkeypatch.setattr(ray_worker, "_step_reached", lambda config: reached)
     monkeypatch.setattr(ray_worker, "step_of", lambda folder: int(folder.name))
-    changes = ray_worker.changes_on_restart(config_with(resume_from_checkpoint=None if named is None else str(named)))
-    newest = {"resume_from_checkpoint": None, "auto_resume_from_checkpoints": True}
-    assert changes == (newest if restarts_from == "newest" else {})
+    config = config_with(use_ray=True, resume_from_checkpoint=named)
+    assert ray_worker.changes_on_restart(config) == changes
 
 
 def test_the_first_failure_is_reported_and_those_of_an_earlier_attempt_are_forgotten():
-    import asyncio
-
-    from ebft.tools.launch.ray_control import Control
-
     async def scenario():
         control = Control()
         assert not await control.stop(2)  # there are no workers yet

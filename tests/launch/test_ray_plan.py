@@ -13,19 +13,14 @@ from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
 from ebft.tools.launch.ray_driver import check_reachable, worker_resources
-from tests.cli.conftest import ebft
-
-__all__ = ["ebft"]
+from tests.launch.test_plan import MANAGED
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]}
-MANAGED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
 
 
 @pytest.fixture(autouse=True)
 def with_ray(monkeypatch):
-    """A machine with the package ray, on which no launcher and no cluster is running."""
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "RAY_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+    """A machine with the package ray."""
     monkeypatch.setattr(planning, "has_ray", lambda: True)
 
 
@@ -63,18 +58,17 @@ def test_options_of_other_launchers_are_refused(options, message):
 
 
 @pytest.mark.parametrize(
-    "variables, message",
+    "has_ray, variables, message",
     [
-        ({"LOCAL_RANK": "0"}, "use_ray: true starts the workers itself, but this process was started by"),
-        ({"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "RAY_ADDRESS: use_ray does not support Ray Client"),
-        (None, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
+        (True, {"LOCAL_RANK": "0"}, "use_ray: true starts the workers itself, but this process was started by"),
+        (True, {"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "RAY_ADDRESS: use_ray does not support Ray Client"),
+        (False, {}, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
     ],
 )
-def test_machines_on_which_ray_is_not_started(monkeypatch, variables, message):
-    for name, value in (variables or {}).items():
+def test_machines_on_which_ray_is_not_started(monkeypatch, has_ray, variables, message):
+    monkeypatch.setattr(planning, "has_ray", lambda: has_ray)
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    if variables is None:
-        monkeypatch.setattr(planning, "has_ray", lambda: False)
     with pytest.raises(ConfigError, match=message):
         planned()
 

@@ -16,9 +16,7 @@ from ebft.run.reporting import data_hashes, description
 from ebft.tools.launch import sweep as module
 from ebft.tools.launch.plan import LaunchOptions
 from ebft.tools.launch.sweep import RESULTS, SweepRun, _command, read_sweep
-from tests.cli.conftest import ebft, plain
-
-__all__ = ["ebft"]
+from tests.cli.conftest import plain
 
 
 @pytest.fixture

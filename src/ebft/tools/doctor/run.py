@@ -224,6 +224,7 @@ def _check_output_dir(config: RunConfig) -> str:
 
 def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: Needs | None) -> Iterator[Check]:
     memory = PhaseMemory()
+    # torch.OutOfMemoryError is a RuntimeError.
     given, errors = (config, tokenizer, rows.data, memory), (RuntimeError, ValueError, OSError, ImportError)
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows", errors=errors)
     if attempt.failed:
