@@ -10,7 +10,7 @@ import stored
 import sweep
 import torch
 from budget import cost_of, matched_steps
-from cells import MAIN_SETTINGS, SETTINGS, TASKS, Cell, all_cells
+from cells import MAIN_SETTINGS, SETTINGS, TASKS, Cell, all_cells, chosen, needs
 from corpus import PARTS
 from job import Job, finished
 from scale import SCALES
@@ -64,6 +64,28 @@ def test_a_step_has_sixteen_documents(method):
     steps = SCALE.structured_steps if method == "structured" else SCALE.steps
     documents = cost_of({}, config)["documents"]
     assert documents == 16 * config.max_steps == 16 * steps <= SCALE.rows["train"]
+
+
+def test_cells_are_chosen_by_patterns_in_their_order():
+    cells = all_cells((0, 1, 2))
+    names = [cell.name for cell in chosen(cells, ["raw-base-sft-*", "raw-base-none*"], [])]
+    assert names == ["raw-base-sft-seed0", "raw-base-sft-seed1", "raw-base-sft-seed2", "raw-base-none-seed0"]
+    assert {cell.task for cell in chosen(cells, [], ["raw"])} == {"raw"} and chosen(cells, [], []) == cells
+    with pytest.raises(ValueError, match="matches no cell"):
+        chosen(cells, ["raw-base-sff*"], [])
+
+
+def test_a_cell_waits_for_those_whose_model_or_flops_it_takes():
+    by_name = {cell.name: cell for cell in all_cells((0, 1))}
+    for name, other, is_waiting in (
+        ("functions-base-sft-seed0-humaneval", "functions-base-sft-seed0", True),
+        ("functions-base-sft-seed0-humaneval", "functions-base-rlvr-seed0", False),
+        ("functions-base-sft-seed0", "functions-base-sft-seed0-humaneval", False),
+        ("raw-base-sft_flops-seed0", "raw-base-sft-seed0", True),
+        ("raw-base-sft_flops-seed0", f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0", True),
+        ("raw-base-sft_flops-seed0", "raw-base-sft-seed1", False),
+    ):
+        assert needs(by_name[name], by_name[other]) == is_waiting, (name, other)
 
 
 def test_a_stamp_depends_on_data_model_and_settings_and_not_on_places(tmp_path):
