@@ -189,12 +189,13 @@ def test_the_weight_of_the_router_loss_does_not_depend_on_the_split(size, accumu
 
 @pytest.mark.parametrize(("size", "smoothing"), [(1, 0.0), (4, 0.0), (6, 0.1)])
 def test_the_loss_of_an_evaluation_is_the_mean_over_tokens(size, smoothing, tmp_path):
-    """It is the cross-entropy, also with label smoothing."""
-    settings = {"per_device_eval_batch_size": size, "label_smoothing_factor": smoothing}
-    run = sft_trainer(tmp_path, tiny_model(), settings, eval_dataset=ROWS)
-    metrics = run.evaluate()
-    assert smoothing or metrics["eval_loss"] == metrics["eval_ce_loss"]
-    assert metrics["eval_loss"] == pytest.approx(naive_cross_entropy(run.model, ROWS).item(), rel=1e-5)
+    """It is the cross-entropy of the labels, one of which is not the token, also with label smoothing."""
+    settings, held_out = {"per_device_eval_batch_size": size, "label_smoothing_factor": smoothing}, rows(6)
+    for chunked in (None, False):
+        run = sft_trainer(tmp_path, tiny_model(), settings, eval_dataset=held_out, chunked_cross_entropy=chunked)
+        metrics = run.evaluate()
+        assert smoothing or metrics["eval_loss"] == metrics["eval_ce_loss"]
+        assert metrics["eval_loss"] == pytest.approx(naive_cross_entropy(run.model, held_out).item(), rel=1e-5)
 
 
 def test_the_loss_of_an_evaluation_includes_the_router_loss(tmp_path):

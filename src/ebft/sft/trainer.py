@@ -113,7 +113,8 @@ class SFTTrainer(OverTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The model's own loss, computed in chunks. The outputs are the `token_losses` of all tokens instead of logits.
+        """The model's own loss, computed in chunks. The outputs are the `token_losses` of labels, or of tokens without
+        a label, instead of logits.
 
         As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
         counted, and else over those of the batch.
@@ -129,9 +130,9 @@ class SFTTrainer(OverTrainer):
         if return_outputs:
             tokens = inputs["input_ids"][:, 1:]
             real = inputs["attention_mask"][:, 1:].bool() if "attention_mask" in inputs else torch.ones_like(learned)
-            targets = torch.stack([labels.where(learned, tokens), tokens], dim=-1)
-            losses = token_cross_entropies(model, inputs, targets, real | learned)
-            loss, outputs = (losses[..., 0] * learned).sum() / count, losses[..., 1]
+            targets = labels.where(learned, tokens)[..., None]
+            outputs = token_cross_entropies(model, inputs, targets, real | learned).squeeze(-1)
+            loss = (outputs * learned).sum() / count
         else:
             loss = summed_cross_entropy(model, inputs, labels, learned) / count
         if counts and self.args.average_tokens_across_devices:
@@ -179,7 +180,9 @@ class SFTTrainer(OverTrainer):
         if self.is_in_chunks:
             nll = outputs["token_losses"]
         else:
-            nll = token_losses(outputs["logits"], model_inputs(inputs, padding_free)["input_ids"])
+            given = model_inputs(inputs, padding_free)
+            targets = given["labels"].where(given["labels"].ne(IGNORE), given["input_ids"])
+            nll = token_losses(outputs["logits"], targets)
         nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
         real = has_label(inputs)
         masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
@@ -210,7 +213,7 @@ class SFTTrainer(OverTrainer):
         self._is_unchecked = False
 
 
-def token_losses(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """Negative log-likelihood of tokens 1.. of each row from logits (B, S, V): (B, S - 1), float32."""
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood of targets (B, S), from the second on, given logits (B, S, V): (B, S - 1), float32."""
     with torch.no_grad():
-        return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), input_ids[:, 1:], reduction="none")
+        return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets[:, 1:], reduction="none")
