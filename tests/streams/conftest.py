@@ -30,7 +30,7 @@ def make(tiny_llama_dir, corpus, tmp_path_factory):
         values = {
             "base_model": tiny_llama_dir,
             "pretraining_dataset": [{"path": corpus[0].parent}],
-            "streaming_multipack_buffer_size": 8,
+            "streaming_multipack_buffer_size": 3,
             "special_tokens": {"pad_token": "<|end|>"},
             "sequence_len": 32,
             "micro_batch_size": 2,

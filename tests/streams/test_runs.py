@@ -98,7 +98,7 @@ def test_resuming_with_other_batches_continues_at_the_same_row(make, unbroken):
 
 def test_another_stream_is_not_continued(make, unbroken):
     changes = {"shuffle_merged_datasets": False, "streaming_multipack_buffer_size": 9}
-    changed = "shuffle_merged_datasets: False instead of True; streaming_multipack_buffer_size: 9 instead of 8; "
+    changed = "shuffle_merged_datasets: False instead of True; streaming_multipack_buffer_size: 9 instead of 3; "
     with pytest.raises(ConfigError, match=f"that of the checkpoint: {changed}data_seed: None instead of 42. A run"):
         resumed(make, unbroken, **changes)
     with pytest.raises(ConfigError, match="that of the checkpoint: data_seed: 7 instead of 42. A run"):
