@@ -233,10 +233,8 @@ def declare_end_of_turn(
     settings = causal_lm.generation_config
     found = settings.eos_token_id
     known = [found] if isinstance(found, int) else list(found or [])
-    end, ends = (
-        ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id,
-        {*known, tokenizer.eos_token_id},
-    )
+    end = ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id
+    ends = {*known, tokenizer.eos_token_id}
     first = range(min(_ROWS, len(rows)))
     if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
         return []
