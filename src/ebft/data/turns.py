@@ -7,6 +7,7 @@ before and after it.
 """
 
 import re
+from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -35,8 +36,6 @@ class Places:
         self.render, self.messages, self.template = render, messages, render.name
         self.text = render(messages)
         self.special = re.compile("|".join(re.escape(token) for token in render.special if token) or "(?!)")
-        self._contents: dict[int, tuple[int, int] | None] = {}
-        self._looked_for_all = False
 
     def turns(self, indices: list[int]) -> list[Place]:
         """The turns `indices`, in order. Raises DataError if one starts before the end of an earlier one."""
@@ -135,14 +134,12 @@ class Places:
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
     def _content(self, index: int) -> tuple[int, int] | None:
-        if not self._looked_for_all:
-            self._looked_for_all = True
-            self._contents = self._all_texts()
         if index not in self._contents:
             self._contents[index] = _content_range(self.text, self.render, self.messages, index)
         return self._contents[index]
 
-    def _all_texts(self) -> dict[int, tuple[int, int] | None]:
+    @cached_property
+    def _contents(self) -> dict[int, tuple[int, int] | None]:
         """The ranges of all messages that are plain texts, from one rendering with a mark in place of each.
 
         Empty if the rest of that rendering is not that of the chat, such as with templates that omit thinking. One
