@@ -13,7 +13,7 @@ from ebft.run.checks import Machine, check_machine
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.monitor.sft_run import plain_trainer
-from tests.test_sft import tiny_model
+from tests.sft.test_trainer import tiny_model
 
 CPU = Machine(has_accelerator=False, supports_bf16=False)
 GPU = Machine(has_accelerator=True, supports_bf16=True, devices=("cpu", "cuda", "cuda:0"))

@@ -9,7 +9,7 @@ from ebft.run.checks import check_runnable
 from ebft.run.optimizer import check_optimizer
 from tests.config.conftest import make
 from tests.monitor.sft_run import plain_trainer
-from tests.test_sft import tiny_model
+from tests.sft.test_trainer import tiny_model
 
 __all__ = ["make"]
 

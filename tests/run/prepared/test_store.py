@@ -11,7 +11,7 @@ from datasets import Dataset
 from ebft.errors import DataError
 from ebft.run import prepared_rows
 from ebft.run.prepared_rows import RECORD, prepare_rows, read_rows
-from tests.prepared.conftest import METHODS
+from tests.run.prepared.conftest import METHODS
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_one_of_two_processes_stores_the_rows(make, tmp_path):
     file.write_text(yaml.safe_dump(make("sft", dataset_prepared_path=str(base)).model_dump(exclude_unset=True)))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "ebft", "train", str(file)]
-    source = Path(__file__).parents[2] / "src"
+    source = Path(__file__).parents[3] / "src"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
