@@ -333,7 +333,7 @@ def _named(config: RunConfig) -> list[str]:
 
 def _asked(config: RunConfig) -> dict[str, Tracker]:
     """The trackers that keys other than report_to request, by key."""
-    keys = {f"use_{name}": name for name in ("tensorboard", "trackio", "mlflow")} | {"use_comet": "comet_ml"}
+    keys = {"use_tensorboard": "tensorboard", "use_trackio": "trackio", "use_mlflow": "mlflow", "use_comet": "comet_ml"}
     asked = {key: _TRACKERS[name] for key, name in (keys | {"use_wandb": "wandb"}).items() if getattr(config, key)}
     if config.use_wandb is None and config.wandb_project:
         asked["wandb_project"] = _TRACKERS["wandb"]
