@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import (
@@ -19,12 +19,25 @@ from ebft.models.load import (
     weights_dtype,
 )
 from ebft.models.tokenizer import load_tokenizer
+from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
 
 
 @pytest.fixture
 def tokenizer(make_config):
     return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokenizer, tmp_path):
+    whole = save_multimodal(kind, base := make_base())
+    with pytest.warns(UserWarning, match="the text model of a multimodal model is loaded, .*, without .. tensors"):
+        model = load_model(make_config(base_model=base), tokenizer)
+    assert (type(model).__name__, model.config.name_or_path) == (MULTIMODAL[kind][0], base)
+    assert torch.equal(text_logits(model), text_logits(whole))
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(saved) is type(model) and torch.equal(text_logits(saved), text_logits(whole))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
-from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
 from ebft.models.weights import WeightFiles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
@@ -103,10 +103,10 @@ def merge_adapter(
     config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
-    checkpoint = read_checkpoint(base)
-    plain = empty_model(base_config, source.trust_remote_code)
+    checkpoint, text_config = read_checkpoint(base), text_model_config(base_config)
+    plain = empty_model(text_config, source.trust_remote_code)
     rounding = None if source.bits is None else BitsAndBytesRounding(plain, source.bits, source.dtype)
-    adapter = attach(empty_model(base_config, source.trust_remote_code), config, weights)
+    adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     shards = _layout(merge, checkpoint, size)
@@ -120,7 +120,7 @@ def merge_adapter(
     if len(shards) > 1:
         write_index(to, shards, sum(sizes))
     if merge.unties:
-        base_config.tie_word_embeddings = False
+        base_config.tie_word_embeddings = base_config.get_text_config().tie_word_embeddings = False
     base_config.get_text_config().vocab_size = adapter.vocab_size
     write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
     folder.finish()
