@@ -251,12 +251,17 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
     assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_adapter_trained_on_quantised_weights(bits, saved, tmp_path):
+@pytest.mark.parametrize(("bits", "experts"), [(4, False), (8, False), (4, True)])
+def test_an_adapter_trained_on_quantised_weights(bits, experts, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
-    base, adapter = saved()
-    merge_adapter(MergeSource(adapter, str(base), bits=bits, dtype=torch.bfloat16), tmp_path / "merged")
+    base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
+    source = MergeSource(adapter, str(base), bits=bits, quantised_experts=experts, dtype=torch.bfloat16)
+    merge_adapter(source, tmp_path / "merged")
     expected = with_adapter(base, adapter)
+    for weight in expected.parameters() if experts else ():
+        if weight.dim() == 3:
+            stored = functional.quantize_4bit(weight.data.bfloat16(), quant_type="nf4", compress_statistics=True)
+            weight.data = functional.dequantize_4bit(*stored).float()
     for name, module in expected.named_modules():
         if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
             weight = module.weight.data.bfloat16()
