@@ -149,8 +149,8 @@ def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):
     assert len(gradients[0]) == len(gradients[1]) >= 8
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
-    with dense.disable_adapter(), packed.disable_adapter():  # with gradients: bitsandbytes computes others otherwise
-        assert torch.equal(dense(ids, use_cache=False).logits, packed(ids, use_cache=False).logits)
+    with dense.disable_adapter(), packed.disable_adapter():  # in bitsandbytes, products without gradient differ by 1e-4
+        assert torch.allclose(dense(ids, use_cache=False).logits, packed(ids, use_cache=False).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("device_map", [{"": 7}, "cuda:9", "cuda:x", {"": -1}])

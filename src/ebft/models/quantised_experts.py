@@ -78,4 +78,4 @@ def _restore(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:
-    module._parameters[name] = nn.Parameter(value, requires_grad=False)
+    setattr(module, name, nn.Parameter(value, requires_grad=False))
