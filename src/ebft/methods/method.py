@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
     from ebft.machine import Machine
     from ebft.methods.views import RowView
-    from ebft.models.causal_lm import Head
+    from ebft.models.causal_lm import HeadType
     from ebft.serving.server import VLLMServer
 
 CROSS_ENTROPY = ("ce_loss", "perplexity", "ce_loss_all", "perplexity_all")
@@ -189,7 +189,7 @@ class Method(ABC):
 
     # Training
 
-    def head(self, config: MethodConfig) -> Head:
+    def head(self, config: MethodConfig) -> HeadType:
         """The output layer of the model that it trains."""
         from ebft.models.causal_lm import LANGUAGE
 

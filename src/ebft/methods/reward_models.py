@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
     from ebft.methods.method import MethodConfig
     from ebft.methods.views import RowView
-    from ebft.models.causal_lm import Head
+    from ebft.models.causal_lm import HeadType
 
 CLASSES = 2  # of steps, such as wrong and correct
 
@@ -94,7 +94,7 @@ class RewardModel(Classifier):
         if config.num_labels not in (None, 1):
             yield f"num_labels: {config.num_labels} is invalid with {self.name}, whose model has one score. Set 1."
 
-    def head(self, config: MethodConfig) -> Head:
+    def head(self, config: MethodConfig) -> HeadType:
         from ebft.models.causal_lm import SCORE
 
         return SCORE
@@ -140,7 +140,7 @@ class ProcessRewardModel(Classifier):
         if config.num_labels == 1:
             yield f"num_labels: 1 is invalid with {self.name}, which classifies steps. Set 2 or more."
 
-    def head(self, config: MethodConfig) -> Head:
+    def head(self, config: MethodConfig) -> HeadType:
         from ebft.models.causal_lm import step_head
 
         return step_head(self._classes(config))

@@ -160,20 +160,20 @@ def is_reused(output: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadType:
     """A kind of output layer: the class that loads it, and the number of its outputs; None for the vocabulary."""
 
     auto_class: type
     num_labels: int | None = None
 
 
-LANGUAGE = Head(AutoModelForCausalLM)
-SCORE = Head(AutoModelForSequenceClassification, 1)
+LANGUAGE = HeadType(AutoModelForCausalLM)
+SCORE = HeadType(AutoModelForSequenceClassification, 1)
 
 
-def step_head(num_labels: int) -> Head:
+def step_head(num_labels: int) -> HeadType:
     """The head that classifies tokens; those that end a step are trained on."""
-    return Head(AutoModelForTokenClassification, num_labels)
+    return HeadType(AutoModelForTokenClassification, num_labels)
 
 
 def task_type(model: nn.Module) -> str:

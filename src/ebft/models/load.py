@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel, 
 from ebft.catalog import as_folder, base_name, is_gguf, lasting_name
 from ebft.errors import ConfigError, ModelError, cause, shortened
 from ebft.models.adapter import attach_adapter, check_saves_resized
-from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
+from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
 from ebft.models.quantised_experts import quantise_experts, quantises
 from ebft.models.weights import check_gguf_file
@@ -41,7 +41,7 @@ _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def load_model(
-    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: Head = LANGUAGE
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: HeadType = LANGUAGE
 ) -> PreTrainedModel | PeftModel:
     """The model to train: the base model with a head, and with an adapter if the config sets one."""
     base = load_base_model(config, tokenizer, head)
@@ -61,7 +61,7 @@ def load_model(
 
 
 def load_base_model(
-    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: Head = LANGUAGE
+    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: HeadType = LANGUAGE
 ) -> PreTrainedModel:
     """The model `base_model`, with embeddings resized to the tokenizer's vocabulary.
 

@@ -29,7 +29,7 @@ from transformers import (
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.files import exists
-from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
+from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import key_with, read_object, refuse_values, wrong_values
 from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 from ebft.transformers_internals import QuantizationMethod
@@ -111,7 +111,7 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def pretrained_model(
-    name: str, head: Head = LANGUAGE, *, may_lack_head: bool = False, **options: Any
+    name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
     """The model `name` with a head, which its weights may lack; `options` are those of `from_pretrained`.
 

@@ -34,7 +34,7 @@ from transformers import (
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, cause, some_of
 from ebft.files import exists
-from ebft.models.causal_lm import LANGUAGE, Head, head_modules
+from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import read_object, refuse_classifier
 from ebft.models.sharded_index import WEIGHTS as PARTS
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
@@ -48,7 +48,9 @@ _TEXT = re.compile("|".join(TEXT_NAMES))
 _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 
 
-def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = False, **options: Any) -> PreTrainedModel:
+def load_complete(
+    name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
+) -> PreTrainedModel:
     """The model `name`, with every tensor from its weight files; `options` are those of `from_pretrained`.
 
     With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises

@@ -52,7 +52,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class WorkerAttempt:
     """A start of the workers: the number of earlier ones, whether one of them began to train, and a signal so far.
 
     `reason` says why the one before it failed.
@@ -73,11 +73,11 @@ class Control:
         self._signal: int | None = None
         self._signalled = asyncio.Event()
 
-    async def begin(self) -> Attempt:
+    async def begin(self) -> WorkerAttempt:
         """Start an attempt; called by its first worker."""
         errors = [(failure.message or failure.traceback).strip() for failure in await self.failures()]
         reason = shortened(errors[0].splitlines()[-1]) if errors else "a worker was killed"
-        attempt = Attempt(self._attempts, self._has_begun, self._signal, reason)
+        attempt = WorkerAttempt(self._attempts, self._has_begun, self._signal, reason)
         self._attempts += 1
         self._failures = []
         return attempt

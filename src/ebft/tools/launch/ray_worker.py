@@ -24,7 +24,7 @@ from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
 from ebft.run.output import final_step, wait_until_free
 from ebft.run.training import TrainResult, train_until
-from ebft.tools.launch.ray_control import Attempt, Failure, Outcome, Task
+from ebft.tools.launch.ray_control import Failure, Outcome, Task, WorkerAttempt
 
 POINTER = "ebft.json"  # the only file of the checkpoint that Ray stores; it names the folder of the model
 _KILLED_WITHIN = 60.0  # seconds that Ray may need to kill the processes of an earlier attempt
@@ -93,7 +93,7 @@ def _trained(task: Task, rank: int) -> Outcome:
     return Outcome(0, learned=result.describe_outcome(task.evaluate))
 
 
-def _begin(task: Task, config: RunConfig) -> tuple[Attempt, dict[str, Any]]:
+def _begin(task: Task, config: RunConfig) -> tuple[WorkerAttempt, dict[str, Any]]:
     """Start an attempt, when the lock of an earlier one is free; returns the keys with other values in a restart."""
     attempt = ray.get(task.control.begin.remote())
     if attempt.earlier:
@@ -119,7 +119,7 @@ def _step_reached(config: RunConfig) -> int:
     return max(-1 if newest is None else step_of(newest), -1 if final is None else final)
 
 
-def _stopped_before(config: RunConfig, task: Task, attempt: Attempt) -> str:
+def _stopped_before(config: RunConfig, task: Task, attempt: WorkerAttempt) -> str:
     if not attempt.has_begun:
         return "Interrupted before training started; nothing was saved."
     return how_to_resume(config, max(0, _step_reached(config)), config.resume_from_checkpoint, task.command)
