@@ -1,9 +1,9 @@
 """Where turns are in a rendered chat, and the turns that a dataset trains on.
 
-A template may render a message differently if other messages follow it: it omits the thinking of earlier turns, or
-writes another end after the last one. The rendering of the first messages is then not the start of that of all, and a
-training template of TRL renders another text. So a message is found by changing its text: the rendering is the same
-before and after it.
+Turns end where the rendering of the messages up to them ends. A template may render a message differently if other
+messages follow it: it omits the thinking of earlier turns, or writes another end after the last one. The rendering of
+the first messages is then not the start of that of all, and a training template of TRL renders another text. There, a
+message is found by changing its text: the rendering is the same before and after it.
 """
 
 import re
@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 from ebft.config.section import EOS
 from ebft.data.messages import Message, is_context, replies, role_names
-from ebft.data.omissions import rendered_marked, texts_of
 from ebft.data.rendering import ChatTemplate
 from ebft.data.tokens import TAGS
 from ebft.errors import DataError
 
+# Two texts without a common start or end, so that what they share with the rendering is outside of the message.
+_MARKS = ("AEBFT-MARK-A", "ZEBFT-MARK-Z")
 _THINKING = [tag for pair in TAGS for tag in pair]
+_NAMES = ("role", "name", "id", "tool_call_id")  # texts of a message that are not its contents
 
 
 class Place(NamedTuple):
@@ -39,7 +41,7 @@ class Places:
 
     def turns(self, indices: list[int]) -> list[Place]:
         """The turns `indices`, in order. Raises DataError if one starts before the end of an earlier one."""
-        places, done = [self.of(index) for index in indices], 0
+        places, done = self._by_prefixes(indices) or [self.of(index) for index in indices], 0
         for index, place in zip(indices, places, strict=True):
             if place.start < done:
                 raise DataError(
@@ -47,6 +49,28 @@ class Places:
                     "cannot be separated. Use another chat_template."
                 )
             done = place.stop
+        return places
+
+    def _by_prefixes(self, indices: list[int]) -> list[Place] | None:
+        """The turns, if the renderings of the first messages are the starts of that of all, else None."""
+        places, end = [], self.render.end_of_turn
+        for index in indices:
+            is_reply = self.messages[index]["role"] == "assistant" and index > 0
+            try:
+                asked = self.render(self.messages[:index], add_generation_prompt=is_reply) if index else ""
+                answered = self.render(self.messages[: index + 1])
+            except DataError:  # such as of a template that refuses a system message alone
+                return None
+            if not (self.text.startswith(answered) and answered.startswith(asked)):
+                return None
+            start, stop = len(asked), len(answered)
+            if not is_reply:
+                start = self.of(index).start
+                start += len(self.text[start:stop]) - len(self.text[start:stop].lstrip())
+            if end and self.text[start:stop].endswith(end):
+                places.append(Place(start, stop - len(end), stop))
+            else:
+                places.append(Place(start, min(stop, max(start, self.of(index).ends)), stop))
         return places
 
     def of(self, index: int) -> Place:
@@ -78,11 +102,12 @@ class Places:
                 f"chat template {self.template} renders earlier messages differently depending on the content of "
                 f"{self._named(index)}, so the prompt cannot be separated from the reply. Use another chat_template."
             )
-        if self.text.startswith(header_asked, done):
+        if header.startswith(header_asked):
             return done + len(header_asked)
         if header_asked.startswith(header):  # such as the opening tag of a thinking block
             # White space that goes on in one of the two is another token there.
-            return done + len(header.rstrip() if header_asked[len(header) :][:1].isspace() else header)
+            goes_on = header_asked[len(header) :][:1].isspace() and not self.text[content:].startswith("\n")
+            return done + len(header.rstrip() if goes_on else header)
         common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
         if header[len(common) :][:1].isspace() or header_asked[len(common) :][:1].isspace():
             common = common.rstrip()
@@ -127,9 +152,11 @@ class Places:
             return content + len(last) - found[1]
         token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
         if token is None:
+            role = self.messages[index]["role"]
+            advice = "Use" if role == "assistant" else f"Remove {role} from roles_to_train, or use"
             raise DataError(
                 f"chat template {self.template} ends {self._named(index)} differently than the last turn and without a "
-                "special token, so the end of the turn cannot be found. Use another chat_template."
+                f"special token, so the end of the turn cannot be found. {advice} another chat_template."
             )
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
@@ -145,28 +172,40 @@ class Places:
         Empty if the rest of that rendering is not that of the chat, such as with templates that omit thinking. One
         rendering instead of two for each message: a chat of 100 messages takes a tenth of the time.
         """
-        plain = {
-            index: texts[0]
+        marks = {
+            index: f"EBFT-{index}-MARK"
             for index, message in enumerate(self.messages)
-            if message.keys() == {"role", "content"} and len(texts := list(texts_of(message))) == 1
+            if message.keys() == {"role", "content"} and _is_plain(message["content"])
         }
         marked = [
-            plain[index].replaced(message, f"EBFT-{index}-MARK") if index in plain else message
+            {**message, "content": marks[index]} if index in marks else message
             for index, message in enumerate(self.messages)
         ]
         try:
-            first, *others = re.split("|".join(f"EBFT-{index}-MARK" for index in plain) or "(?!)", self.render(marked))
+            parts = re.split("|".join(marks.values()) or "(?!)", self.render(marked))
         except DataError:
             return {}
         found: dict[int, tuple[int, int] | None] = {}
-        joined = first
-        for (index, part), following in zip(plain.items(), others):
-            found[index] = (len(joined), len(joined) + len(part.text))
-            joined += part.text + following
-        return found if joined == self.text and len(others) == len(plain) else {}
+        at = len(parts[0])
+        if len(parts) != len(marks) + 1 or not self.text.startswith(parts[0]):
+            return {}
+        for index, following in zip(marks, parts[1:], strict=True):
+            content = self.messages[index]["content"]
+            for text in (content, content.rstrip(), content.lstrip(), content.strip()):
+                if self.text.startswith(text + following, at):
+                    break
+            else:
+                return {}
+            found[index] = (at, at + len(text))
+            at += len(text) + len(following)
+        return found if at == len(self.text) else {}
 
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"
+
+
+def _is_plain(content: Any) -> bool:
+    return isinstance(content, str) and bool(content.strip()) and not any(tag in content for tag in _THINKING)
 
 
 def _only_opens_thinking(asked: str, rest: str) -> bool:
@@ -179,16 +218,44 @@ def _only_opens_thinking(asked: str, rest: str) -> bool:
 def _content_range(
     text: str, render: ChatTemplate, messages: list[Message], index: int, **kwargs: Any
 ) -> tuple[int, int] | None:
-    """Range of the texts of a message (thinking, content, calls) in the rendering `text`; None if they are omitted."""
-    texts = list(texts_of(messages[index]))
-    # The results of a call may be written with the name of the tool, so a mark in it would hide the end of the message;
-    # a template may also refuse other names.
-    for parts in ([part for part in texts if part.field != "name"], texts):
-        chats = rendered_marked(messages, index, parts, render, **kwargs)
-        if len(set(chats)) > 1:
-            start = len(commonprefix([text, *chats]))
-            return start, max(start, len(text) - len(commonprefix([chat[::-1] for chat in (text, *chats)])))
-    return None
+    """Range of the content of a message (thinking, text, calls) in the rendering `text`; None if it is omitted."""
+    first = _rendered_marked(render, messages, index, with_names=True, **kwargs)
+    if len(set(first)) == 1:
+        return None
+    # The results of a call may be written with the name of the tool, so the name would hide the end of the message.
+    last = first
+    if messages[index].get("tool_calls"):
+        last = _rendered_marked(render, messages, index, with_names=False, **kwargs)
+        last = first if len(set(last)) == 1 else last
+    start = len(commonprefix([text, *first]))
+    end = len(text) - len(commonprefix([other[::-1] for other in (text, *last)]))
+    return start, max(start, end)
+
+
+def _rendered_marked(
+    render: ChatTemplate, messages: list[Message], index: int, with_names: bool, **kwargs: Any
+) -> list[str]:
+    """The chat with each of the marks in place of the texts of a message."""
+    chats = ([*messages[:index], _marked(messages[index], mark, with_names), *messages[index + 1 :]] for mark in _MARKS)
+    return [render(chat, **kwargs) for chat in chats]
+
+
+def _marked(message: Message, mark: str, with_names: bool) -> Message:
+    changed = {
+        key: mark if key not in _NAMES and (key == "content" or isinstance(value, str)) and value else value
+        for key, value in message.items()
+    }
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [_marked_call(call, mark, with_names) for call in message["tool_calls"]]
+    return changed
+
+
+def _marked_call(call: dict[str, Any], mark: str, with_names: bool) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _marked_call(call["function"], mark, with_names)}
+    arguments = call.get("arguments")
+    new = {mark: mark} if not isinstance(arguments, str) else f'{{"{mark}": "{mark}"}}'
+    return {**call, "arguments": new, **({"name": mark} if with_names else {})}
 
 
 class TurnLabels(NamedTuple):
