@@ -61,6 +61,42 @@ def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: 
     return None
 
 
+def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:
+    """A config whose `unknown` keys are in `plugin_args` if one of its plugins declares them with `get_input_args`.
+
+    Raises ConfigError if such a plugin cannot be imported or created.
+    """
+    names, given = values.get("plugins"), values.get("plugin_args") or {}
+    if not unknown or not isinstance(names, list) or not isinstance(given, dict):
+        return values
+    own: dict[str, Any] = {}
+    for name in names:
+        if isinstance(name, str) and not name.startswith("axolotl."):
+            found = find_function("plugins", name)
+            if inspect.isclass(found) and hasattr(found, "get_input_args"):
+                with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
+                    plugin = found()
+                declared = input_args(name, plugin)
+                own |= {key: values[key] for key in unknown if declared and key in declared.model_fields}
+    rest = {key: value for key, value in values.items() if key not in own}
+    return rest | {"plugin_args": {**given, **own}} if own else values
+
+
+def input_args(name: str, plugin: Any) -> Any:
+    """The pydantic model of the keys that plugin `name` declares with `get_input_args`; None if there is none."""
+    if not hasattr(plugin, "get_input_args"):
+        return None
+    what = f"plugins: {name}.get_input_args"
+    with user_code(what, ConfigError, sets_up=True):
+        path = plugin.get_input_args()
+    if path is None:
+        return None
+    found = find_function(what, path) if isinstance(path, str) else path
+    if not hasattr(found, "model_fields"):
+        raise ConfigError(f"{what} returned {path!r:.100}. It must return the path of a pydantic.BaseModel, or None.")
+    return found
+
+
 def no_function(
     key: str, name: str, module: str, function: str, there: Iterable[str], error: type[EBFTError]
 ) -> EBFTError:

@@ -355,8 +355,19 @@ class ReportingKeys(Section):
     )
     plugins: list[str] = Field(
         [],
-        description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, or a class with a "
-        "method on_rollouts_scored(rollouts, rewards), which is called with the rollouts of each training step.",
+        description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, a class with a "
+        "method on_rollouts_scored(rollouts, rewards), which is called with the rollouts of each training step, or one "
+        "with hooks of axolotl's plugins.",
+    )
+    plugins_strict: bool = Field(
+        False,
+        description="End the run if a hook of a plugin fails during or after training, in place of a warning. One that "
+        "fails before training, and a method of a TrainerCallback, always ends it.",
+    )
+    plugin_args: dict[str, Any] = Field(
+        {},
+        description="Keys of the plugins' own, which are attributes of cfg in their hooks. Those that a plugin "
+        "declares with get_input_args can stand at the top level of the config instead.",
     )
     use_tensorboard: bool | None = Field(None, description="Write TensorBoard logs.")
     use_wandb: bool | None = Field(

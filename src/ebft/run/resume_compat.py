@@ -93,7 +93,7 @@ _GROUPS: dict[str, tuple[type[Section], ...]] = {
     "it only affects speed, memory and processes": (RayKeys, HardwareKeys),
     "it has no effect": (CarriedOverKeys,),
 }
-_OF_METHODS = {"plugins", "metric_for_best_model", "greater_is_better", *PrecisionKeys.model_fields}
+_OF_METHODS = {"plugins", "plugin_args", "metric_for_best_model", "greater_is_better", *PrecisionKeys.model_fields}
 NOT_COMPARED: dict[str, str] = {
     **{key: reason for reason, keys in _NOT_COMPARED.items() for key in keys.split()},
     **{key: reason for reason, keys in _GROUPS.items() for group in keys for key in group.model_fields},
