@@ -84,7 +84,7 @@ _NOT_COMPARED = {
         vllm.python vllm.env vllm.host vllm.port vllm.device vllm.tensor_parallel_size vllm.data_parallel_size
         vllm.gpu_memory_utilization vllm.enable_prefix_caching vllm.enforce_eager vllm.serve_module
         vllm.worker_extension_cls nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_head_port nemo_gym_server_timeout
-        nemo_gym_verify_timeout""",
+        nemo_gym_verify_timeout nemo_gym_run_timeout""",
 }
 # Reason -> groups of keys, apart from those in `_OF_METHODS`.
 _GROUPS: dict[str, tuple[type[Section], ...]] = {
