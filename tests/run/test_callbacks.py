@@ -1,11 +1,13 @@
-"""What ends a run before its last step: evaluations that do not improve, and losses above a threshold."""
+"""What profiles a run, and ends it before its last step: evaluations that do not improve, losses above a threshold."""
 
+import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from ebft import train
+from ebft.run.callbacks import profiled_steps
 from tests.run.conftest import assert_equal
 
 AUTO = {"auto_resume_from_checkpoints": True}
@@ -55,3 +57,20 @@ def test_losses_above_a_threshold_end_a_run(make, out, tmp_path):
     assert steps(train(make(**keys, **AUTO))) == 6
     keys = {"max_steps": 4, "loss_watchdog_threshold": 1.0, "loss_watchdog_patience": None}
     assert steps(train(make(**keys, output_dir=tmp_path / "c"))) == 3
+
+
+def test_profiled_steps(make, out):
+    assert [*profiled_steps(2, 3)] == [4, 5] and [*profiled_steps(1, None)] == [1]
+    with pytest.warns(UserWarning, match="profiler_steps: 5 is not profiled: training runs from step 1 to step 2"):
+        train(make(profiler_steps=[2, 5]))
+    [path] = (out / "profiler").iterdir()
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert path.name == "rank0.step2.pt.trace.json" and {"aten::mm", "[memory]"} <= names
+
+
+def test_peak_memory_of_a_gpu(make, monkeypatch):
+    result = train(make())
+    assert not any(name.startswith("memory/max") for name in result.metrics)
+    for name, peak in {"max_memory_allocated": 2**30, "max_memory_reserved": 2**31}.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda peak=peak: peak)
+    assert result.trainer._peak_memory() == {"memory/max_alloc": 1.0, "memory/max_reserved": 2.0}

@@ -1,4 +1,4 @@
-"""What may end training before its last step: evaluations and losses that are no better, Ctrl-C and SIGTERM."""
+"""What profiles steps of training, and what may end it: evaluations and losses that are no better, and signals."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
@@ -24,12 +25,52 @@ from ebft.trainer import OverTrainer
 _PATIENCE = 3  # of loss_watchdog_threshold
 
 
-def stopping_callbacks(config: RunConfig) -> Iterator[TrainerCallback]:
-    """The callbacks for `early_stopping_patience` and `loss_watchdog_threshold`."""
+def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
+    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold` and `profiler_steps`."""
     if config.early_stopping_patience is not None:
         yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
         yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
+    if config.profiler_steps is not None:
+        yield ProfileSteps(profiled_steps(config.profiler_steps, config.profiler_steps_start))
+
+
+class ProfileSteps(TrainerCallback):
+    """Writes a trace of each of these steps, on every process."""
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self.steps = frozenset(steps)
+        self._profiler: profile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        never = sorted(step for step in self.steps if not state.global_step < step <= state.max_steps)
+        if never:
+            warnings.warn(
+                f"profiler_steps: {', '.join(map(str, never))} is not profiled: training runs from step "
+                f"{state.global_step + 1} to step {state.max_steps}.",
+                stacklevel=2,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 in self.steps:
+            self._profiler = profile(record_shapes=True, profile_memory=True)
+            self._profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        folder = Path(args.output_dir) / "profiler"
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank{args.process_index}.step{state.global_step}.pt.trace.json"))
+
+
+def profiled_steps(steps: int | list[int] | None, start: int | None) -> Collection[int]:
+    """The steps that the keys `profiler_steps` and `profiler_steps_start` name, counted from 1."""
+    if isinstance(steps, int):
+        return range((start or 0) + 1, (start or 0) + steps + 1)
+    return steps or ()
 
 
 class EarlyStopping(EarlyStoppingCallback):

@@ -333,6 +333,9 @@ class HubKeys(Section):
     _hub_name = paths("hub_model_id")
 
 
+Step = Annotated[int, Field(ge=1)]
+
+
 class ReportingKeys(Section):
     """Logs and trackers."""
 
@@ -352,6 +355,15 @@ class ReportingKeys(Section):
     )
     loss_watchdog_patience: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Number of logged losses for loss_watchdog_threshold. If unset, 3."
+    )
+    profiler_steps: Step | Annotated[list[Step], Field(min_length=1)] | None = Field(
+        None,
+        description="Training steps that are profiled, counted from 1, or their number, starting after "
+        "profiler_steps_start. The trace of each is a file in the folder profiler of output_dir, for chrome://tracing "
+        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one.",
+    )
+    profiler_steps_start: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Number of steps before the first profiled one, if profiler_steps is a number. If unset, 0."
     )
     plugins: list[str] = Field(
         [],

@@ -19,7 +19,7 @@ from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.run.callbacks import stopping_callbacks
+from ebft.run.callbacks import callbacks_of
 from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
 from ebft.run.keys import RATE_KEYS
 from ebft.run.optimizer import optimizer_arguments
@@ -73,7 +73,7 @@ def build_trainer(
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
-    for callback in stopping_callbacks(config):
+    for callback in callbacks_of(config):
         trainer.add_callback(callback)
     if plugins is not None:
         plugins.follow(trainer, planned_steps(config, this_machine(), 0 if config.streaming else len(train_data)))
