@@ -285,7 +285,9 @@ def test_keys_that_a_plugin_declares(make):
     with pytest.raises(ConfigError, match="Unknown key 'my_kex'"):
         make(my_kex=7, **keys)
     with pytest.raises(ConfigError, match="my_key: Input should be a valid integer.*Hooks.get_input_args"):
-        train(strided(make, my_key="x", **keys))
+        make(my_key="x", **keys)
+    with pytest.raises(ConfigError, match="my_key: Input should be a valid integer"):
+        train(strided(make, plugins=keys["plugins"], plugin_args={"my_key": "x"}))
 
 
 def test_weights_that_are_not_finite_are_not_saved(make, out):

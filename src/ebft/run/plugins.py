@@ -14,14 +14,13 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl
 
 from ebft.config.schema import RunConfig
 from ebft.config.user_code import user_code
-from ebft.config.user_functions import call_problem, find_function, input_args
+from ebft.config.user_functions import call_problem, find_function, plugin_values
 from ebft.errors import ConfigError
 
 SCORED = "on_rollouts_scored"
@@ -144,10 +143,7 @@ class Plugins:
         """The keys that plugins declare with get_input_args, checked; and those of `plugin_args`."""
         given, values = self._config.plugin_args, dict[str, Any]()
         for name, plugin in self._plugins.items():
-            declared = input_args(name, plugin)
-            if declared is not None:
-                own = {key: value for key, value in given.items() if key in declared.model_fields}
-                values |= _checked(name, declared, own).model_dump()
+            values |= plugin_values(name, plugin, given)
         return given | values
 
     def follow(self, trainer: Trainer, num_training_steps: int) -> None:
@@ -334,12 +330,3 @@ def _call_of(method: Callable[..., Any], what: str, sets_up: bool) -> Callable[.
         return found
 
     return call
-
-
-def _checked(name: str, declared: type[BaseModel], values: dict[str, Any]) -> BaseModel:
-    try:
-        return declared.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or ", ".join(values) or declared.__name__
-        raise ConfigError(f"{key}: {first['msg']} ({name}.get_input_args). Correct it in the config.") from error
