@@ -168,6 +168,10 @@ class WrongHook:
     def post_train(self, model): ...
 
 
+class TooFew:
+    def on_rollouts_scored(self, cfg, prompts): ...
+
+
 class NeedsArguments(Rollouts):
     def __init__(self, folder): ...
 
@@ -306,8 +310,9 @@ def test_weights_that_are_not_finite_are_not_saved(make, out):
         ("no_such_module.Class", "the module was not found"),
         (
             PATH + "OtherArguments",
-            r"OtherArguments.on_rollouts_scored cannot be called as on_rollouts_scored.self, rol",
+            r"OtherArguments.on_rollouts_scored cannot be called as .* or on_rollouts_scored.self, rollouts, rewards",
         ),
+        (PATH + "TooFew", r"TooFew.on_rollouts_scored cannot be called as on_rollouts_scored.self, cfg, trainer, prom"),
         (PATH + "WrongHook", r"WrongHook.post_train cannot be called as post_train.self, cfg, model.: too many"),
         (PATH + "NeedsArguments", "cannot be called as NeedsArguments..: missing a required argument: 'folder'"),
         (

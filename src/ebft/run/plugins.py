@@ -158,7 +158,7 @@ class Plugins:
                 if not hasattr(trainer, "scored_rollouts"):
                     raise ConfigError(f"plugins: {name} has {SCORED}, but this method samples no rollouts. Remove it.")
                 call = partial(self._call, name, SCORED)
-                hook = call if _takes(type(plugin), SCORED, _OURS) else _by_sample(call, self.cfg, trainer)
+                hook = call if _takes_entries(type(plugin)) else _by_sample(call, self.cfg, trainer)
                 trainer.scored_rollouts.hooks.append(wraps(getattr(plugin, SCORED))(hook))
         self._add_callbacks(trainer, "add_callbacks_pre_trainer", trainer.model)
         self("post_trainer_create", trainer)
@@ -268,12 +268,12 @@ def find_plugin(name: str) -> type[Any]:
     if problem is not None:
         raise ConfigError(f"plugins: {name} {problem}. Plugins are created without arguments.")
     for hook in hooks:
-        if _takes(found, hook, HOOKS[hook]) or (hook == SCORED and _takes(found, hook, _OURS)):
+        if _takes(found, hook, HOOKS[hook]) or (hook == SCORED and _takes_entries(found)):
             continue
         forms = [", ".join(("self", *HOOKS[hook]))]
-        forms = ["self, rollouts, rewards", *forms] if hook == SCORED else forms
+        forms = [*forms, "self, rollouts, rewards"] if hook == SCORED else forms
         raise ConfigError(
-            f"plugins: {name}.{hook} {_problem(found, hook, forms[0], _OURS if hook == SCORED else HOOKS[hook])}. "
+            f"plugins: {name}.{hook} {_problem(found, hook, forms[0], HOOKS[hook])}. "
             f"Define it as {' or '.join(f'{hook}({form})' for form in forms)}."
         )
     for event, kwargs in _events(found):
@@ -292,6 +292,12 @@ def _has(found: type[Any], hook: str) -> bool:
 
 def _takes(found: type[Any], method: str, arguments: tuple[str, ...]) -> bool:
     return _problem(found, method, "", arguments) is None
+
+
+def _takes_entries(found: type[Any]) -> bool:
+    """Whether a class has the hook of this package, not the one of axolotl or a wrong form of that."""
+    named = inspect.signature(getattr(found, SCORED)).parameters
+    return "cfg" not in named and _takes(found, SCORED, _OURS)
 
 
 def _problem(
