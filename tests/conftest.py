@@ -17,6 +17,14 @@ for name in ("COLUMNS", "FORCE_COLOR", "GITHUB_ACTIONS", "LINES", "NO_COLOR", "P
     os.environ.pop(name, None)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Let `make test` fail with a warning that pyproject.toml does not list. As errors, they would change the runs."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # none in the processes of xdist
+    if session.config.option.markexpr == "not slow" and reporter is not None and reporter.stats.get("warnings"):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test draws the same numbers, whatever ran before it: adapters and samples are random."""

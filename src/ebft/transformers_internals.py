@@ -172,9 +172,27 @@ class WeightGroup:
     converter: WeightConverter | None = None
 
 
+# Names of weights in checkpoints of multimodal models, and in their text model alone.
+TEXT_NAMES = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^model\.text_model\.": "model.",
+}
+
+
+def forget_text_names(model: PreTrainedModel) -> bool:
+    """Let `model` be saved under its own names; returns whether it was loaded from others, those of `TEXT_NAMES`."""
+    before = getattr(model, "_weight_conversions", None) or []  # absent in models that were not loaded
+    kept = [entry for entry in before if not TEXT_NAMES.keys() & set(entry.source_patterns)]
+    if len(kept) < len(before):
+        model._weight_conversions = kept
+    return len(kept) < len(before)
+
+
 def weight_groups(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[WeightGroup]:
     """Group the weights of a checkpoint (on the meta device) as `from_pretrained` converts them for `model`."""
-    conversions = get_model_conversion_mapping(model)
+    conversions = get_model_conversion_mapping(model, TEXT_NAMES)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}

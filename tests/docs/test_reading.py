@@ -12,6 +12,15 @@ from tests.docs.commands import ROOT
 PAGE = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
 
 
+def test_the_names_to_read_are_in_their_files():
+    rows = re.findall(r"^\| \d+ \| `(.+?)` \| .* \| (`.+`) \|$", PAGE, re.MULTILINE)
+    for file, names in rows:
+        source = (ROOT / "src/ebft" / file).read_text(encoding="utf-8")
+        for name in re.findall(r"`(.+?)`", names):
+            assert re.search(rf"^ *(def|class) {name.rpartition('.')[2]}\b", source, re.MULTILINE), f"{file}: {name}"
+    assert len(rows) == 12
+
+
 @pytest.mark.slow
 def test_the_page_describes_the_walk():
     command = [sys.executable, ROOT / "docs" / "walk.py"]

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from ebft.errors import ModelError
+from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.checkpoint import parse_size
-from ebft.tools.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
 from tests.export.models import gpt2, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
 from tests.file_edits import cut, named, settings, tensors
+from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 
 # PEFT remarks on adapters that are as unusual as these.
 pytestmark = pytest.mark.filterwarnings(r"ignore:::(.*/)?peft\b")
@@ -80,6 +83,28 @@ def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
     if dtype == torch.float32:
         assert torch.allclose(logits(merged), expected, atol=1e-5)
     assert result.shards == len(list((tmp_path / "base").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
+def test_an_adapter_of_a_text_model_is_merged_into_the_whole_model(kind, tmp_path):
+    whole = save_multimodal(kind, tmp_path / "base")
+    experts = ["experts.gate_up_proj", "experts.down_proj"] if kind == "gemma4" else None
+    adapted = get_peft_model(
+        pretrained_model(str(tmp_path / "base")), LoraConfig(target_modules=["q_proj"], target_parameters=experts)
+    )
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(adapter_in_folder(tmp_path / "adapter"), tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(text_logits(merged), text_logits(adapted), atol=1e-4)
+    assert (text_logits(whole) - text_logits(merged)).abs().max() > 1e-2
+    own = merged.state_dict()
+    changed = [name for name, weight in whole.state_dict().items() if not torch.equal(weight, own[name])]
+    assert changed and not [name for name in changed if "q_proj" not in name and "experts" not in name]
+    assert not [name for name in changed if "vision" in name]
 
 
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "both"])
@@ -226,12 +251,17 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
     assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_adapter_trained_on_quantised_weights(bits, saved, tmp_path):
+@pytest.mark.parametrize(("bits", "experts"), [(4, False), (8, False), (4, True)])
+def test_an_adapter_trained_on_quantised_weights(bits, experts, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
-    base, adapter = saved()
-    merge_adapter(MergeSource(adapter, str(base), bits=bits, dtype=torch.bfloat16), tmp_path / "merged")
+    base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
+    source = MergeSource(adapter, str(base), bits=bits, quantised_experts=experts, dtype=torch.bfloat16)
+    merge_adapter(source, tmp_path / "merged")
     expected = with_adapter(base, adapter)
+    for weight in expected.parameters() if experts else ():
+        if weight.dim() == 3:
+            stored = functional.quantize_4bit(weight.data.bfloat16(), quant_type="nf4", compress_statistics=True)
+            weight.data = functional.dequantize_4bit(*stored).float()
     for name, module in expected.named_modules():
         if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
             weight = module.weight.data.bfloat16()

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import (
@@ -14,17 +14,32 @@ from ebft.models.load import (
     load_base_model,
     load_model,
     load_model_config,
+    quantisation_config,
     share_that_moves,
     warn_of_lost_steps,
     weights_dtype,
 )
 from ebft.models.tokenizer import load_tokenizer
+from ebft.monitor.budget import forward_flops
+from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
 
 
 @pytest.fixture
 def tokenizer(make_config):
     return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokenizer, tmp_path):
+    whole = save_multimodal(kind, base := make_base())
+    with pytest.warns(UserWarning, match="the text model of a multimodal model is loaded, .*, without .. tensors"):
+        model = load_model(make_config(base_model=base), tokenizer)
+    assert (type(model).__name__, model.config.name_or_path) == (MULTIMODAL[kind][0], base)
+    assert torch.equal(text_logits(model), text_logits(whole))
+    model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(saved) is type(model) and torch.equal(text_logits(saved), text_logits(whole))
 
 
 @pytest.mark.parametrize(
@@ -92,14 +107,50 @@ def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch
     config = make_config(adapter="qlora", load_in_4bit=True, lora_r=4, lora_alpha=8, lora_target_linear=True)
     find = importlib.util.find_spec
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for spec, message in (
-        (None, r"load_in_4bit requires the package bitsandbytes: pip install 'ebft\[qlora\]'"),
-        (find("json"), "load_in_4bit requires a CUDA device"),
-    ):
-        found = lambda name, *rest, spec=spec: spec if name == "bitsandbytes" else find(name, *rest)
-        monkeypatch.setattr(importlib.util, "find_spec", found)
-        with pytest.raises(ModelError, match=message):
-            load_model(config, tokenizer)
+    found = lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    with pytest.warns(UserWarning, match=r"load_in_4bit has no effect: .* \(pip install 'ebft\[qlora\]'\).* float32"):
+        assert load_model(config, tokenizer).get_base_model().dtype == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ModelError, match=r"load_in_4bit requires the package .*: pip install 'ebft\[qlora\]'"):
+        quantisation_config(config)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])
+@pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
+def test_experts_in_four_bits(kind, make_base, make_config, tokenizer):
+    """Loss and gradients are those of a dense model with the weights that quantisation leaves."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    base = make_base(tiny_model(kind)) if kind != "gemma4" else make_base()
+    if kind == "gemma4":
+        save_multimodal(kind, base)
+    keys = {"base_model": base, "adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8}
+    keys |= {"lora_target_modules": ["q_proj"], "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    dense = load_model(make_config(**keys), tokenizer)
+    packed = load_model(make_config(**keys, quantize_moe_experts=True), tokenizer)
+    for weight in dense.parameters():
+        if weight.dim() == 3:
+            stored = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
+            weight.data = functional.dequantize_4bit(*stored)
+    stored = [weight for weight in packed.parameters() if weight.dim() == 3]
+    assert len(stored) == sum(weight.dim() == 3 for weight in dense.parameters()) >= 4
+    assert {weight.dtype for weight in stored} == {torch.uint8}
+    assert forward_flops(packed, 7, 3) == forward_flops(dense, 7, 3)
+    packed.gradient_checkpointing_enable({"use_reentrant": False})
+    gradients = []
+    for model in (dense, packed):
+        torch.manual_seed(1)
+        for name, weight in model.train().named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+        ids = torch.arange(5, 25).view(2, 10)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None})
+    assert len(gradients[0]) == len(gradients[1]) >= 8
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+    with dense.disable_adapter(), packed.disable_adapter():  # in bitsandbytes, products without gradient differ by 1e-4
+        assert torch.allclose(dense(ids, use_cache=False).logits, packed(ids, use_cache=False).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("device_map", [{"": 7}, "cuda:9", "cuda:x", {"": -1}])

@@ -27,7 +27,6 @@ _UNSUPPORTED = {
     "lora_target_linear_modules": "set lora_target_modules",
     "lisa_n_layers lisa_step_interval": "LISA trains other layers in each step. Use unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
-    "quantize_moe_experts": "experts are loaded in the dtype of the model. Remove it",
     "quantization": "ebft quantize quantises a trained model. Remove it",
     "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
     "fp8": "matrix products in 8 bits need a GPU from the H100 on, and change results. Set bf16: true",

@@ -225,7 +225,7 @@ class ChatTemplate:
         if self.tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, but the row has messages. Set chat_template (chatml, llama3, or "
-                "Jinja text), or use text"
+                "Jinja text), or a type of text, such as ebft_strided_structured.transform for pairs"
             )
         try:
             with limited(str(self.tokenizer.chat_template)):

@@ -111,6 +111,10 @@ class ModelKeys(Section):
         "bnb_4bit_use_double_quant: true, llm_int8_has_fp16_weight: false.",
     )
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
+    quantize_moe_experts: bool = Field(
+        False,
+        description="With load_in_4bit: also store fused experts in 4 bits, which are dequantised while a layer runs.",
+    )
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
 
     unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(

@@ -19,6 +19,7 @@ from ebft.errors import ConfigError, ModelError, cause, shortened
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, Head, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
+from ebft.models.quantised_experts import quantise_experts, quantises
 from ebft.models.weights import check_gguf_file
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -56,6 +57,8 @@ def load_model(
     if config.adapter is not None:
         tell("pre_lora_load", base)
     model = attach_adapter(base, config)
+    if config.quantize_moe_experts and quantises(base) and not quantise_experts(model):
+        warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
         _warn_of_tokens_without_embedding(config, tokenizer, size)
@@ -391,18 +394,21 @@ def share_that_moves(model: nn.Module, step: float) -> float | None:
 def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
     """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, or None without quantisation.
 
-    Raises ModelError if the package bitsandbytes or a CUDA device is missing.
+    None, with a warning, on a machine without a GPU and without bitsandbytes. Raises ModelError if it is missing.
     """
     if not (config.load_in_4bit or config.load_in_8bit):
         return None
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
-    if not torch.cuda.is_available():
-        raise ModelError(
-            f"{key} requires a CUDA device, but none is available. Remove {key} (and set adapter: lora) to train on "
-            "this machine."
+        if torch.cuda.is_available():
+            raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
+        dtype = str(weights_dtype(config)).removeprefix("torch.")
+        warnings.warn(
+            f"{key} has no effect: the package bitsandbytes is not installed (pip install 'ebft[qlora]'), so the "
+            f"weights are {dtype}.",
+            stacklevel=2,
         )
+        return None
     if config.load_in_8bit:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -5,6 +5,7 @@ Used for the trainers' `model=`, the config's `base_model` and `ebft evaluate --
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,15 @@ from typing import Any
 import torch
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, cause
@@ -74,11 +83,31 @@ def _check_ids(tokenizer: dict[str, Any], path: Path, key: str) -> None:
 
 
 def pretrained_config(name: str, **options: Any) -> Any:
-    """The transformers configuration of the model `name`; `options` are those of `from_pretrained`."""
+    """The transformers configuration of the model `name`, of a multimodal one that of its text model if possible.
+
+    `options` are those of `from_pretrained`.
+    """
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_config(name)
-    return AutoConfig.from_pretrained(name, **options)
+    return text_model_config(AutoConfig.from_pretrained(name, **options))
+
+
+def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the text model of a multimodal one, if transformers has it as a causal LM; else `found`."""
+    text = found.get_text_config()
+    is_multimodal = text is not found and len(found.sub_configs) > 1 and not text.is_encoder_decoder
+    # Multimodal models with these text models do not scale logits, but the text model alone does.
+    scales = any(hasattr(text, name) for name in ("logit_scale", "logits_scaling"))
+    if not is_multimodal or scales or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return found
+    text = copy.deepcopy(text)
+    text.tie_word_embeddings = found.tie_word_embeddings
+    text.name_or_path = found.name_or_path
+    text.dtype = found.dtype if text.dtype is None else text.dtype
+    if (quantised := getattr(found, "quantization_config", None)) is not None:  # absent in most models
+        text.quantization_config = quantised
+    return text
 
 
 def pretrained_model(
@@ -91,6 +120,9 @@ def pretrained_model(
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_model(name, **options)
+    if "config" not in options:
+        known = {key: options[key] for key in ("revision", "trust_remote_code") if key in options}
+        options["config"] = pretrained_config(name, **known)
     return load_complete(name, head, may_lack_head=may_lack_head, **options)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import struct
 import warnings
 from collections.abc import Iterable, Iterator
@@ -36,13 +37,14 @@ from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, Head, head_modules
 from ebft.models.files import read_object, refuse_classifier
 from ebft.models.sharded_index import WEIGHTS as PARTS
-from ebft.transformers_internals import forget_title, read_gguf_metadata
+from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _SAMPLED = 64  # rows of a tensor whose values are checked
 _LARGEST = 1e19  # the square of a larger value overflows in float32, so norms give zeros
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_TEXT = re.compile("|".join(TEXT_NAMES))
 _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 
 
@@ -51,7 +53,8 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
 
     With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
     ModelError for other tensors that are missing or have another shape, and for weights that are pickles. Tensors that
-    the model does not have give a warning, unless they are the head that is replaced.
+    the model does not have give a warning, unless they are the head that is replaced. With the configuration of the
+    text model of a multimodal one, its text model is loaded alone.
     """
     if head is LANGUAGE:
         refuse_classifier(Path(name))
@@ -64,7 +67,16 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
     reports = options.get("quantization_config") is None
     with _without_report() as reported:
         model, found = head.auto_class.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=reports, **options
+            name, output_loading_info=True, ignore_mismatched_sizes=reports, key_mapping=TEXT_NAMES, **options
+        )
+    if forget_text_names(model):
+        others = {key for key in found["unexpected_keys"] if not _TEXT.search(key)}
+        found["unexpected_keys"] -= others
+        stored = {own_name(key): tensor for key, tensor in stored.items() if key not in others}
+        warnings.warn(
+            f"{name}: the text model of a multimodal model is loaded, {type(model).__name__}, without {len(others)} "
+            "tensors of its other parts.",
+            stacklevel=4,
         )
     own = tuple(f"{module}." for module in head_modules(model))
     sizes = [given for key, given, _ in found["mismatched_keys"] if key.startswith(own)]
@@ -110,6 +122,13 @@ def load_complete(name: str, head: Head = LANGUAGE, *, may_lack_head: bool = Fal
             stacklevel=4,
         )
     return model
+
+
+def own_name(key: str) -> str:
+    """The name that a weight of a checkpoint has in the text model alone."""
+    for pattern, own in TEXT_NAMES.items():
+        key = re.sub(pattern, own, key)
+    return key
 
 
 def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 
 from ebft.files import STATE, json_object
 from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
+from ebft.models.quantised_experts import unpacked_size
 from ebft.run.keys import BudgetSection
 from ebft.transformers_internals import Conv1D
 
@@ -187,19 +187,25 @@ class FlopMeter:
             self.flops += flops
 
 
+# Names of the number of experts that each token uses, in transformers' configurations.
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+
+
 def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
     """Return the forward FLOPs of `tokens` tokens through the decoder and `scored` tokens through the head.
 
     For forward passes in another engine. In mixture-of-experts layers, each token uses `num_experts_per_tok` experts.
     """
     causal_lm = unwrap_adapter(model)
+    config = causal_lm.config.get_text_config()
+    chosen = next((getattr(config, name) for name in _CHOSEN_EXPERTS if hasattr(config, name)), 1)
     of_head = {id(module) for module in causal_lm.get_output_embeddings().modules()}
     per_token, per_score = 0, 0
     for module in causal_lm.modules():
         if id(module) in of_head:
             per_score += weight_size(module)
         elif _experts(module):
-            per_token += weight_size(module) * causal_lm.config.get_text_config().num_experts_per_tok
+            per_token += weight_size(module) * chosen
         else:
             per_token += weight_size(module)
     return 2 * (per_token * tokens + per_score * scored)
@@ -214,7 +220,7 @@ def weight_size(module: nn.Module) -> int:
         return module.in_features * module.out_features
     if isinstance(module, Conv1D):
         return module.nx * module.nf
-    return sum(prod(weight.shape[1:]) for weight in _experts(module))
+    return sum(unpacked_size(weight) // len(weight) for weight in _experts(module))
 
 
 def _experts(module: nn.Module) -> list[nn.Parameter]:

@@ -1,6 +1,6 @@
 """The files that describe a run while it runs: its state in `run.json`, metrics in `metrics.jsonl`, rollouts.
 
-Any process can follow the run by reading them (run_state.py). A file that cannot be written gives one warning, and
+Any process can follow the run by reading them (ebft/run_files.py). A file that cannot be written gives one warning, and
 training continues.
 """
 

@@ -31,6 +31,7 @@ from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
+from ebft.models.quantised_experts import unpacked_size
 from ebft.models.sharding import load_on_first_process
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import limit_reached, spent_at
@@ -394,9 +395,9 @@ def _whitening(config: RunConfig) -> str:
 
 
 def _parameters(model: nn.Module) -> str:
-    """The numbers of trained and of all parameters; weights in 4 bits are stored two in one element."""
+    """The numbers of trained and of all parameters."""
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    total = sum(weight.numel() * (2 if type(weight).__name__ == "Params4bit" else 1) for weight in model.parameters())
+    total = sum(unpacked_size(weight) for weight in model.parameters())
     return f"{trained:,} of {total:,} parameters trained"
 
 

@@ -53,8 +53,6 @@ def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
             "PEFT restricts modules only; name the layers, such as layers.1.mlp.experts.down_proj",
         ),
         "peft_init_lora_weights: orthogonal": (config.peft_init_lora_weights == "orthogonal", "experts are stacked"),
-        "load_in_4bit": (config.load_in_4bit, "they must be dense"),
-        "load_in_8bit": (config.load_in_8bit, "they must be dense"),
         "fsdp": (bool(config.fsdp or config.fsdp_config), changes),
         "deepspeed": (config.deepspeed is not None, changes),
         "trl.use_vllm": (_uses_vllm(config), "vLLM does not load such adapters"),
@@ -148,6 +146,10 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
     if c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit:
         yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
+    if c.quantize_moe_experts and not c.load_in_4bit:
+        yield "quantize_moe_experts needs load_in_4bit. Add load_in_4bit: true, or remove it."
+    if c.quantize_moe_experts and (c.fsdp or c.fsdp_config or c.deepspeed is not None):
+        yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one of them."
     if c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):

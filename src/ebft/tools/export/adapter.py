@@ -24,6 +24,7 @@ from ebft.errors import ModelError, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models.adapter_targets import fused_experts
 from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import REWRITE_BASE
 from ebft.models.weights import refuse_pickles
@@ -288,14 +289,14 @@ WITHOUT = "Or merge into the weights without quantisation, with adapter=lora loa
 
 
 class BitsAndBytesRounding:
-    """Quantises and dequantises the linear layers of `model` that transformers loads in 4 or 8 bits.
+    """Quantises and dequantises the linear layers of `model` that transformers loads in 4 or 8 bits, and its `experts`.
 
     An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
     is the one that was trained. `dtype` is the one that the weights were loaded in. Raises ModelError if bitsandbytes
     does not run on this machine.
     """
 
-    def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype, experts: bool = False) -> None:
         self._bits, self._dtype = bits, dtype
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModelError(
@@ -308,6 +309,7 @@ class BitsAndBytesRounding:
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
+        self._names |= {*fused_experts(model)} if experts else set()
         self(torch.ones(64, 64))  # fails now where the operators do not exist
 
     def covers(self, name: str) -> bool:

@@ -24,7 +24,7 @@ from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
-from ebft.models.pretrained import GENERATION_CONFIG
+from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
 from ebft.models.weights import WeightFiles
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
@@ -64,7 +64,7 @@ class MergeSource:
     """An adapter and the base model that it was trained on, both folders or Hub ids.
 
     `tokenizer`: folder whose tokenizer files replace those of the base model. `bits` (4 or 8): the base weights were
-    quantised by bitsandbytes in training, loaded in `dtype`.
+    quantised by bitsandbytes in training, loaded in `dtype`; `quantised_experts`: fused experts as well.
     """
 
     adapter: Path
@@ -73,6 +73,7 @@ class MergeSource:
     trust_remote_code: bool = False
     tokenizer: Path | None = None
     bits: int | None = None
+    quantised_experts: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -103,10 +104,12 @@ def merge_adapter(
     config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
-    checkpoint = read_checkpoint(base)
-    plain = empty_model(base_config, source.trust_remote_code)
-    rounding = None if source.bits is None else BitsAndBytesRounding(plain, source.bits, source.dtype)
-    adapter = attach(empty_model(base_config, source.trust_remote_code), config, weights)
+    checkpoint, text_config = read_checkpoint(base), text_model_config(base_config)
+    plain = empty_model(text_config, source.trust_remote_code)
+    rounding = None
+    if source.bits is not None:
+        rounding = BitsAndBytesRounding(plain, source.bits, source.dtype, source.quantised_experts)
+    adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     shards = _layout(merge, checkpoint, size)
@@ -120,7 +123,7 @@ def merge_adapter(
     if len(shards) > 1:
         write_index(to, shards, sum(sizes))
     if merge.unties:
-        base_config.tie_word_embeddings = False
+        base_config.tie_word_embeddings = base_config.get_text_config().tie_word_embeddings = False
     base_config.get_text_config().vocab_size = adapter.vocab_size
     write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
     folder.finish()
@@ -166,7 +169,7 @@ def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: 
     return {
         "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
         "base": [str(base), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
-        "bits": [source.bits, str(source.dtype)],
+        "bits": [source.bits, str(source.dtype), source.quantised_experts],
         "shards": shards,
     }
 
@@ -371,6 +374,7 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
         config.trust_remote_code,
         tokenizer=folder,
         bits=bits,
+        quantised_experts=config.quantize_moe_experts,
         dtype=weights_dtype(config),
     )
 
