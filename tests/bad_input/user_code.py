@@ -200,6 +200,9 @@ PLUGINS = [
            trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",
            "missing", trains=True),
+    bad("plugin: of axolotl, with its base class", "No module named 'axolotl'", "needs no base class here",
+        config={"plugins": ["own.Own"]}, files={
+            "own.py": "from axolotl.integrations.base import BasePlugin\n\n\nclass Own(BasePlugin): ...\n"}),
     bad("tools: not there", "trl.tools", config={**GRPO, "trl": {
         "num_generations": 2, "reward_funcs": ["feature_matching"], "tools": ["nowhere.tool"]}}),
     bad("metric: not there", "evaluation.metrics", "nowhere", config={

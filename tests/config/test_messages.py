@@ -189,6 +189,9 @@ def structured(**trl):
     (stream(excess_length_strategy="drop"), "excess_length_strategy is not supported with streaming, where documents"),
     (stream(dataset_exact_deduplication=True), "deduplication is not supported with streaming, which does not keep"),
     # Keys of other trainers; those of UNSUPPORTED_KEYS are all tested below
+    ({"rl": "reward_trainer"}, "rl: reward_trainer is reward_model: true here. Set that, and remove rl"),
+    ({"profiler_steps": 0}, "profiler_steps: invalid value 0"),
+    ({"profiler_steps": [3], "profiler_steps_start": 2}, "profiler_steps_start counts .* set profiler_steps to a num"),
     ({"plugins": [AXOLOTL + "spectrum.SpectrumPlugin"]}, "list the parameters in unfrozen_parameters. Remove it"),
     ({"plugins": [AXOLOTL + "kd.KDPlugin"]}, "kd.KDPlugin is a plugin for axolotl .* the loss has no teacher"),
     ({"plugins": [AXOLOTL + "new.NewPlugin"]}, "new.NewPlugin is a plugin for axolotl .* it does not run here"),

@@ -97,12 +97,13 @@ def test_failures_that_may_pass_are_retried(gym, client, answers, expected):
 
 def test_a_timeout_is_a_failure_after_the_given_time(gym):
     server = gym.serve(lambda path, body: slow(2.0, {}))
-    client = GymClient(gym.head.port, timeout=0.3)
-    began = time.monotonic()
-    [failure] = client.post_all([(f"http://127.0.0.1:{server.port}/", {})])
-    assert failure == Failure("no response within 0.3 s (nemo_gym_verify_timeout)")
-    assert time.monotonic() - began < 1.5 and len(server.requests) == 1
-    client.close()
+    for are_runs, given, key in ((False, (0.3, 60.0), "verify"), (True, (60.0, 0.3), "run")):
+        client = GymClient(gym.head.port, *given)
+        began = time.monotonic()
+        [failure] = client.post_all([(f"http://127.0.0.1:{server.port}/", {})], are_runs)
+        assert failure == Failure(f"no response within 0.3 s (nemo_gym_{key}_timeout)")
+        assert time.monotonic() - began < 1.5 and len(server.requests) == 1 + are_runs
+        client.close()
 
 
 def test_a_response_that_is_not_json(gym, client):

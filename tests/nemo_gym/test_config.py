@@ -88,6 +88,15 @@ def test_datasets_can_be_omitted(tmp_path):
         (SINGLE, {"rl": "ebft"}, "nemo_gym_enabled: true needs rl: grpo"),
         (SINGLE, {"datasets": [CHAT]}, "chat.* does not read rows of NeMo Gym"),
         (SINGLE, {"nemo_gym_datasets": [{"server_name": "x"}], "datasets": None}, "nemo_gym_datasets.0.path"),
+        (
+            SINGLE,
+            {
+                "nemo_gym_datasets": [{"path": "a", "max_samples": 3}],
+                "datasets": [{**CHAT, "path": "/gym/a", "split": "train[5:]"}],
+                "nemo_gym_dir": "/gym",
+            },
+            "contradicts its max_samples",
+        ),
         (SINGLE, {"nemo_gym_head_port": 0}, "nemo_gym_head_port: invalid value 0"),
         (MULTI, {"nemo_gym_multi_turn": False}, "uses the reward nemo_gym_verify"),
         (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
@@ -114,6 +123,16 @@ def test_keys_without_effect_give_a_warning():
     assert "nemo_gym_head_port" in message and message.endswith("no effect without nemo_gym_enabled: true.")
     message = warned(nemo_gym_auto_clone=True)
     assert message.startswith("nemo_gym_auto_clone: true has no effect: the repository is never downloaded")
+
+
+def test_keys_of_the_other_mode_give_a_warning():
+    for text, key, value in (
+        (SINGLE, "nemo_gym_run_timeout", 60),
+        (SINGLE, "nemo_gym_max_turns", 4),
+        (MULTI, "nemo_gym_model_name", "a"),
+    ):
+        with pytest.warns(UserWarning, match=f"{key}: no effect with nemo_gym_multi_turn: {text == MULTI}".lower()):
+            RunConfig.from_dict(values(text, **{key: value}))
 
 
 def test_several_processes_are_refused_for_agents(tmp_path):

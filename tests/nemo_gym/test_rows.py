@@ -93,6 +93,15 @@ def test_rows_can_be_held_out(write_rows, load):
     assert (len(train), len(held)) == (7, 3)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_first_rows_of_a_file(write_rows, load, listed):
+    own, other = (write_rows([row(f"{name}{n}") for n in range(4)], f"{name}.jsonl") for name in "ab")
+    datasets = [{"path": str(path), "type": "nemo_gym.transform"} for path in (own, other)]
+    entries = {"path": str(own), "server_name": "s", "max_samples": 2}, {"path": str(other), "server_name": "s"}
+    rows, _ = load(*entries, **({"datasets": datasets} if listed else {}))
+    assert [prompt[-1]["content"] for prompt in rows["prompt"]] == ["a0", "a1", "b0", "b1", "b2", "b3"]
+
+
 def test_a_dotted_path_selects_messages_of_any_row(write_rows, tokenizer):
     path = write_rows([{"chat": {"turns": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}}])
     dataset = {"path": str(path), "type": "ebft_chat_multiturn.transform", "field_messages": "chat.turns"}

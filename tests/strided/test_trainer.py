@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.structured import AsyncEBFTConfig, EBFTConfig
 from tests.strided.families import tiny_model
 from tests.strided.short_run import documents
 from tests.strided.test_exactness import checkpointing, with_lora
@@ -49,6 +50,18 @@ def test_memory_is_pinned_only_for_a_gpu_unless_set(tmp_path, monkeypatch, has_g
     assert StridedEBFTConfig(**given).dataloader_pin_memory is has_gpu
     for chosen in (True, False):
         assert StridedEBFTConfig(**given, dataloader_pin_memory=chosen).dataloader_pin_memory is chosen
+
+
+def test_names_of_options_and_arguments_of_axolotl(tmp_path):
+    common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True}
+    args = StridedEBFTConfig(ebft_stride=5, ebft_generate_max_len=2, **common)
+    assert args.stride == 5 and args.generate_max_len == 2
+    assert StridedEBFTTrainer(with_lora(tiny_model("llama")), args, ROWS).train_dataset.num_rows == len(ROWS)
+    assert EBFTConfig(ebft_ce_coef=0.5, **common).ce_coef == AsyncEBFTConfig(ebft_ce_coef=0.5, **common).ce_coef == 0.5
+    with pytest.raises(ConfigError, match="stride and ebft_stride are two names of the same option"):
+        StridedEBFTConfig(ebft_stride=5, stride=8, **common)
+    with pytest.raises(TypeError, match="ebft_strid'"):
+        StridedEBFTConfig(ebft_strid=5, **common)
 
 
 def test_a_run_logs_evaluates_and_saves(tmp_path):

@@ -13,11 +13,18 @@ from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.turns import Sampling
+from tests.nemo_gym import servers
 from tests.serving.processes import free_port
 
 JSON = "application/json"
 SAMPLING = Sampling(1.0)
 CHOICE = '{"choices": [{"token_ids": %s, "logprobs": %s}]}'
+
+
+@pytest.fixture
+def gym():
+    with servers.gym() as made:
+        yield made
 
 
 @contextmanager
@@ -49,6 +56,16 @@ def answering(body, kind=JSON, host="127.0.0.1", **headers):
         client.close()
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize("health", [307, 404])
+def test_the_server_of_an_earlier_trl(gym, health):
+    answers = {"/get_world_size/": (200, {"world_size": 1}), "/health": (health, {})}
+    client = VLLMClient("127.0.0.1", gym.serve(lambda path, body: answers.get(path, (404, {}))).port, 5.0)
+    for call in (client.wait_until_up, client.models):
+        with pytest.raises(RolloutError, match="started with `trl vllm-serve` of an earlier TRL.*`ebft vllm-serve CON"):
+            call()
+    client.close()
 
 
 @pytest.mark.parametrize(

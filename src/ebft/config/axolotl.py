@@ -227,12 +227,6 @@ _IGNORED = (
         bool,
     ),
     ("liger_fused_linear_cross_entropy", (False,), IN_CHUNKS, bool),
-    (
-        "profiler_steps",
-        (),
-        "there is no built-in profiler; run the command under torch.profiler",
-        int | list[int] | None,
-    ),
 )
 IGNORED_KEYS = {name: Ignored(*rest) for names, *rest in _IGNORED for name in names.split()}
 UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]

@@ -51,6 +51,13 @@ class MethodKeys(Section):
         description="Options of the vLLM server that generates completions.",
     )
 
+    @field_validator("rl", mode="before")
+    @classmethod
+    def _is_no_trainer(cls, value: Any) -> Any:
+        if value == "reward_trainer":
+            raise ValueError("rl: reward_trainer is reward_model: true here. Set that, and remove rl.")
+        return value
+
     @field_validator("reward_model", mode="before")
     @classmethod
     def _is_no_name(cls, value: Any) -> Any:

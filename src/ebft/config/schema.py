@@ -12,6 +12,7 @@ from ebft.config.checks.combinations import refuse_contradictions
 from ebft.config.checks.resolve import resolve
 from ebft.config.load import read_values
 from ebft.config.section import Section
+from ebft.config.user_functions import with_plugin_args
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
@@ -42,8 +43,10 @@ class RunConfig(MethodConfig, KeysOfMethods):
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
         """Create a config from nested dicts and lists. Raises ConfigError that lists each invalid key's dotted path."""
+        values = _paths_as_text(values)
+        values = with_plugin_args(values, values.keys() - cls.model_fields) if isinstance(values, dict) else values
         try:
-            return cls.model_validate(_paths_as_text(values))
+            return cls.model_validate(values)
         except ValidationError as error:
             raise_config_error(error, cls)
 

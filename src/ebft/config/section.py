@@ -8,7 +8,7 @@ below `ebft.data.keys` read: messages, roles, labels of turns, prompt formats.
 import math
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from functools import cache
+from functools import cache, wraps
 from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from ebft.errors import ConfigError
 from ebft.files import expand_home
 
 Options = TypeVar("Options", bound=type)
@@ -118,6 +119,23 @@ def with_help(options: Options) -> Options:
     hints = get_type_hints(options, include_extras=True)
     for option in fields(options):
         option.metadata = MappingProxyType({"help": hints[option.name].__metadata__[0].description})
+    return options
+
+
+def with_prefix(options: Options) -> Options:
+    """Let a dataclass of training arguments accept its options with the prefix `ebft_` too, as axolotl names them."""
+    names, create = {option.name for option in fields(options)}, options.__init__
+
+    @wraps(create)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in [name for name in kwargs if name.startswith("ebft_") and name.removeprefix("ebft_") in names]:
+            plain = name.removeprefix("ebft_")
+            if plain in kwargs:
+                raise ConfigError(f"{plain} and {name} are two names of the same option. Remove one of them.")
+            kwargs[plain] = kwargs.pop(name)
+        create(self, *args, **kwargs)
+
+    options.__init__ = __init__
     return options
 
 

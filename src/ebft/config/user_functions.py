@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from ebft.config.user_code import is_outside, user_code
 from ebft.errors import ConfigError, EBFTError
 
@@ -59,6 +61,51 @@ def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: 
     except ValueError:
         return None
     return None
+
+
+def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:
+    """A config whose `unknown` keys are in `plugin_args` if one of its plugins declares them with `get_input_args`.
+
+    Raises ConfigError if such a plugin cannot be imported or created, or if a value is invalid.
+    """
+    names, given = values.get("plugins"), values.get("plugin_args") or {}
+    if not unknown or not isinstance(names, list) or not isinstance(given, dict):
+        return values
+    own: dict[str, Any] = {}
+    for name in names:
+        if isinstance(name, str) and not name.startswith("axolotl."):
+            found = find_function("plugins", name)
+            if inspect.isclass(found) and hasattr(found, "get_input_args"):
+                with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
+                    plugin = found()
+                declared = plugin_values(name, plugin, {**given, **{key: values[key] for key in unknown}})
+                own |= {key: values[key] for key in unknown if key in declared}
+    rest = {key: value for key, value in values.items() if key not in own}
+    return rest | {"plugin_args": {**given, **own}} if own else values
+
+
+def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones.
+
+    Raises ConfigError for an invalid value, or if the declaration is none.
+    """
+    if not hasattr(plugin, "get_input_args"):
+        return {}
+    what = f"plugins: {name}.get_input_args"
+    with user_code(what, ConfigError, sets_up=True):
+        path = plugin.get_input_args()
+    if path is None:
+        return {}
+    declared = find_function(what, path) if isinstance(path, str) else path
+    if not (inspect.isclass(declared) and issubclass(declared, BaseModel)):
+        raise ConfigError(f"{what} returned {path!r:.100}. It must return the path of a pydantic.BaseModel, or None.")
+    try:
+        values = declared.model_validate({key: value for key, value in given.items() if key in declared.model_fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or ", ".join(given)
+        raise ConfigError(f"{key}: {first['msg']} ({name}.get_input_args). Correct it in the config.") from error
+    return values.model_dump()
 
 
 def no_function(

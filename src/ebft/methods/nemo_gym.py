@@ -42,6 +42,26 @@ def resolve(config: MethodConfig) -> None:
             stacklevel=2,
         )
     config.plugins = [name for name in config.plugins if name != PLUGIN]
+    if config.nemo_gym_enabled and _is_read(config):
+        other = (
+            ("nemo_gym_model_name",) if config.nemo_gym_multi_turn else ("nemo_gym_run_timeout", "nemo_gym_max_turns")
+        )
+        idle = [key for key in other if key in config.model_fields_set]
+        if idle:
+            mode = str(config.nemo_gym_multi_turn).lower()
+            warnings.warn(f"{', '.join(idle)}: no effect with nemo_gym_multi_turn: {mode}.", stacklevel=2)
+        slices = _slices(config)
+        for entry in config.datasets:
+            entry.split = slices.get(path_in(".", entry.path), entry.split)
+
+
+def _slices(config: MethodConfig) -> dict[str, str]:
+    """The split of each file of which only the first rows are read."""
+    return {
+        path_in(config.nemo_gym_dir, entry.path): f"train[:{entry.max_samples}]"
+        for entry in config.nemo_gym_datasets
+        if entry.max_samples is not None
+    }
 
 
 def conflicts(config: MethodConfig) -> Iterator[str]:
@@ -58,6 +78,14 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
     if not config.nemo_gym_datasets:
         yield "nemo_gym_enabled: true needs nemo_gym_datasets, the files of its rows, each with its path."
     yield from _other_files(config)
+    slices = _slices(config)
+    for entry in config.datasets:
+        of_file = slices.get(path_in(".", entry.path), entry.split)
+        if entry.split not in ("train", of_file):
+            yield (
+                f"datasets.split: {entry.split} of {entry.path} contradicts its max_samples in nemo_gym_datasets. "
+                "Remove one of them."
+            )
     wanted, other = (ENVIRONMENT, VERIFY) if config.nemo_gym_multi_turn else (VERIFY, ENVIRONMENT)
     if other in rewards or wanted not in rewards:
         yield (
@@ -118,14 +146,22 @@ def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
     from ebft.nemo_gym.rewards import check_agents
 
-    if not config.nemo_gym_multi_turn:
-        _warn_of_tools(*datasets)
     names = sorted({name for rows in datasets if rows is not None for name in rows.unique("nemo_gym_server")})
     client, servers = connect(config)
+    uses_agents = config.nemo_gym_multi_turn and servers.has_agents
     try:
-        find = servers.agent if config.nemo_gym_multi_turn else servers.resources
-        if config.nemo_gym_multi_turn:
-            check_agents(servers, names)
+        if config.nemo_gym_multi_turn and not uses_agents:
+            warnings.warn(
+                "nemo_gym_multi_turn: true needs agent servers (responses_api_agents), but NeMo Gym has none: replies "
+                "are single, and /verify of the resources servers scores them (nemo_gym_verify). Add an agent server "
+                "to the config of NeMo Gym, or set nemo_gym_multi_turn: false.",
+                stacklevel=2,
+            )
+        if not uses_agents:
+            _warn_of_tools(*datasets)
+        find = servers.agent if uses_agents else servers.resources
+        if uses_agents:
+            check_agents(servers, names, config.nemo_gym_max_turns)
         for server in {find(name).name: find(name) for name in names}.values():
             client.wait_for(server, config.nemo_gym_server_timeout)
     finally:
@@ -146,17 +182,21 @@ def connect(config: MethodConfig) -> tuple[GymClient, Servers]:
     """A client of NeMo Gym, and its servers. Raises RolloutError if the head server does not respond."""
     from ebft.nemo_gym.client import GymClient
 
-    client = GymClient(config.nemo_gym_head_port, config.nemo_gym_verify_timeout)
+    client = GymClient(config.nemo_gym_head_port, config.nemo_gym_verify_timeout, config.nemo_gym_run_timeout)
     return client, client.servers(config.nemo_gym_server_timeout)
 
 
 def rewards_and_agents(config: MethodConfig) -> tuple[dict[str, Any], Any]:
-    """The reward functions of NeMo Gym by name, and its agents (None unless they hold the conversations)."""
+    """The reward functions of NeMo Gym by name, and its agents (None unless they hold the conversations).
+
+    Without agent servers, a config for several turns has the reward of single replies.
+    """
     if not config.nemo_gym_enabled:
         return {}, None
     from ebft.nemo_gym.rewards import EnvironmentReward, GymAgents, VerifyReward
 
     client, servers = connect(config)
-    if config.nemo_gym_multi_turn:
+    if config.nemo_gym_multi_turn and servers.has_agents:
         return {ENVIRONMENT: EnvironmentReward()}, GymAgents(client, servers)
-    return {VERIFY: VerifyReward(client, servers)}, None
+    verify = VerifyReward(client, servers, config.nemo_gym_model_name or config.base_model)
+    return {ENVIRONMENT if config.nemo_gym_multi_turn else VERIFY: verify}, None

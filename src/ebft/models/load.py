@@ -41,12 +41,21 @@ _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def load_model(
-    config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: HeadType = LANGUAGE
+    config: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    head: HeadType = LANGUAGE,
+    tell: Callable[[str, Any], Any] = lambda hook, model: None,
 ) -> PreTrainedModel | PeftModel:
-    """The model to train: the base model with a head, and with an adapter if the config sets one."""
+    """The model to train: the base model with a head, and with an adapter if the config sets one.
+
+    `tell` is called with the names of plugins' hooks and the model, when it is built and when it has its adapter.
+    """
     base = load_base_model(config, tokenizer, head)
     if config.adapter is None and base.can_generate() and base.generation_config is not None:
         _make_saveable(base.generation_config, config.base_model)
+    tell("post_model_build", base)
+    if config.adapter is not None:
+        tell("pre_lora_load", base)
     model = attach_adapter(base, config)
     if config.quantize_moe_experts and quantises(base) and not quantise_experts(model):
         warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
@@ -57,6 +66,8 @@ def load_model(
         key = "lora_target_modules" if config.lora_model_dir is None else "lora_model_dir"
         check_saves_resized(model, size, key)
         _warn_of_untrained_tokens(config, model, tokenizer, size)
+        tell("post_lora_load", model)
+    tell("post_model_load", model)
     return model
 
 

@@ -102,6 +102,10 @@ class Servers:
             "server (responses_api_agents) to its config, or set nemo_gym_multi_turn: false to train on single replies."
         )
 
+    @property
+    def has_agents(self) -> bool:
+        return bool(self._of(AGENTS))
+
     def model(self, agent: Server) -> Server | None:
         """The model server of an agent, None if the config does not name one."""
         return self.by_name.get(_dict(agent.settings.get("model_server")).get("name"))
@@ -130,11 +134,11 @@ class Failure:
 class GymClient:
     """Client of the servers of one head server. Methods block and are thread-safe; `cancel` aborts all requests.
 
-    `timeout` is the time limit in seconds of each attempt of a request.
+    Time limits in seconds of each attempt of a request: `timeout`, and `run_timeout` for the runs of agents.
     """
 
-    def __init__(self, head_port: int, timeout: float) -> None:
-        self.head, self.timeout = f"http://{HOST}:{head_port}", timeout
+    def __init__(self, head_port: int, timeout: float, run_timeout: float = 300.0) -> None:
+        self.head, self.timeout, self.run_timeout = f"http://{HOST}:{head_port}", timeout, run_timeout
         self._loop = BackgroundLoop("ebft-nemo-gym", f"The connection to NeMo Gym at {self.head} is closed.")
         self._http = httpx2.AsyncClient(
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT),
@@ -160,12 +164,13 @@ class GymClient:
         """Wait until a server responds, with whatever status. Raises RolloutError after `timeout` seconds."""
         self._loop.run(self._wait(server.url, f"NeMo Gym's server {server.name}", timeout, any_status=True))
 
-    def post_all(self, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    def post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool = False) -> list[Any]:
         """Send JSON bodies to URLs, concurrently, and return the JSON response of each, or a `Failure`.
 
-        Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not.
+        Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not. `are_runs`:
+        whether the URLs are those of agents.
         """
-        return self._loop.run(self._post_all(requests))
+        return self._loop.run(self._post_all(requests, are_runs))
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
@@ -175,25 +180,26 @@ class GymClient:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
         self._loop.close(self._http.aclose, _CONNECT_TIMEOUT)
 
-    async def _post_all(self, requests: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    async def _post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool) -> list[Any]:
         limit = asyncio.Semaphore(_CONCURRENT)
+        timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
 
         async def post(url: str, body: dict[str, Any]) -> Any:
             async with limit:
-                return await self._post(url, body)
+                return await self._post(url, body, timeout, f"nemo_gym_{key}_timeout")
 
         return await asyncio.gather(*(post(url, body) for url, body in requests))
 
-    async def _post(self, url: str, body: dict[str, Any]) -> Any:
+    async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(timeout):
                     response = await self._http.post(url, json=body)
             except TimeoutError:
-                return Failure(f"no response within {self.timeout:g} s (nemo_gym_verify_timeout)")
+                return Failure(f"no response within {timeout:g} s ({key})")
             except httpx2.RequestError as error:
                 reason = described(error)
                 continue

@@ -24,6 +24,7 @@ class NemoGymDataset(Section):
         description="Name of the resources server or agent server of these rows, as in NeMo Gym's config. Rows with an "
         "agent_ref use the server that it names.",
     )
+    max_samples: int | None = Field(None, ge=1, description="Read only this many rows, from the start of the file.")
 
 
 class NemoGymKeys(Section):
@@ -50,13 +51,24 @@ class NemoGymKeys(Section):
     )
     nemo_gym_server_timeout: Seconds = Field(360.0, description="Timeout in seconds for the servers to start.")
     nemo_gym_verify_timeout: Seconds = Field(
-        30.0,
-        description="Timeout in seconds of a request for a reward and, with nemo_gym_multi_turn, of the run of an "
-        "agent, including all of its turns.",
+        30.0, description="Timeout in seconds of a request for the reward of a reply."
+    )
+    nemo_gym_run_timeout: Seconds = Field(
+        300.0,
+        description="Timeout in seconds of the run of an agent (nemo_gym_multi_turn), including all of its turns.",
+    )
+    nemo_gym_model_name: str | None = Field(
+        None, description="Name of the model in requests for the reward of a reply. If unset, base_model."
     )
     nemo_gym_multi_turn: bool = Field(
         False,
         description="Let NeMo Gym's agent servers run each conversation, with tools. They sample from the vLLM server.",
+    )
+    nemo_gym_max_turns: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum number of replies in a conversation. Agents count them: max_steps of each agent in NeMo "
+        "Gym's config must not be larger, or training does not start. If unset, the agents decide.",
     )
 
     @model_validator(mode="before")

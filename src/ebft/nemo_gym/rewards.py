@@ -62,8 +62,8 @@ class VerifyReward:
 
     __name__ = VERIFY  # the name of the reward in TRL's logs
 
-    def __init__(self, client: GymClient, servers: Servers) -> None:
-        self._client, self._servers = client, servers
+    def __init__(self, client: GymClient, servers: Servers, model_name: str = POLICY) -> None:
+        self._client, self._servers, self._model_name = client, servers, model_name
         self._failures = Failures("their completions have no reward")
 
     def __call__(
@@ -77,7 +77,7 @@ class VerifyReward:
     ) -> list[float | None]:
         servers = [self._servers.resources(name) for name in nemo_gym_server]
         bodies = [
-            {**json.loads(row), "response": response_of(completion)}
+            {**json.loads(row), "response": response_of(completion, self._model_name)}
             for row, completion in zip(nemo_gym_row, completions)
         ]
         answers = self._client.post_all([(f"{server.url}/verify", body) for server, body in zip(servers, bodies)])
@@ -126,7 +126,7 @@ def reward_in(answer: Any, server: Server, path: str) -> float | None:
     return float(reward)
 
 
-def response_of(completion: str | list[dict[str, Any]]) -> dict[str, Any]:
+def response_of(completion: str | list[dict[str, Any]], model_name: str = POLICY) -> dict[str, Any]:
     """A completion as a response of the Responses API, with one output item per message and per tool call."""
     messages = [{"content": completion}] if isinstance(completion, str) else completion
     output: list[dict[str, Any]] = []
@@ -160,7 +160,7 @@ def response_of(completion: str | list[dict[str, Any]]) -> dict[str, Any]:
         "id": "resp_ebft",
         "object": "response",
         "created_at": 0,
-        "model": POLICY,
+        "model": model_name,
         "output": output,
         "parallel_tool_calls": True,
         "tool_choice": "auto",
@@ -192,7 +192,9 @@ class GymAgents:
     def run(self, rows: list[dict[str, Any]], sampling: AgentSampling) -> list[Rollout]:
         agents = [self._servers.agent(row["nemo_gym_server"]) for row in rows]
         bodies = [request_body(row["nemo_gym_row"], sampling) for row in rows]
-        answers = self._client.post_all([(agent.url + _PATH, body) for agent, body in zip(agents, bodies)])
+        answers = self._client.post_all(
+            [(agent.url + _PATH, body) for agent, body in zip(agents, bodies)], are_runs=True
+        )
         found = [
             answer if isinstance(answer, Failure) else self._rollout(answer, agent)
             for answer, agent in zip(answers, agents)
@@ -315,9 +317,19 @@ def left_out(prompt_ids: list[int]) -> Rollout:
     return Rollout(list(prompt_ids), [prompt_ids[-1]], [0], [0.0])
 
 
-def check_agents(servers: Servers, names: list[str]) -> None:
-    """Raise ConfigError if the model server of an agent requests another model, or returns no token ids."""
+def check_agents(servers: Servers, names: list[str], max_turns: int | None = None) -> None:
+    """Raise ConfigError if the model server of an agent requests another model, or returns no token ids.
+
+    Also if an agent may hold a conversation of more than `max_turns` replies.
+    """
     for agent in dict.fromkeys(servers.agent(name).name for name in names):
+        steps = servers.by_name[agent].settings.get("max_steps")
+        if max_turns is not None and not (isinstance(steps, int) and 0 < steps <= max_turns):
+            raise ConfigError(
+                f"nemo_gym_max_turns: {max_turns}, but the agent {agent} has max_steps: {steps} in NeMo Gym's config, "
+                f"and it is the agent that ends a conversation. Set max_steps: {max_turns} there and restart NeMo Gym, "
+                "or remove nemo_gym_max_turns."
+            )
         model = servers.model(servers.by_name[agent])
         if model is None or "return_token_id_information" not in model.settings:
             continue  # another kind of model server; its responses are checked

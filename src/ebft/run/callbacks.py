@@ -1,25 +1,21 @@
-"""What follows training, and may end it: plugins, evaluations and losses that are no better, Ctrl-C and SIGTERM."""
+"""What profiles steps of training, and what may end it: evaluations and losses that are no better, and signals."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerControl
+from torch.profiler import profile
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.config.user_code import user_code
-from ebft.config.user_functions import call_problem, find_function
-from ebft.errors import ConfigError
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
@@ -29,12 +25,52 @@ from ebft.trainer import OverTrainer
 _PATIENCE = 3  # of loss_watchdog_threshold
 
 
-def stopping_callbacks(config: RunConfig) -> Iterator[TrainerCallback]:
-    """The callbacks for `early_stopping_patience` and `loss_watchdog_threshold`."""
+def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
+    """The callbacks for `early_stopping_patience`, `loss_watchdog_threshold` and `profiler_steps`."""
     if config.early_stopping_patience is not None:
         yield EarlyStopping(config.early_stopping_patience)
     if config.loss_watchdog_threshold is not None:
         yield LossWatchdog(config.loss_watchdog_threshold, config.loss_watchdog_patience or _PATIENCE)
+    if config.profiler_steps is not None:
+        yield ProfileSteps(profiled_steps(config.profiler_steps, config.profiler_steps_start))
+
+
+class ProfileSteps(TrainerCallback):
+    """Writes a trace of each of these steps, on every process."""
+
+    def __init__(self, steps: Collection[int]) -> None:
+        self.steps = frozenset(steps)
+        self._profiler: profile | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        never = sorted(step for step in self.steps if not state.global_step < step <= state.max_steps)
+        if never:
+            warnings.warn(
+                f"profiler_steps: {', '.join(map(str, never))} is not profiled: training runs from step "
+                f"{state.global_step + 1} to step {state.max_steps}.",
+                stacklevel=2,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 in self.steps:
+            self._profiler = profile(record_shapes=True, profile_memory=True)
+            self._profiler.start()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._profiler is None:
+            return
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        folder = Path(args.output_dir) / "profiler"
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / f"rank{args.process_index}.step{state.global_step}.pt.trace.json"))
+
+
+def profiled_steps(steps: int | list[int] | None, start: int | None) -> Collection[int]:
+    """The steps that the keys `profiler_steps` and `profiler_steps_start` name, counted from 1."""
+    if isinstance(steps, int):
+        return range((start or 0) + 1, (start or 0) + steps + 1)
+    return steps or ()
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -221,78 +257,3 @@ def on_any_process(accelerator: Any, here: bool) -> bool:
     if accelerator.num_processes == 1:
         return here
     return bool(accelerator.reduce(torch.tensor(int(here), device=accelerator.device), "sum") > 0)
-
-
-HOOK = "on_rollouts_scored"
-# Keyword arguments that transformers passes to every method of a callback, and to single ones.
-_KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-_SETS_UP = ("on_init_end", "on_train_begin")  # where a plugin may change settings of the process
-_ADDED = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
-
-
-def check_plugins(names: list[str]) -> None:
-    """Raise ConfigError for names that are not classes of the expected kind; their modules are imported."""
-    for name in names:
-        _find(name)
-
-
-def add_plugins(trainer: Trainer, names: list[str]) -> None:
-    """Create the plugins, and add them to the trainer. Raises ConfigError if it has no rollouts for a plugin."""
-    for name in names:
-        found = _find(name)
-        with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
-            plugin = found()
-        for event, _, _ in _calls(found):
-            with suppress(AttributeError, ValueError):  # a class with fixed attributes
-                setattr(plugin, event, _guarded(getattr(plugin, event), f"plugins: {name}.{event}", event in _SETS_UP))
-        if isinstance(plugin, TrainerCallback):
-            trainer.add_callback(plugin)
-        if hasattr(plugin, HOOK):
-            if not hasattr(trainer, "scored_rollouts"):
-                raise ConfigError(f"plugins: {name} has {HOOK}, but this method samples no rollouts. Remove it.")
-            trainer.scored_rollouts.hooks.append(getattr(plugin, HOOK))
-
-
-def _guarded(method: Callable[..., Any], what: str, sets_up: bool) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with user_code(what, ConfigError, sets_up):
-            found = method(*args, **kwargs)
-        if not what.endswith(f".{HOOK}") and not isinstance(found, TrainerControl | None):
-            raise ConfigError(
-                f"{what} returned a {type(found).__name__}. It must return the TrainerControl, or nothing."
-            )
-        return found
-
-    return call
-
-
-def _find(name: str) -> type[Any]:
-    found = find_function("plugins", name)
-    if not inspect.isclass(found) or not (issubclass(found, TrainerCallback) or hasattr(found, HOOK)):
-        raise ConfigError(
-            f"plugins: {name} must be a class: a transformers.TrainerCallback, or one with a method "
-            f"{HOOK}(rollouts, rewards)."
-        )
-    problem = call_problem(found, f"{found.__name__}()")
-    if problem is not None:
-        raise ConfigError(f"plugins: {name} {problem}. Plugins are created without arguments.")
-    for event, call, kwargs in _calls(found):
-        has_self = not isinstance(inspect.getattr_static(found, event), staticmethod | classmethod)
-        args = ("rollouts", "rewards") if event == HOOK else ("args", "state", "control")
-        problem = call_problem(
-            getattr(found, event), f"{event}({call})", *(("self",) if has_self else ()), *args, **kwargs
-        )
-        if problem is not None:
-            raise ConfigError(f"plugins: {name}.{event} {problem}. Define it as {event}({call}).")
-    return found
-
-
-def _calls(found: type[Any]) -> Iterator[tuple[str, str, dict[str, None]]]:
-    """The methods of a plugin that training calls: name, arguments as text, and keyword arguments."""
-    if hasattr(found, HOOK):
-        yield HOOK, "self, rollouts, rewards", {}
-    if issubclass(found, TrainerCallback):
-        for event in (name for name in vars(TrainerCallback) if name.startswith("on_")):
-            if getattr(found, event) is not getattr(TrainerCallback, event):
-                yield event, "self, args, state, control, **kwargs", dict.fromkeys((*_KEYWORDS, *_ADDED.get(event, ())))

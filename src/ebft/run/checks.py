@@ -100,7 +100,7 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     check_trackers(config)
     check_optimizer(config)
     if config.plugins:
-        from ebft.run.callbacks import check_plugins  # imports transformers
+        from ebft.run.plugins import check_plugins  # imports transformers
 
         check_plugins(config.plugins)
 

@@ -333,6 +333,9 @@ class HubKeys(Section):
     _hub_name = paths("hub_model_id")
 
 
+Step = Annotated[int, Field(ge=1)]
+
+
 class ReportingKeys(Section):
     """Logs and trackers."""
 
@@ -353,10 +356,30 @@ class ReportingKeys(Section):
     loss_watchdog_patience: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Number of logged losses for loss_watchdog_threshold. If unset, 3."
     )
+    profiler_steps: Step | Annotated[list[Step], Field(min_length=1)] | None = Field(
+        None,
+        description="Training steps that are profiled, counted from 1, or their number, starting after "
+        "profiler_steps_start. The trace of each is a file in the folder profiler of output_dir, for chrome://tracing "
+        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one.",
+    )
+    profiler_steps_start: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="Number of steps before the first profiled one, if profiler_steps is a number. If unset, 0."
+    )
     plugins: list[str] = Field(
         [],
-        description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, or a class with a "
-        "method on_rollouts_scored(rollouts, rewards), which is called with the rollouts of each training step.",
+        description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, a class with a "
+        "method on_rollouts_scored(rollouts, rewards), which is called with the rollouts of each training step, or one "
+        "with hooks of axolotl's plugins.",
+    )
+    plugins_strict: bool = Field(
+        False,
+        description="End the run if a hook of a plugin fails during or after training, in place of a warning. One that "
+        "fails before training, and a method of a TrainerCallback, always ends it.",
+    )
+    plugin_args: dict[str, Any] = Field(
+        {},
+        description="Keys of the plugins' own, which are attributes of cfg in their hooks. Those that a plugin "
+        "declares with get_input_args can stand at the top level of the config instead.",
     )
     use_tensorboard: bool | None = Field(None, description="Write TensorBoard logs.")
     use_wandb: bool | None = Field(

@@ -84,7 +84,7 @@ _NOT_COMPARED = {
         vllm.python vllm.env vllm.host vllm.port vllm.device vllm.tensor_parallel_size vllm.data_parallel_size
         vllm.gpu_memory_utilization vllm.enable_prefix_caching vllm.enforce_eager vllm.serve_module
         vllm.worker_extension_cls nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_head_port nemo_gym_server_timeout
-        nemo_gym_verify_timeout""",
+        nemo_gym_verify_timeout nemo_gym_run_timeout""",
 }
 # Reason -> groups of keys, apart from those in `_OF_METHODS`.
 _GROUPS: dict[str, tuple[type[Section], ...]] = {
@@ -93,7 +93,7 @@ _GROUPS: dict[str, tuple[type[Section], ...]] = {
     "it only affects speed, memory and processes": (RayKeys, HardwareKeys),
     "it has no effect": (CarriedOverKeys,),
 }
-_OF_METHODS = {"plugins", "metric_for_best_model", "greater_is_better", *PrecisionKeys.model_fields}
+_OF_METHODS = {"plugins", "plugin_args", "metric_for_best_model", "greater_is_better", *PrecisionKeys.model_fields}
 NOT_COMPARED: dict[str, str] = {
     **{key: reason for reason, keys in _NOT_COMPARED.items() for key in keys.split()},
     **{key: reason for reason, keys in _GROUPS.items() for group in keys for key in group.model_fields},

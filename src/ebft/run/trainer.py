@@ -19,10 +19,11 @@ from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.run.callbacks import add_plugins, stopping_callbacks
+from ebft.run.callbacks import callbacks_of
 from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
 from ebft.run.keys import RATE_KEYS
 from ebft.run.optimizer import optimizer_arguments
+from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
 from ebft.transformers_internals import is_torch_tf32_available, use_one_gpu
@@ -52,8 +53,9 @@ def build_trainer(
     train_data: Any,
     eval_data: Any,
     server: VLLMServer | None = None,
+    plugins: Plugins | None = None,
 ) -> Trainer:
-    """The trainer of the config's method."""
+    """The trainer of the config's method, which the plugins follow."""
     check_wrapping(config, model)
     check_adapted_experts(config, model)
     trainer = config.method.build_trainer(
@@ -71,9 +73,10 @@ def build_trainer(
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:
         trainer.add_callback(HealthCallback(config.method.samples_per_group(config), config.ebft.use_whitening))
-    for callback in stopping_callbacks(config):
+    for callback in callbacks_of(config):
         trainer.add_callback(callback)
-    add_plugins(trainer, config.plugins)
+    if plugins is not None:
+        plugins.follow(trainer, planned_steps(config, this_machine(), 0 if config.streaming else len(train_data)))
     for printer in (ProgressCallback, PrinterCallback):  # they would print every log again, as a raw dict
         trainer.remove_callback(printer)
     if not args.disable_tqdm:

@@ -51,6 +51,7 @@ from ebft.run.checkpoints import (
 )
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
+from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
 from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, tracker_environment
@@ -105,6 +106,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     with _interruptible(config, stop):
         _check(config)
         with _output_folder(config) as found, recorded(config) as files, _services(config) as server:
+            plugins = Plugins(config)
             tokenizer, model_config = load_tokenizer(config), load_model_config(config)
             train_data, eval_data = load_data(config, tokenizer, model_config)
             check_step_fits(config, model_config, train_data)
@@ -126,11 +128,12 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             check_wrapping_of(config, model_config)
             load_on_first_process(args)
             head = config.method.head(config)
-            model = load_model(config, tokenizer, head)
+            plugins("pre_model_load")
+            model = load_model(config, tokenizer, head, plugins)
             into_model = declare_end_of_turn(config, model, tokenizer, train_data)
             warn_of_lost_steps(model, optimizer["learning_rate"])
             await_ready(server, config.trl.vllm_server_timeout)
-            trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server)
+            trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server, plugins)
             settings = record if completed is None else saved_keys(completed) or record
             trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
             trainer.into_checkpoint = [partial(write_run_keys, config, others=settings | optimizer)]
@@ -151,6 +154,9 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             if completed is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
                 save(config, trainer, metrics, stop)
             stop.is_complete = True
+            if completed is None:
+                plugins("post_train", trainer.model)
+                plugins("post_train_unload")
             if config.hub_model_id and trainer.is_world_process_zero():
                 push_final(config, trainer, stop)
             return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)

@@ -20,6 +20,7 @@ from transformers import TrainerControl, TrainingArguments
 from ebft.anchors import BlockOptions
 from ebft.config.options import StridedOptions
 from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
+from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -42,6 +43,7 @@ from ebft.trainer import OverTrainer
 _PARSED = "documents"  # the key of a batch's Documents, once they are parsed
 
 
+@with_prefix
 @dataclass
 class StridedEBFTConfig(StridedOptions, TrainingArguments):
     """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
@@ -78,6 +80,7 @@ class StridedEBFTTrainer(OverTrainer):
         self,
         model: Any = None,
         args: StridedEBFTConfig | None = None,
+        train_dataset: Any = None,
         *,
         data_collator: Any = None,
         peft_config: Any = None,
@@ -89,6 +92,7 @@ class StridedEBFTTrainer(OverTrainer):
         model = load(model, peft_config, args.seed)
         check_supported(unwrap_adapter(model))
         check_adapter(model)
+        kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
             kwargs[name] = usable_rows(name, kwargs[name], model, args)
         options = args.feature_layers, args.embed_method, args.feature_device

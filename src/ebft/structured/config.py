@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from ebft.config import rules
 from ebft.config.options import DropoutOption, FeatureOptions, SharedPrefixOption, StructuredOptions, ThinkingOption
 from ebft.config.rules import validate_options
+from ebft.config.section import with_prefix
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 
@@ -108,6 +109,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         return self.use_vllm and self.vllm_mode != "colocate"
 
 
+@with_prefix
 @dataclass
 class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
     """Arguments of EBFTTrainer: those of TRL's GRPOConfig, of rollouts and of feature matching."""
@@ -152,6 +154,7 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
             )
 
 
+@with_prefix
 @dataclass
 class AsyncEBFTConfig(EBFTConfig):
     """EBFTConfig with prefetched rollouts: a vLLM server generates them while the previous batch trains."""

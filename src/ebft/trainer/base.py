@@ -142,11 +142,19 @@ class OverTrainer(Trainer):
         if "loss" in logs or "train_loss" in logs:  # the latter is logged once, at the end of training
             counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
             logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
+        if "loss" in logs and torch.cuda.is_available():
+            logs |= self._peak_memory()
         if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
             logs = {name: value for name, value in logs.items() if name != "train_loss"}
             if self._total_loss is not None:
                 logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Return the peaks in GiB of what PyTorch has allocated and reserved on the GPU, the maxima over ranks."""
+        peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+        of_ranks = self.accelerator.gather(torch.tensor([peaks], device=self.accelerator.device))
+        return dict(zip(("memory/max_alloc", "memory/max_reserved"), of_ranks.amax(0).tolist()))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)

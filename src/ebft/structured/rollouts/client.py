@@ -193,6 +193,8 @@ class VLLMClient:
                 f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last response: "
                 f"{last}"
             )
+        if response.status_code == 404:
+            await self._refuse_server_of_trl()
         raise RolloutError(
             f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
         )
@@ -224,12 +226,27 @@ class VLLMClient:
             response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
             return described(error)
+        if response.status_code in (307, 404):  # TRL's server redirects to /health/
+            await self._refuse_server_of_trl()
         if response.status_code == 404:
             raise RolloutError(
                 f"The server at {self.address} is not a vLLM server (no /health endpoint). Set trl.vllm_server_host "
                 "and trl.vllm_server_port to the address of a vLLM server."
             )
         return None if response.status_code == 200 else f"/health returns status {response.status_code}"
+
+    async def _refuse_server_of_trl(self) -> None:
+        """Raise RolloutError if the server has an endpoint that only that of earlier versions of TRL has."""
+        try:
+            response = await self._http.get("/get_world_size/", timeout=_CONNECT_TIMEOUT)
+        except httpx2.RequestError:
+            return
+        if response.status_code == 200 and "world_size" in response.text:
+            raise RolloutError(
+                f"The server at {self.address} was started with `trl vllm-serve` of an earlier TRL, which has neither "
+                "vLLM's endpoints nor adapters. Start it with `ebft vllm-serve CONFIG` instead, or set trl.vllm_mode: "
+                "managed, with which training starts it."
+            )
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""

@@ -1,0 +1,328 @@
+"""Plugins by their import path: callbacks, rollouts, and the hooks of axolotl's plugins."""
+
+import json
+
+import pytest
+import torch
+from pydantic import BaseModel
+from transformers import TrainerCallback
+
+from ebft import train
+from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.run.checks import check_runnable
+from ebft.run.plugins import check_plugins
+from tests.golden.runs import spaces_and_es
+from tests.run.conftest import LORA, STRIDED, strided
+from tests.run.crash import config_of
+
+PATH = f"{__name__}."  # a config names plugins by their path
+LOGGED = {"ebft": {**STRIDED["ebft"], "log_completions": True}}
+SEEN = []
+
+
+class Steps(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        SEEN.append(state.global_step)
+
+
+class Rollouts:
+    def on_rollouts_scored(self, rollouts, rewards):
+        SEEN.append((rollouts, rewards))
+
+
+class Both(Steps, Rollouts): ...
+
+
+class Changes(Steps):
+    def on_rollouts_scored(self, rollouts, rewards):
+        rewards.zero_()
+        rollouts.clear()
+
+
+class SetsUp(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        torch.set_float32_matmul_precision("high")
+        SEEN.append(torch.get_float32_matmul_precision())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        SEEN.append(torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("medium")
+
+
+class Ruins(TrainerCallback):
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        next(each for each in model.parameters() if each.requires_grad).data.view(-1)[0] = float("nan")
+
+
+class Neither: ...
+
+
+def function(): ...
+
+
+class OtherArguments:
+    def on_rollouts_scored(self, rollouts): ...
+
+
+class Hooks:
+    """Every hook that plugins of axolotl have, as they declare them."""
+
+    def register(self, cfg):
+        SEEN.append(("register", cfg.my_key, cfg.not_a_key, cfg.ebft.stride, cfg["adapter"], "lora_r" in cfg))
+        cfg.own = 1
+
+    def get_input_args(self):
+        return PATH + "Arguments"
+
+    def pre_model_load(self, cfg):
+        SEEN.append("pre_model_load")
+
+    def post_model_build(self, cfg, model):
+        SEEN.append(("post_model_build", hasattr(model, "peft_config")))
+
+    def pre_lora_load(self, cfg, model):
+        SEEN.append(("pre_lora_load", hasattr(model, "peft_config")))
+
+    def post_lora_load(self, cfg, model):
+        SEEN.append(("post_lora_load", hasattr(model, "peft_config")))
+
+    def post_model_load(self, cfg, model):
+        SEEN.append(("post_model_load", hasattr(model, "peft_config")))
+
+    def add_callbacks_pre_trainer(self, cfg, model):
+        return [Steps()]
+
+    def post_trainer_create(self, cfg, trainer):
+        SEEN.append(("post_trainer_create", trainer.args.max_steps))
+
+    def create_optimizer(self, cfg, trainer):
+        return torch.optim.SGD([each for each in trainer.model.parameters() if each.requires_grad], lr=0.5)
+
+    def create_lr_scheduler(self, cfg, trainer, optimizer, num_training_steps):
+        SEEN.append(("schedule", type(optimizer).__name__, num_training_steps))
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def add_callbacks_post_trainer(self, cfg, trainer):
+        return []
+
+    def on_rollouts_scored(self, cfg, trainer, prompts, completions, rewards, advantages):
+        SEEN.append((cfg.own, trainer.state.global_step, prompts, completions, rewards, advantages))
+
+    def load_datasets(self, cfg, preprocess=False): ...
+
+    def get_trainer_cls(self, cfg): ...
+
+    def post_train(self, cfg, model):
+        SEEN.append("post_train")
+
+    def post_train_unload(self, cfg):
+        SEEN.append("post_train_unload")
+
+
+class Arguments(BaseModel):
+    my_key: int = 3
+
+
+class BasePlugin:
+    """As axolotl's, which declares all hooks."""
+
+    def on_rollouts_scored(self, cfg, trainer, prompts, completions, rewards, advantages): ...
+
+    def load_datasets(self, cfg): ...
+
+
+class Inherits(BasePlugin):
+    def pre_model_load(self, cfg):
+        SEEN.append("pre_model_load")
+
+
+class Fails:
+    def on_rollouts_scored(self, cfg, trainer, prompts, completions, rewards, advantages):
+        raise KeyError("missing")
+
+    def post_train(self, cfg, model):
+        raise KeyError("late")
+
+
+class FailsEarly:
+    def pre_model_load(self, cfg):
+        raise KeyError("early")
+
+
+class Sets:
+    def register(self, cfg):
+        cfg.learning_rate = 1.0
+
+
+class LoadsRows:
+    def load_datasets(self, cfg, preprocess=False):
+        return {"train_dataset": []}
+
+
+class ReturnsNumber:
+    def add_callbacks_post_trainer(self, cfg, trainer):
+        return [5]
+
+
+class WrongHook:
+    def post_train(self, model): ...
+
+
+class TooFew:
+    def on_rollouts_scored(self, cfg, prompts): ...
+
+
+class NeedsArguments(Rollouts):
+    def __init__(self, folder): ...
+
+
+class Positional(TrainerCallback):
+    def on_step_end(self, args, state, control): ...
+
+
+class LogsOnly(TrainerCallback):
+    def on_log(self, args, state, control, model, processing_class, optimizer, lr_scheduler, train_dataloader): ...
+
+
+class Accepted(TrainerCallback):
+    @staticmethod
+    def on_rollouts_scored(rollouts, rewards): ...
+
+    def on_log(self, args, state, control, logs=None, **kwargs): ...
+
+    @classmethod
+    def on_step_end(cls, *args, **kwargs): ...
+
+
+@pytest.fixture(autouse=True)
+def seen():
+    SEEN.clear()
+    return SEEN
+
+
+def test_callbacks_and_rollouts_of_a_strided_run(make, seen, out):
+    train(strided(make, plugins=[PATH + "Both"], **LOGGED))
+    assert [entry for entry in seen if isinstance(entry, int)] == [1, 2]
+    calls = [entry for entry in seen if not isinstance(entry, int)]
+    assert len(calls) == 2
+    logged = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert [entry for entries, _ in calls for entry in entries] == logged
+    for entries, rewards in calls:
+        first = entries[0]["blocks"][0]["samples"]
+        assert rewards[0, :, 0].tolist() == pytest.approx([sample["rewards"] for sample in first])
+        assert isinstance(entries[0]["document"], str)
+
+
+def test_what_plugins_change(make, seen, tmp_path):
+    with pytest.warns(UserWarning, match="Changes.on_rollouts_scored changed the rewards, which has no effect"):
+        train(strided(make, plugins=[PATH + "Changes", PATH + "Rollouts"], **LOGGED))
+    assert all(entries and rewards.any() for entries, rewards in (each for each in seen if isinstance(each, tuple)))
+    seen.clear()
+    before = torch.get_float32_matmul_precision()
+    with pytest.warns(UserWarning, match="SetsUp.on_step_end changed torch.set_float32_matmul_precision: high became"):
+        train(make(plugins=[PATH + "SetsUp", PATH + "Steps"], output_dir=tmp_path / "set"))
+    torch.set_float32_matmul_precision(before)
+    assert seen == ["high", "high", 1, "high", 2]
+    with pytest.raises(ConfigError, match="has on_rollouts_scored, but this method samples no rollouts"):
+        train(make(plugins=[PATH + "Rollouts"], output_dir=tmp_path / "elsewhere"))
+
+
+def test_hooks_of_plugins_of_axolotl(make, seen, out):
+    result = train(strided(make, plugins=[PATH + "Hooks"], my_key=7, **LOGGED, **LORA))
+    scored = [entry for entry in seen if isinstance(entry, tuple) and entry[0] == 1]
+    assert [entry for entry in seen if entry not in scored] == [
+        ("register", 7, None, 8, "lora", True), "pre_model_load", ("post_model_build", False), ("pre_lora_load", False),
+        ("post_lora_load", True), ("post_model_load", True), ("post_trainer_create", 2), ("schedule", "SGD", 2),
+        1, 2, "post_train", "post_train_unload",
+    ]  # fmt: skip
+    assert [entry["learning_rate"] for entry in result.trainer.state.log_history if "loss" in entry] == [0.5, 0.25]
+    logged = [json.loads(line) for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    samples = [each for entry in logged for block in entry["blocks"] for each in block["samples"]]
+    prompts, completions, rewards, advantages = ([*a, *b] for a, b in zip(*(entry[2:] for entry in scored)))
+    assert completions == [each["completion"] for each in samples]
+    assert advantages == [each["advantages"] for each in samples]
+    assert scored[0][4].keys() == {"feature_matching"} and len(prompts) == len(samples)
+    assert logged[0]["document"].startswith(prompts[0])
+
+
+def test_scored_completions_of_prompts(inputs, out, seen):
+    config = config_of("grpo", inputs, out, plugins=[PATH + "Hooks"], max_steps=1)
+    train(config)
+    _, _, prompts, completions, rewards, advantages = next(entry for entry in seen if entry[0] == 1)
+    assert len(prompts) == len(completions) == len(advantages) == 4 and all(map(isinstance, prompts, [str] * 4))
+    assert prompts[0] == prompts[1] and sum(advantages[:2]) == pytest.approx(0.0, abs=1e-4)
+    ((name, values),) = rewards.items()
+    assert name == "spaces_and_es" and values == pytest.approx(spaces_and_es(completions))
+
+
+def test_hooks_that_fail(make, tmp_path, seen):
+    with pytest.warns(UserWarning) as caught:
+        train(strided(make, plugins=[PATH + "Fails"]))
+    said = [str(each.message) for each in caught if "Training goes on without it" in str(each.message)]
+    assert [text.split(" failed: KeyError: ")[0].rpartition(".")[2] for text in said] == [
+        "on_rollouts_scored",
+        "post_train",
+    ]
+    with pytest.raises(ConfigError, match="Fails.on_rollouts_scored failed: KeyError: 'missing' .*line"):
+        train(strided(make, plugins=[PATH + "Fails"], plugins_strict=True, output_dir=tmp_path / "strict"))
+    train(make(plugins=[PATH + "Inherits"], output_dir=tmp_path / "base"))  # the base class's hooks are none
+    assert seen == ["pre_model_load"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FailsEarly", "FailsEarly.pre_model_load failed: KeyError: 'early'"),
+        ("Sets", "a plugin cannot change learning_rate of the config by setting cfg.learning_rate. Set it in the"),
+        ("LoadsRows", "LoadsRows.load_datasets returned .*, but rows are read from datasets"),
+        ("ReturnsNumber", "add_callbacks_post_trainer returned 5; it must return a list of objects"),
+    ],
+)
+def test_hooks_that_end_a_run_before_it_starts(make, name, message):
+    with pytest.raises(ConfigError, match=message):
+        train(make(plugins=[PATH + name]))
+
+
+def test_keys_that_a_plugin_declares(make):
+    keys = {"plugins": [PATH + "Hooks"], "plugin_args": {"note": "a"}}
+    assert make(my_key=7, **keys).plugin_args == {"note": "a", "my_key": 7}
+    with pytest.raises(ConfigError, match="Unknown key 'my_kex'"):
+        make(my_kex=7, **keys)
+    with pytest.raises(ConfigError, match="my_key: Input should be a valid integer.*Hooks.get_input_args"):
+        make(my_key="x", **keys)
+    with pytest.raises(ConfigError, match="my_key: Input should be a valid integer"):
+        train(strided(make, plugins=keys["plugins"], plugin_args={"my_key": "x"}))
+
+
+def test_weights_that_are_not_finite_are_not_saved(make, out):
+    said = "Weights are NaN or infinite after the last step .first.*they were so in base_model"
+    with pytest.raises(NonFiniteLossError, match=said):
+        train(make(plugins=[PATH + "Ruins"]))
+    assert json.loads((out / "ebft_final.json").read_text())["step"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (PATH + "Neither", "must be a class: a transformers.TrainerCallback, or one with a method on_rollouts_scored"),
+        (PATH + "function", "must be a class"),
+        (PATH + "Absent", "has no function 'Absent'"),
+        ("no_such_module.Class", "the module was not found"),
+        (
+            PATH + "OtherArguments",
+            r"OtherArguments.on_rollouts_scored cannot be called as .* or on_rollouts_scored.self, rollouts, rewards",
+        ),
+        (PATH + "TooFew", r"TooFew.on_rollouts_scored cannot be called as on_rollouts_scored.self, cfg, trainer, prom"),
+        (PATH + "WrongHook", r"WrongHook.post_train cannot be called as post_train.self, cfg, model.: too many"),
+        (PATH + "NeedsArguments", "cannot be called as NeedsArguments..: missing a required argument: 'folder'"),
+        (
+            PATH + "Positional",
+            r"Positional.on_step_end cannot be called as .*'model'. Define it as on_step_end.self, a",
+        ),
+        (PATH + "LogsOnly", "LogsOnly.on_log cannot be called as on_log.*unexpected keyword argument"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_loaded(make, name, message):
+    check_plugins([PATH + name for name in ("Accepted", "Both", "Steps", "Rollouts")])
+    with pytest.raises(ConfigError, match=message):
+        check_runnable(make(base_model="some/model", plugins=[name]))
