@@ -6,6 +6,7 @@ the process is killed or the machine loses power.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -14,12 +15,15 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError
+from ebft.errors import DataError, EBFTError, cause
 
 STAGING = "_saving"  # incomplete and replaced folders in an output folder; deleted by the next save
 
@@ -266,10 +270,38 @@ def json_hash(value: Any) -> str:
     return text_hash(json.dumps(value, sort_keys=True, default=str))
 
 
+PACKED = (".gz", ".zst")  # endings of the names of files that `opened` unpacks
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedIOBase]:
+    """The bytes of a file, unpacked if its name ends with one of `PACKED`.
+
+    Raises DataError if it cannot be read or unpacked, or if the package that unpacks it is missing.
+    """
+    ending, damaged = path.suffix.lower(), (gzip.BadGzipFile, EOFError, zlib.error)
+    if ending == ".zst":
+        if find_spec("zstandard") is None:
+            raise DataError(f"{path} needs the package zstandard: pip install zstandard, or unpack the file.")
+        zstandard = import_module("zstandard")
+        damaged += (zstandard.ZstdError,)
+    try:
+        with path.open("rb") as file:
+            if ending == ".zst":
+                yield BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True))
+            else:
+                yield gzip.GzipFile(fileobj=file) if ending == ".gz" else file
+    except damaged as error:
+        raise DataError(f"{path}: cannot be unpacked ({cause(error)}). Correct the file or leave it out.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+
+
 def read_text(path: Path) -> str:
     """The text of a UTF-8 file. Raises DataError with the file and the line of the first invalid byte."""
+    with opened(path) as file:
+        data = file.read()
     try:
-        data = path.read_bytes()
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -277,8 +309,6 @@ def read_text(path: Path) -> str:
             f"{path}, line {line}: not valid UTF-8 (byte {data[error.start]:#04x} at offset {error.start}). "
             "Convert the file to UTF-8 or leave it out."
         ) from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
 
 
 _ALL = 2**26  # bytes; weights and files up to this size are read as a whole

@@ -1,5 +1,7 @@
 """Chats of any shape as messages with role and content."""
 
+import json
+
 import pytest
 
 from ebft.data.keys import DatasetEntry
@@ -46,6 +48,16 @@ def entry(**keys):
         ({"messages": TAGGED}, {}, TAGGED),
         ({"messages": TAGGED}, {"split_thinking": True}, [TAGGED[0], assistant("Hello", reasoning_content="hm")]),
         ({"messages": [], "system": "Be exact"}, {}, []),
+        *(({"conversations": [SHAREGPT[0], {"from": name, "value": "Hello"}]}, {}, PLAIN)
+          for name in ("chatgpt", "bing", "bard")),
+        ({"messages": [PLAIN[0], {"role": "bard", "content": "Hello"}]}, {"roles": {"narrator": ["bard"]}},
+         [PLAIN[0], {"role": "narrator", "content": "Hello"}]),
+        ({"messages": json.dumps(SHAREGPT)}, {}, PLAIN),
+        ({"talk": {"turns": json.dumps(PLAIN)}}, {"field_messages": "talk.turns"}, PLAIN),
+        ({"messages": " "}, {}, []),
+        ({"messages": [{"a": {"who": "user"}, "b": {"de": "Hi"}}, {"a": {"who": "assistant"}, "b": None}]},
+         {"message_property_mappings": {"role": "a.who", "content": "b.de"}},
+         [user("Hi", a={"who": "user"}, b={"de": "Hi"}), assistant("", a={"who": "assistant"})]),
     ],
 )  # fmt: skip
 def test_shapes(row, keys, expected):
@@ -81,7 +93,40 @@ def test_system_messages(column, chat, keys, system):
         assert found == ([{"role": "system", "content": system}] if system else []) + PLAIN
 
 
+def call(arguments):
+    return {"type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+ARGUMENTS = '{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        *(({"tool_calls": [call(given)]}, call(found))
+          for given, found in ((ARGUMENTS, ARGUMENTS), ({"a": 1}, {"a": 1}), (json.dumps(ARGUMENTS), ARGUMENTS),
+                               (json.dumps(json.dumps(ARGUMENTS)), ARGUMENTS), ("", {}), (None, {}))),
+        ({"tool_calls": call(ARGUMENTS)}, call(ARGUMENTS)),
+        ({"tool_calls": json.dumps([call(ARGUMENTS)])}, call(ARGUMENTS)),
+        ({"tool_calls": [json.dumps(call(json.dumps(ARGUMENTS)))]}, call(ARGUMENTS)),
+        ({"tool_calls": [{"function": json.dumps(call(ARGUMENTS)["function"])}]},
+         {"function": call(ARGUMENTS)["function"]}),
+        ({"tool_calls": [{"name": "add", "arguments": json.dumps(ARGUMENTS), "function": None}]},
+         {"name": "add", "arguments": ARGUMENTS, "function": None}),
+        ({"function_call": call(json.dumps(ARGUMENTS))["function"]}, call(ARGUMENTS)),
+        ({"function_call": json.dumps(call(ARGUMENTS)["function"]), "tool_calls": None}, call(ARGUMENTS)),
+    ],
+)  # fmt: skip
+def test_calls_are_not_encoded_twice(keys, expected):
+    for others in ({}, {"content": None}, {"content": "Wait"}):
+        (found,) = chat_of({"messages": [{"role": "assistant", **others, **keys}]}, entry())
+        content = {key: text for key, text in others.items() if text is not None}
+        assert found == {"role": "assistant", **content, "tool_calls": [expected]}
+        assert chat_of({"messages": [found]}, entry()) == [found]
+
+
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "integer"}}}}
+ENCODED = {"type": "function", "function": {"name": "add", "parameters": '{"a": {"type": "integer"}}'}}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +136,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"ty
         ({"tools": None}, None),
         ({"tools": []}, None),
         ({"tools": [TOOL]}, [TOOL]),
+        ({"tools": json.dumps([ENCODED])}, [TOOL]),
         ({"tools": [{**TOOL, "strict": None}]}, [{**TOOL, "strict": None}]),
         ({"tools": '[{"type": "function"}]'}, [{"type": "function"}]),
     ],
@@ -98,6 +144,10 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": {"ty
 def test_tools(row, tools):
     assert tools_of(row, entry()) == tools
     assert tools_of({"mine": row.get("tools")}, entry(field_tools="mine")) == tools
+
+
+def calling(calls):
+    return {"messages": [user("?"), {"role": "assistant", "content": "", "tool_calls": calls}]}
 
 
 MISFIT = {"message_property_mappings": {"role": "speaker", "content": "value"}}
@@ -118,6 +168,13 @@ CALL = "message 0 has the role 'function_call', "
         ({"messages": PLAIN, "system": 3}, {}, "column 'system' must contain text, got int"),
         ({"messages": [SYSTEM, *PLAIN], "rules": "Be exact"}, {"field_system": "rules"},
          "column 'rules' has another one. Set drop_system_message: true"),
+        *((calling(calls), {}, f"tool calls of message 1 .assistant. {message}")
+          for calls, message in (([call('{"a": ')], "are not valid JSON .*Correct the row, or remove it"),
+                                 ([call("[1]")], r"must be a JSON object .*got '\[1\]'"), ("[", "are not valid JSON"),
+                                 ([1], "must be objects with the name and the arguments of a function, got 1"))),
+        ({"messages": "Hi"}, {}, "column 'messages' must contain a list of messages .* or its JSON text, got 'Hi'"),
+        ({"messages": PLAIN}, {"field_messages": "talk.turns"}, "expected talk.turns, but the row has messages"),
+        ({"messages": [{"a": {"b": "user"}}]}, {"message_property_mappings": {"role": "a.c"}}, "no key 'a.c'"),
         *(({"messages": PLAIN, "tools": tools}, {}, rf"column 'tools' \(field_tools\) .*{message}")
           for tools, message in (("{", "is not valid JSON"), ('"add"', "a list of tool"), ([1], "a list"))),
     ],

@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import sys
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -45,6 +47,9 @@ def write(tmp_path):
         ("rows.csv", "text\none\ntwo\nthree\n", {}),
         ("rows.tsv", "text\tn\none\t1\ntwo\t2\nthree\t3\n", {}),
         ("rows.parquet", None, {}),
+        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode()), {}),
+        ("rows.jsonl.gz", gzip.compress(LINES.encode()), {}),
+        ("rows.tsv.gz", gzip.compress(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
         ("rows.data", LINES, {"ds_type": "json"}),
     ],
 )
@@ -75,6 +80,8 @@ def test_strings_of_json_that_look_like_dates_stay_strings(write, kind):
         ({name: name for name in ("b.py", "a.py", "sub/test.py", "__pycache__/a.pyc", ".hidden/x.py")},
          ["a.py", "b.py", "sub/test.py"]),
         ({"rows.jsonl": LINES, "code.py": "pass"}, ["one", "pass", "three", "two"]),
+        ({"README.md": "read", "code.py": "pass", "LICENSE": "free"}, ["pass", "read"]),
+        ({"a.txt.gz": gzip.compress(b"line one\n\nline two\n")}, ["line one\n\nline two\n"]),
         ({"a.jsonl": '{"text": "a", "m": {"timestamp": 5}}\n{"text": "b", "m": {"timestamp": "x"}}\n'}, ["a", "b"]),
     ],
 )  # fmt: skip
@@ -101,7 +108,12 @@ def test_unknown_endings_are_left_out_with_a_warning(write):
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
         ({"empty/.hidden": ""}, "empty", {}, "the folder has no files"),
         *(({name: gzip.compress(b'{"text": "a"}\n')}, name, keys, f"{name} is compressed.* Unpack it")
-          for name in ("rows.jsonl.gz", "rows.zip") for keys in ({}, {"ds_type": "json"})),
+          for name, keys in (("rows.parquet.gz", {}), ("rows.zip", {}), ("rows.zip", {"ds_type": "json"}))),
+        ({"rows.jsonl": gzip.compress(b"{}")}, "rows.jsonl", {}, "compressed.* if their names end with .gz"),
+        ({"rows.jsonl.gz": gzip.compress(LINES.encode())[:-9]}, "rows.jsonl.gz", {}, "jsonl.gz: cannot be unpacked"),
+        ({"rows.jsonl.gz": b"{}"}, "rows.jsonl.gz", {}, r"rows.jsonl.gz: cannot be unpacked \(Not a gzipped file"),
+        ({"rows.jsonl.gz": gzip.compress(b'{"text": "a"}\n{')}, "rows.jsonl.gz", {}, "gz, line 2: not valid JSON"),
+        ({"rows.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
         ({"rows.jsonl": LINES}, "", {"data_files": "b.jsonl"}, "data_files 'b.jsonl' matches no file in"),
         ({"rows.jsonl": LINES}, "rows.jsonl", {"split": "validation"}, "Available splits: train"),
         ({"rows.jsonl": LINES}, "rows.jsonl", {"split": "train[:x]"}, "Slices are written"),
@@ -119,6 +131,32 @@ def test_files_named_for_splits(write):
     folder = write({"train-00000.jsonl": LINES, "test.jsonl": '{"text": "held out"}\n'})
     assert texts(folder) == ["one", "two", "three"]
     assert texts(folder, split="test") == texts(folder / "test.jsonl") == ["held out"]
+
+
+def test_shards_of_splits_with_longer_names(write):
+    folder = write({f"train_{name}-0000{n}-of-00002.jsonl": LINES for name in ("sft", "prefs") for n in range(2)})
+    assert texts(folder, split="train_sft") == [row["text"] for row in ROWS] * 2
+    with pytest.raises(DataError, match="Available splits: train_prefs, train_sft"):
+        texts(folder)
+
+
+@pytest.fixture(params=[False, True], ids=["without zstandard", "with zstandard"])
+def zstandard(monkeypatch, request):
+    """Whether the package is there: a stand-in, whose files are those of gzip."""
+    module = SimpleNamespace(ZstdError=OverflowError)
+    module.ZstdDecompressor = lambda: SimpleNamespace(stream_reader=lambda file, **_: gzip.GzipFile(fileobj=file))
+    monkeypatch.setattr("ebft.files.find_spec", lambda name: name if request.param else None)
+    monkeypatch.setitem(sys.modules, "zstandard", module)
+    return request.param
+
+
+def test_files_of_zstandard(write, zstandard):
+    path = write({"rows.jsonl.zst": gzip.compress(LINES.encode())}) / "rows.jsonl.zst"
+    if zstandard:
+        assert texts(path) == ["one", "two", "three"]
+        return
+    with pytest.raises(DataError, match=r"rows.jsonl.zst needs the package zstandard: pip install zstandard"):
+        texts(path)
 
 
 def test_data_files(write, monkeypatch):

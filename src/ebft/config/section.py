@@ -268,8 +268,8 @@ class ShapeKeys(Section):
     roles: dict[NotBlank, Annotated[list[NotBlank], Field(min_length=1)]] | None = Field(
         None,
         description="Roles for the chat template, and their names in the data, for example {user: [human, customer], "
-        "assistant: [gpt]}. Unless they are named, human means user, gpt and model mean assistant, observation means "
-        "tool, and function_call is an assistant turn with the tool calls in its content.",
+        "assistant: [gpt]}. Unless they are named, human means user, gpt, model, chatgpt, bing and bard mean "
+        "assistant, observation means tool, and function_call is an assistant turn with the tool calls in its content.",
     )
     roles_to_train: list[NotBlank] | None = Field(
         None,

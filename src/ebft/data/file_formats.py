@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +22,7 @@ from datasets.data_files import DataFilesList
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.tables import raise_if_full
 from ebft.errors import DataError, cause
-from ebft.files import file_fingerprint, read_text
+from ebft.files import PACKED, file_fingerprint, read_text
 
 DEFAULT_SPLIT = "train"
 _TEXT = (
@@ -39,13 +39,17 @@ KINDS = {
 }
 # Formats that can run code when they are loaded; they are never read.
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
+_UNPACKED = ("json", "text", "csv")  # formats whose files can be compressed
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 _STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
+_POINTER = b"version https://git-lfs"
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
     r"(?:^|[/._-])(train(?:ing)?|test(?:ing)?|eval(?:uation)?|valid(?:ation)?|val|dev)(?=[/._-]|$)"
 )
+# A part of a split with a longer name, such as train_sft-00000-of-00002.parquet, as the Hub names its files.
+_SHARD = re.compile(r"((?:train|test|validation|val|dev)[_.]\w+(?:\.\w+)*)-\d{5}-of-\d{5,}\.")
 _SPLIT_NAMES = {"tr": "train", "te": "test", "ev": "validation", "va": "validation", "de": "validation"}
 
 
@@ -57,9 +61,11 @@ def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[
     """
     splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
     for path, file_kind in kinds_of(files_below(root), kind, source):
-        can_name_one = file_kind != "text" or path.suffix.lower() in {".txt", ".text"}
+        can_name_one = file_kind != "text" or _ending(path) in {".txt", ".text"}
         found = _SPLIT_WORD.search(path.relative_to(root).as_posix().lower()) if can_name_one else None
-        splits[_SPLIT_NAMES[found.group(1)[:2]] if found else DEFAULT_SPLIT].append((path, file_kind))
+        split = _SPLIT_NAMES[found.group(1)[:2]] if found else DEFAULT_SPLIT
+        shard = _SHARD.match(path.name)
+        splits[shard.group(1) if shard else split].append((path, file_kind))
     return splits
 
 
@@ -73,9 +79,9 @@ def files_below(root: Path) -> list[Path]:
 def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
     """Each file with its format; files of unknown format are skipped with one warning."""
     if kind is not None:
-        _refuse_compressed(files if kind != "csv" else [], source)  # which datasets unpacks
+        refuse_unreadable([(path, kind) for path in files], source)
         return [(path, kind) for path in files]
-    found = [(path, kind_of(path.suffix)) for path in files]
+    found = [(path, kind_of(path.name)) for path in files]
     taken = [(path, kind) for path, kind in found if kind is not None]
     left = Counter(path.suffix or "no extension" for path, kind in found if kind is None)
     seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
@@ -86,7 +92,7 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             "Save the rows as JSON lines or Parquet."
         )
     if not taken:
-        _refuse_compressed(files, source)
+        refuse_unreadable([(path, None) for path in files], source)
         if not left:
             raise DataError(f"{source}: the folder has no files (hidden ones are not read). Correct the path.")
         raise DataError(
@@ -98,30 +104,50 @@ def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Pat
             f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
             stacklevel=2,
         )
-    _refuse_compressed([path for path, kind in taken if kind != "csv"], source)
+    refuse_unreadable(taken, source)
     return taken
 
 
-def kind_of(suffix: str) -> str | None:
-    """The format of files with an extension; None if it is not known."""
-    return next((kind for kind, suffixes in KINDS.items() if suffix.lower() in suffixes), None)
+def kind_of(name: str) -> str | None:
+    """The format of a file by its name; None if it is not known."""
+    ending = _ending(name)
+    found = next((kind for kind, suffixes in KINDS.items() if ending in suffixes), None)
+    return found if found in _UNPACKED or ending == PurePath(name).suffix.lower() else None
 
 
-def _refuse_compressed(files: list[Path], source: str) -> None:
-    found = next((path for path in files if path.suffix.lower() in _COMPRESSED or _starts_compressed(path)), None)
-    if found is not None:
-        raise DataError(
-            f"{source}: {found.name} is compressed; local files are read uncompressed. Unpack it, and set path to the "
-            "unpacked file."
-        )
+def _ending(name: str | PurePath) -> str:
+    """The extension of a file, without that of a compression that is unpacked."""
+    path = PurePath(name)
+    return PurePath(path.stem if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
-def _starts_compressed(path: Path) -> bool:
+def refuse_unreadable(files: Iterable[tuple[Path, str | None]], source: str) -> None:
+    """Raise DataError for a file, given with its format, that is compressed in another way than its name says.
+
+    The same for a file that Git LFS has not downloaded.
+    """
+    for path, kind in files:
+        suffix, start = path.suffix.lower(), _start(path)
+        if start == _POINTER:
+            raise DataError(
+                f"{source}: {path.name} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs "
+                "pull` in the repository."
+            )
+        is_unpacked = kind == "csv" or (kind in _UNPACKED and suffix in PACKED)  # datasets looks at the contents of csv
+        if not is_unpacked and (suffix in _COMPRESSED or start.startswith(_STARTS)):
+            raise DataError(
+                f"{source}: {path.name} is compressed. Unpack it, and set path to the unpacked file. Files of JSON and "
+                f"text are also read if their names end with {' or '.join(PACKED)} and they are compressed in this way."
+            )
+
+
+def _start(path: Path) -> bytes:
+    """The first bytes of a file."""
     try:
         with path.open("rb") as file:
-            return file.read(8).startswith(_STARTS)
+            return file.read(len(_POINTER))
     except OSError:
-        return False  # reported when it is read
+        return b""  # reported when it is read
 
 
 def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
@@ -175,7 +201,7 @@ def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     Raises DataError for a CSV file without a header or with two columns of the same name, and for a path that cannot
     be read.
     """
-    tables = [path for path in paths if kind == "csv" and not _starts_compressed(path)]
+    tables = [path for path in paths if kind == "csv" and not _start(path).startswith(_STARTS)]
     problem = next(filter(None, map(header_problem, tables)), None)
     if problem:
         raise DataError(problem)
@@ -196,7 +222,7 @@ def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:
     if kind != "csv":
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
-    return options | ({"sep": "\t"} if all(path.suffix.lower() == ".tsv" for path in paths) else {})
+    return options | ({"sep": "\t"} if all(_ending(path) == ".tsv" for path in paths) else {})
 
 
 def explain(kind: str, paths: list[Path], error: Exception) -> str:
@@ -228,7 +254,7 @@ def header_problem(path: Path) -> str | None:
 def _rows(lines: Iterable[str], path: Path, strict: bool = False) -> Any:
     """The reader of the rows of a CSV file. Its limit of the size of a field is for the whole process."""
     csv.field_size_limit(2**31 - 1)
-    return csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=strict)
+    return csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",", strict=strict)
 
 
 def _check_csv(path: Path) -> str | None:

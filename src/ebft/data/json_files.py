@@ -25,7 +25,7 @@ from datasets.features.features import register_feature
 
 from ebft.data.tables import map_rows, raise_if_full
 from ebft.errors import DataError
-from ebft.files import read_text
+from ebft.files import opened, read_text
 
 _BATCH = 1000  # rows that are converted at once
 _BOM = b"\xef\xbb\xbf"
@@ -108,7 +108,7 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
     decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite)
     is_empty = True
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for number, line in enumerate(file, start=1):
                 line = line.removeprefix(_BOM) if number == 1 else line
                 if not line.strip():
@@ -124,8 +124,6 @@ def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
     except UnicodeDecodeError:
         read_text(path)  # raises
         raise
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     if is_empty:
         raise DataError(f"{path}: the file is empty. {_ADVICE}")
 

@@ -52,7 +52,9 @@ class SourceKeys(Section):
         "prompt_format, ...).",
         json_schema_extra=_type_or_mapping,
     )
-    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
+    name: str | None = Field(
+        None, description="Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."
+    )
     split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
     train_on_split: NotBlank | None = Field(None, description="The same as split.")
     data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
@@ -261,7 +263,9 @@ class StreamEntry(Section):
     """One element of `pretraining_dataset:`, an entry of `datasets:` with `type: completion` in other words."""
 
     path: NotBlank = Field(description="As in datasets: Hub id, file, folder, URL, or builder name (json, text, ...).")
-    name: str | None = Field(None, description="Configuration (subset) of a Hub dataset.")
+    name: str | None = Field(
+        None, description="Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."
+    )
     split: NotBlank = Field("train", description="Split to read.")
     text_column: NotBlank | None = Field(None, description="The same as datasets.field; if unset, text or content.")
     type: Literal["pretrain", "completion"] = Field(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebft.config.section import ShapeKeys
 from ebft.data.tokens import join_thinking, split_thinking
-from ebft.data.transforms.rows import first_present, optional_text, text_of
+from ebft.data.transforms.rows import first_present, has_column, optional_text, text_of, value_of
 from ebft.errors import DataError
 
 Message = dict[str, Any]
@@ -18,8 +18,11 @@ Message = dict[str, Any]
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
 # Other names of roles, unless the dataset uses them differently.
-_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant", "observation": "tool"}
-_CALL = "function_call"  # the role of messages whose content is the JSON text of tool calls
+_MODELS = ("gpt", "model", "chatgpt", "bing", "bard")
+_ALIASES = {"human": "user", "observation": "tool", **dict.fromkeys(_MODELS, "assistant")}
+# The role of messages whose content is the JSON text of tool calls, and the key of a message with one call, which was
+# OpenAI's format before `tool_calls`.
+_CALL = "function_call"
 _SHAREGPT = {"role": "from", "content": "value"}
 _FIX = "Set `field_messages` of the entry to its name."
 _SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
@@ -53,11 +56,53 @@ def as_texts(messages: Iterable[Message]) -> list[Message]:
         if not isinstance(message.get("role"), str):
             raise DataError(f"message {number} has no role. Set it, for example to user.")
         # Templates check for the presence of keys.
-        rest = {key: value for key, value in message.items() if value is not None}
+        rest = _with_calls({key: value for key, value in message.items() if value is not None}, number)
         if "content" in rest or not rest.get("tool_calls"):
             rest["content"] = message_text(rest, number)
         found.append(rest)
     return found
+
+
+def _with_calls(message: Message, number: int) -> Message:
+    """The message with its calls as a list in `tool_calls`, whose arguments are objects or the JSON text of one."""
+    found = message.get("tool_calls") or message.get(_CALL)
+    if not found:
+        return message
+    what = f"the tool calls of message {number} ({message['role']})"
+    found = _unpacked(found, what)
+    if not message.get("tool_calls"):
+        found = {"type": "function", "function": found}
+    calls = [_call(call, what) for call in (found if isinstance(found, list) else [found])]
+    return {key: value for key, value in message.items() if key != _CALL} | {"tool_calls": calls}
+
+
+def _call(call: Any, what: str) -> Any:
+    call = _unpacked(call, what)
+    if not isinstance(call, Mapping):
+        raise DataError(f"{what} must be objects with the name and the arguments of a function, got {call!r:.60}.")
+    if call.get("function") is not None:
+        return {**call, "function": _call(call["function"], what)}
+    return {**call, "arguments": _arguments(call["arguments"], what)} if "arguments" in call else call
+
+
+def _arguments(value: Any, what: str) -> Any:
+    """The arguments of a call, without a second encoding as JSON; `{}` if there are none."""
+    found = inner = {} if value is None or (isinstance(value, str) and not value.strip()) else value
+    while isinstance(inner, str):
+        found, inner = inner, _unpacked(inner, f"the arguments in {what}")
+    if not isinstance(inner, Mapping):
+        raise DataError(f"the arguments in {what} must be a JSON object or the JSON text of one, got {value!r:.60}.")
+    return found
+
+
+def _unpacked(value: Any, what: str) -> Any:
+    """The value of a JSON text; another value as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise DataError(
+            f"{what} are not valid JSON ({error}): {value!r:.60}. Correct the row, or remove it."
+        ) from error
 
 
 def message_text(message: Mapping[str, Any], number: int) -> Any:
@@ -99,7 +144,7 @@ def _is_message(message: Any) -> bool:
     """Whether a value is a message: a turn that only calls tools may lack its content."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return False
-    return "content" in message or bool(message.get("tool_calls"))
+    return "content" in message or bool(message.get("tool_calls") or message.get(_CALL))
 
 
 def replies(messages: list[Message]) -> list[int]:
@@ -153,13 +198,9 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     Empty if the chat is missing. A dotted name is a path into a column.
     """
     field = entry.field
-    if field and "." in field and field not in example:
-        where, found = f"column {field!r}", _value_at(example, field)
-    else:
-        columns = [field] if field else ["messages", "conversations"]
-        column = first_present(example, columns, "messages", _FIX)
-        where, found = f"column {column!r}", example[column]
-    normal = normaliser(entry)
+    column = first_present(example, [field] if field else ["messages", "conversations"], "messages", _FIX)
+    where = f"column {column!r}"
+    found, normal = from_json(value_of(example, column), where), normaliser(entry)
     if isinstance(found, list):
         found = [normal(message, number) for number, message in enumerate(found)]
     messages = messages_of(found, where)
@@ -170,9 +211,23 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     return with_system(messages, example, entry)
 
 
+def from_json(chat: Any, where: str) -> Any:
+    """The chat in a JSON text, as tables have it; another value as it is. Raises DataError for other texts."""
+    if not isinstance(chat, str):
+        return chat
+    try:
+        return json.loads(chat) if chat.strip() else None
+    except ValueError as error:
+        raise DataError(
+            f"{where} must contain a list of messages with the keys role and content, or its JSON text, got "
+            f"{chat!r:.60}. For rows of texts, choose another type, such as alpaca, completion or a mapping of columns."
+        ) from error
+
+
 def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
     """Return a function that gives message number `i` of a chat the keys and roles of chat templates."""
-    contents = {"content", _SHAREGPT["content"], (entry.message_property_mappings or {}).get("content")}
+    mapped = (entry.message_property_mappings or {}).get("content", "")
+    contents = {"content", _SHAREGPT["content"], mapped, mapped.partition(".")[0]}
     aliases = role_names(entry)
 
     def normal(message: Any, number: int) -> Any:
@@ -225,13 +280,13 @@ def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dic
     names = given
     if not given and "role" not in message and "from" in message:
         names = _SHAREGPT
-    if "role" in names and names["role"] not in message:
+    if "role" in names and not has_column(message, names["role"]):
         raise DataError(
             f"message {number} has no key {names['role']!r}, which has the role according to "
             f"message_property_mappings.role; it has {', '.join(message)}. Correct the mapping."
         )
     rest = {key: value for key, value in message.items() if key not in names.values() and key not in names}
-    return rest | {key: message[name] for key, name in names.items() if name in message}
+    return rest | {key: value_of(message, name) for key, name in names.items() if has_column(message, name)}
 
 
 def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:
@@ -283,7 +338,20 @@ def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
             f"column {entry.field_tools!r} (field_tools) must contain a list of tool descriptions or JSON text of one, "
             f"got {found!r:.60}. Correct it, or set field_tools to another column."
         )
-    return found
+    return [_described(tool) for tool in found]
+
+
+def _described(tool: Any) -> Any:
+    """The description of a tool, whose parameters may be JSON text."""
+    what = "the parameters of a tool"
+    return {
+        key: _described(value)
+        if key == "function" and isinstance(value, Mapping)
+        else _unpacked(value, what)
+        if key == "parameters"
+        else value
+        for key, value in tool.items()
+    }
 
 
 def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -323,14 +391,3 @@ def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:
 def reply_column(reply: Message | None) -> dict[str, Message]:
     """The message of a reference that has more than text, such as thinking or tool calls."""
     return {REPLY: reply} if reply is not None and reply.keys() > {"role", "content"} else {}
-
-
-def _value_at(example: dict[str, Any], path: str) -> Any:
-    value: Any = example
-    for key in path.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or key not in value:
-            raise DataError(f"the row has no {path!r} ({key!r} is missing). Correct `field_messages` of the entry.")
-        value = value[key]
-    return value

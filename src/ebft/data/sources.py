@@ -24,6 +24,7 @@ from huggingface_hub import snapshot_download
 from ebft.catalog import locate
 from ebft.data.file_formats import DEFAULT_SPLIT, KINDS, files_below, files_by_split, kind_of, kinds_of, read_files
 from ebft.data.json_files import read_json
+from ebft.data.repositories import Repository, card_of, is_repository, repository_of
 from ebft.data.transforms import reads_lines
 from ebft.errors import DataError, cause, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
@@ -55,7 +56,8 @@ def _read_all(entry: Any) -> Dataset:
         return _read_lines(path, entry)
     if path.is_dir() and saved_to_disk(path):
         return take_split(saved_parts(path), entry.split, entry.path)
-    return _read_local(path, entry, kind=entry.ds_type)
+    found = repository_of(path, entry)
+    return _read_local(path, entry, kind=entry.ds_type) if found is None else _read_repository(found, entry)
 
 
 def local_path(entry: Any) -> Path | None:
@@ -65,6 +67,8 @@ def local_path(entry: Any) -> Path | None:
     """
     path = locate(entry.path, "dataset", "datasets.path")
     unread = [key for key in ("name", "revision") if getattr(entry, key) is not None]
+    if path is not None and "name" in unread and not entry.data_files and is_repository(path):
+        unread.remove("name")
     if path is not None and unread:
         warnings.warn(
             f"datasets: {' and '.join(f'{key}: {getattr(entry, key)}' for key in unread)} has no effect, since path: "
@@ -85,7 +89,11 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
     if path is None:
         return None
     folder = path if path.is_dir() else path.parent
-    if path.is_dir() and not entry.data_files:
+    found = None if saved_to_disk(path) else repository_of(path, entry)
+    if found is not None:
+        files = [file for some in found.files.values() for file in some]
+        folder = folder.resolve()
+    elif path.is_dir() and not entry.data_files:
         files = files_below(path)
     else:
         files = [file for some in named_files(path, entry).values() for file in some]
@@ -125,6 +133,12 @@ def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
         files = named_files(path, entry)
         parts = {split: read_files(kinds_of(some, kind, entry.path), entry.path) for split, some in files.items()}
     return take_split(parts, entry.split, entry.path)
+
+
+def _read_repository(found: Repository, entry: Any) -> Dataset:
+    """The rows of the splits that an entry names; others are not read."""
+    names = dict.fromkeys(part.partition("[")[0].strip() for part in entry.split.split("+"))
+    return take_split({name: found.rows(name) for name in names}, entry.split, entry.path)
 
 
 def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
@@ -226,7 +240,7 @@ def _unreadable(urls: list[str], error: Exception) -> DataError:
 
 
 def _kind(url: str) -> str:
-    kind = kind_of(PurePosixPath(url.partition("?")[0]).suffix)
+    kind = kind_of(PurePosixPath(url.partition("?")[0]).name)
     if kind is None:
         raise DataError(f"datasets.path: the format of {url} is not known. Set ds_type to one of {', '.join(KINDS)}.")
     return kind
@@ -267,7 +281,9 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
         return {"remote": [[*urls, "/".join(folder.parts[-3:])] for urls, folder in readers]}
     files = source_files(entry)
     if files is not None:
-        return {"files": [[name, file_fingerprint(path)] for name, path in files]}
+        folder = Path(os.path.expanduser(entry.path))
+        cards = [(path.name, path) for path in card_of(folder)] if folder.is_dir() and is_repository(folder) else []
+        return {"files": [[name, file_fingerprint(path)] for name, path in [*files, *cards]]}
     try:
         folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, allow_patterns=[])
     except Exception:  # not in the cache of files, but possibly in that of loaded datasets; else this raises DataError

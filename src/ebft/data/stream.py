@@ -28,6 +28,7 @@ from ebft.data.file_formats import exact_files, explain, files_by_split, kinds_o
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.keys import StreamSettings
 from ebft.data.load import LoadedRows, load_section_of_tokens
+from ebft.data.repositories import repository_of
 from ebft.data.sources import (
     is_url,
     load_hub,
@@ -219,7 +220,13 @@ def open_source(entry: Any) -> IterableDataset:
         return load_hub(entry, streaming=True)
     if path.is_dir() and saved_to_disk(path):
         return _one(saved_parts(path), entry).to_iterable_dataset()
-    return _open_files(path, entry, kind=entry.ds_type)
+    found = repository_of(path, entry)
+    if found is None:
+        return _open_files(path, entry, kind=entry.ds_type)
+    files = found.of_split(entry.split)
+    if found.is_read_by_library:
+        return found.builder.as_streaming_dataset(split=entry.split)
+    return _open_all(files, entry)
 
 
 def problem(entry: Any, error: Exception) -> str | None:
@@ -246,6 +253,10 @@ def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
         files = _one(files_by_split(path, kind, entry.path), entry)
     else:
         files = kinds_of(_one(named_files(path, entry), entry), kind, entry.path)
+    return _open_all(files, entry)
+
+
+def _open_all(files: list[tuple[Path, str]], entry: Any) -> IterableDataset:
     found = sorted({kind for _, kind in files})
     if len(found) > 1:
         raise DataError(

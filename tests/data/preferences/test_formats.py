@@ -1,5 +1,7 @@
 """Each format: the prompt and the completions of one row, written out by hand."""
 
+import json
+
 import pytest
 
 from ebft.data.keys import DatasetEntry
@@ -59,6 +61,20 @@ def test_formats_of_texts(converted, style, method, name, row):
     if row == ROWS[1][2]:
         row = {**row, "question": " ", "chosen": None}  # empty texts stay empty
         assert converted(row, type=f"{style}.intel") == {"prompt": "", "chosen": "", "rejected": f"5{end}"}
+
+
+def test_columns_can_be_nested(converted):
+    row = {"t": {"q": "2 + 2?", "replies": {**TEXTS, "ok": False}}}
+    names = {"field_prompt": "t.q", "field_chosen": "t.replies.chosen", "field_rejected": "t.replies.rejected"}
+    assert converted(row, type=names) == {"prompt": "2 + 2?", **TEXTS}
+    labelled = {"field_prompt": "t.q", "field_completion": "t.replies.chosen", "field_label": "t.replies.ok"}
+    assert converted(row, "kto", type=labelled) == {"prompt": "2 + 2?", "completion": "4", "label": False}
+    chats = {"a": {"q": json.dumps([ASKED]), "good": RIGHT, "bad": [WRONG]}}
+    names = {"field_messages": "a.q", "field_chosen": "a.good", "field_rejected": "a.bad"}
+    expected = {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
+    assert converted(chats, type="chat_template.default", **names) == expected
+    with pytest.raises(DataError, match="the column 't.nothing' is missing: the row has t"):
+        converted(row, type={"field_prompt": "t.nothing", "field_chosen": "t.q", "field_rejected": "t.q"})
 
 
 NAMED = {

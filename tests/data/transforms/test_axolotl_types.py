@@ -59,6 +59,12 @@ def test_alpaca_chat(texts, type, row, question):
         ({}, {**ADD, "input": "1 2"}, "Add.\n\n1 2"),
         ({}, ADD, "Add."),
         ({"field_instruction": "q", "field_output": "a"}, {"q": "Add.", "a": "3"}, "Add."),
+        (
+            {"field_instruction": "t.en", "field_input": "t.i", "field_output": "t.de.x"},
+            {"t": {"en": "Add.", "de": {"x": "3"}}},
+            "Add.",
+        ),
+        ({"field_instruction": "t.en", "field_output": "a"}, {"t.en": "Add.", "t": {"en": "no"}, "a": "3"}, "Add."),
         ({"format": "[{instruction}|{input}]"}, {**ADD, "input": "1 2"}, "[Add.|1 2]"),
         ({"format": "[{instruction}|{input}]"}, ADD, "[Add.|]"),
         ({"format": "{input}", "no_input_format": "<{instruction}>"}, ADD, "<Add.>"),

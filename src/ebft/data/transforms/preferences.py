@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ebft.data.messages import Message, messages_of, normaliser, template_columns, with_system
+from ebft.data.messages import Message, from_json, messages_of, normaliser, template_columns, with_system
 from ebft.data.transforms import PreferenceColumns
-from ebft.data.transforms.rows import optional_text, text_of
+from ebft.data.transforms.rows import has_column, optional_text, text_of, value_of
 from ebft.errors import DataError
 
 Row = Mapping[str, Any]
@@ -147,7 +147,7 @@ def _columns(fields: PreferenceColumns, names: tuple[str, ...], example: Row) ->
 
 def _first_text(example: Row, *names: str) -> str:
     """The text of the first of the columns that the row has."""
-    found = next((name for name in names if name in example), None)
+    found = next((name for name in names if has_column(example, name)), None)
     return text_of(example, found) if found is not None else _column(example, " or ".join(names))  # raises
 
 
@@ -165,17 +165,17 @@ def _same(prompt: Any, other: Any = None) -> Any:
 
 def _column(example: Row, name: str) -> Any:
     """The value of a column. Raises DataError if the row does not have it."""
-    if name not in example:
+    if not has_column(example, name):
         raise DataError(
             f"the column {name!r} is missing: the row has {', '.join(example)}. Choose another type, or name the "
             "columns with type: {field_prompt: ..., field_chosen: ..., field_rejected: ...}"
         )
-    return example[name]
+    return value_of(example, name)
 
 
 def _chat(example: Row, name: str, normal: Normaliser | None = None) -> list[Message]:
     """The messages of a column; `normal` gives them the keys and roles of chat templates (`ebft.data.messages`)."""
-    value = _column(example, name)
+    value = from_json(_column(example, name), f"column {name!r}")
     if normal is not None and isinstance(value, list):
         value = [normal(message, number) for number, message in enumerate(value)]
     return messages_of(value, f"column {name!r}")

@@ -4,7 +4,7 @@ A row that cannot be trained on (no text, no reference) is returned without toke
 and dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +15,32 @@ from ebft.errors import DataError
 IGNORE = -100  # label of tokens that are ignored in the loss
 
 
-def text_of(example: dict[str, Any], column: str) -> str:
+def has_column(example: Mapping[str, Any], name: str) -> bool:
+    """Whether a row has a column, or a message a key; `a.b` is the key b of a, which may be missing as a whole."""
+    try:
+        value_of(example, name)
+    except KeyError:
+        return False
+    return True
+
+
+def value_of(example: Mapping[str, Any], name: str) -> Any:
+    """The value of a column; `a.b` is the key b of column a, unless a column has this name. Raises KeyError."""
+    if name in example:
+        return example[name]
+    value: Any = example
+    for key in name.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise KeyError(name)
+        value = value[key]
+    return value
+
+
+def text_of(example: Mapping[str, Any], column: str) -> str:
     """The text in a column, empty for a missing value. Raises DataError if it is not text."""
-    value = example[column]
+    value = value_of(example, column)
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -27,7 +50,7 @@ def text_of(example: dict[str, Any], column: str) -> str:
 
 def optional_text(example: dict[str, Any], column: str) -> str:
     """The text in a column, empty if the row does not have it."""
-    return text_of(example, column) if column in example else ""
+    return text_of(example, column) if has_column(example, column) else ""
 
 
 def first_text(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
@@ -38,7 +61,7 @@ def first_text(example: dict[str, Any], columns: list[str], wanted: str, fix: st
 def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
     """The first of `columns` that the row has. Raises DataError with what is `wanted` and how to `fix` it."""
     for column in columns:
-        if column in example:
+        if has_column(example, column):
             return column
     raise DataError(
         f"no column with {wanted}: expected {', '.join(columns)}, but the row has {', '.join(example)}. {fix}"

@@ -1,0 +1,146 @@
+"""Folders that are repositories of datasets, such as clones from the Hub: their configurations, splits and files.
+
+The library `datasets` resolves them from the card (README.md) or from the names of the files. Its own reader reads the
+files only where the card has options of it, or where it gives other rows than those of files.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from datasets import (
+    Dataset,
+    DatasetBuilder,
+    get_dataset_config_names,
+    get_dataset_default_config_name,
+    load_dataset_builder,
+)
+
+from ebft.data.file_formats import files_below, kind_of, read_files, refuse_unreadable
+from ebft.data.tables import raise_if_full
+from ebft.errors import DataError, cause, shortened
+from ebft.printed import say
+from ebft.processes import is_main_process
+
+logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # that a card has no header
+_CARD = "README.md"
+_INFOS = "dataset_infos.json"  # of old repositories
+_NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)\b.*", re.IGNORECASE)
+_OF_ALL = ("name", "version", "data_dir", "data_files", "description", "features")  # not options of a reader
+
+
+class Repository(NamedTuple):
+    """A configuration of a repository; `files` are those of each split."""
+
+    source: str
+    builder: DatasetBuilder
+    kind: str  # of the files
+    files: Mapping[str, list[Path]]
+
+    @property
+    def is_read_by_library(self) -> bool:
+        """Whether its rows are those of the reader of the library: lines of texts, or options in the card."""
+        if self.kind not in ("json", "csv", "parquet", "arrow"):
+            return True
+        config = self.builder.config
+        plain = type(config)()
+        names = [each.name for each in fields(config) if each.name not in _OF_ALL]
+        has_types = self.kind == "csv" and self.builder.info.features is not None
+        return has_types or any(getattr(config, name) != getattr(plain, name) for name in names)
+
+    def of_split(self, split: str) -> list[tuple[Path, str]]:
+        """The files of a split with their format. Raises DataError as `rows` does."""
+        if split not in self.files:
+            raise DataError(
+                f"{self.source}: no split {split!r} in the configuration {self.builder.config.name}. Available splits: "
+                f"{', '.join(self.files)}."
+            )
+        return [(path, self.kind) for path in self.files[split]]
+
+    def rows(self, split: str) -> Dataset:
+        """The rows of a split. Raises DataError that names the splits if there is no such split."""
+        files = self.of_split(split)
+        if not self.is_read_by_library:
+            return read_files(files, self.source)
+        try:
+            self.builder.download_and_prepare(verification_mode="no_checks")  # the card may be older than the files
+            return self.builder.as_dataset(split=split)
+        except Exception as error:  # builders raise the errors of their parsers
+            raise_if_full(error)
+            raise DataError(f"{self.source}: cannot be read ({cause(error.__cause__ or error)}).") from error
+
+
+def is_repository(folder: Path) -> bool:
+    """Whether a folder has a card that lists its files or columns, or a card and tables of one format.
+
+    Without a header in the card, there may be no other texts than notices, such as a licence: a folder of code is none.
+    """
+    if not (folder / _CARD).is_file():
+        return (folder / _INFOS).is_file()
+    header = _header(folder / _CARD)
+    if header & {"configs", "dataset_info"} or (folder / _INFOS).is_file():
+        return True
+    kinds = {kind_of(path.name) for path in files_below(folder) if not _NOTICE.fullmatch(path.name)}
+    return len(kinds - {"text", None}) == 1 and (bool(header) or "text" not in kinds)
+
+
+def _header(card: Path) -> set[str]:
+    """The keys of the header of a card."""
+    found = re.match(r"\s*---\s*\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    return set(re.findall(r"^([\w-]+):", found.group(1), re.MULTILINE)) if found else set()
+
+
+def repository_of(folder: Path, entry: Any) -> Repository | None:
+    """The repository that `path` of an entry is, with the configuration `name`; None for other folders.
+
+    Raises DataError, with what is there, if there is no such configuration.
+    """
+    if entry.data_files or not folder.is_dir() or not is_repository(folder):
+        return None
+    place = str(folder.resolve())
+    try:
+        names, default = get_dataset_config_names(place), get_dataset_default_config_name(place)
+        name = entry.name or default
+        builder = load_dataset_builder(place, name) if name in names else None
+    except Exception as error:  # of the library, whose messages say what is wrong with the card
+        problem = " ".join(cause(error).split())
+        advice = (
+            " Rename the folder: the library takes such a path for a pattern." if re.search(r"[\[*?]|::", place) else ""
+        )
+        raise DataError(f"{entry.path}: the dataset repository cannot be read ({problem}).{advice}") from error
+    if builder is None:
+        problem = "has several configurations" if name is None else f"has no configuration {name!r}"
+        raise DataError(
+            f"{entry.path}: the dataset repository {problem}. Set name to one of its configurations: "
+            f"{', '.join(names)}."
+        )
+    kind = type(builder.config).__module__.rpartition(".")[2]
+    if entry.ds_type not in (None, kind):
+        raise DataError(
+            f"{entry.path}: ds_type: {entry.ds_type}, but the configuration {name} of this dataset repository consists "
+            f"of {kind} files. Remove ds_type, or name files in data_files."
+        )
+    files = {str(split): [Path(path) for path in paths] for split, paths in builder.config.data_files.items()}
+    refuse_unreadable([(path, kind) for paths in files.values() for path in paths], entry.path)
+    if is_main_process():
+        read = {path for paths in files.values() for path in paths}
+        left = [path.relative_to(folder) for path in files_below(folder) if path.resolve() not in read]
+        _report(entry.path, name, ", ".join(files), ", ".join(map(str, left)))
+    return Repository(entry.path, builder, kind, files)
+
+
+@cache
+def _report(source: str, name: str, splits: str, left: str) -> None:
+    """One line in each process."""
+    say(f"{source}: dataset repository, configuration {name}, splits {splits}; not read: {shortened(left)}", err=True)
+
+
+def card_of(folder: Path) -> list[Path]:
+    """The files that determine what a repository consists of."""
+    return [folder / name for name in (_CARD, _INFOS) if (folder / name).is_file()]
