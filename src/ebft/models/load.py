@@ -385,6 +385,11 @@ def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
     if not (config.load_in_4bit or config.load_in_8bit):
         return None
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
+    if config.quantize_moe_experts:
+        raise ModelError(
+            "quantize_moe_experts: bitsandbytes quantises linear layers only, and the fused experts would stay dense. "
+            "Remove quantize_moe_experts if the dense experts fit in memory."
+        )
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     if not torch.cuda.is_available():
