@@ -60,6 +60,15 @@ def test_a_structured_config_of_the_guide_can_be_trained(path, tmp_path):
     assert kwargs["async_prefetch"] == ("async" in path.stem)
 
 
+@pytest.mark.parametrize("path", sorted((HERE / "configs" / "moe").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_of_a_mixture_of_experts_loads_unmodified(path):
+    config, messages = load(path)
+    assert config.load_in_4bit and config.quantize_moe_experts and config.experts_implementation is None
+    asked = path.read_text(encoding="utf-8")
+    assert any(message.startswith("cut_cross_entropy: True") for message in messages) == ("use_cut_cross" in asked)
+    assert any(text.startswith("experts_implementation: scattermoe") for text in messages) == ("n: scatter" in asked)
+
+
 def test_values_arrive():
     config, _ = load(HERE / "configs" / "llama-3b-strided.yaml")
     assert config.ebft.use_whitening and config.ebft.stride == 8

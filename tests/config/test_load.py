@@ -161,12 +161,11 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
     ("wandb_name", (7,), "put it in quotes"), ("optimizer", ("adamx",)), ("report_to", ("tensorbord",)),
     ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
-     "are recomputed, and not offloaded. Use gradient_checkpointing: true."),
+     "are not written to disk. Use gradient_checkpointing: true, with activation_offloading: true to keep them in"),
     ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")), ("resume_from_checkpoint", (True,)),
     *((f"special_tokens.{name}", ("",), f"special_tokens.{name}: invalid value ''; expected a non-empty string.")
       for name in ("pad_token", "eos_token", "bos_token", "unk_token")),
     ("lora_target_modules", ("",), "lora_target_modules: invalid value ''; expected a non-empty string or a list."),
-    ("lora_target_modules", ([],), "invalid value []; expected ", "or a list with at least 1 element."),
     ("lora_r", (0,)), ("lora_r", (10**9,), "65536"), ("evaluation.pass_at", ([1, 100],), "evaluation.samples", "got 4"),
     ("evaluation.temperature", (0.0001,), "invalid value 0.0001; expected a value of at least 0.001."),
     ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, ["rows.jsonl"], [None])),

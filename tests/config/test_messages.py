@@ -61,12 +61,10 @@ def structured(**trl):
     ({**EXPERTS, "peft_use_dora": True}, "with peft_use_dora: true: PEFT has no DoRA"),
     ({**EXPERTS, "peft_layers_to_transform": [1]}, "name the layers, such as layers.1.mlp.experts"),
     ({**EXPERTS, "peft_init_lora_weights": "orthogonal"}, "orthogonal: experts are stacked"),
-    ({"quantize_moe_experts": True}, "quantize_moe_experts needs load_in_4bit"),
     ({**LORA, "adapter": "qlora", "load_in_4bit": True, "quantize_moe_experts": True, "fsdp": True},
      "quantize_moe_experts is not supported with fsdp"),
     ({**EXPERTS, "fsdp": True}, "lora_target_parameters is not supported with fsdp"),
     ({**EXPERTS, "deepspeed": "zero2"}, "lora_target_parameters is not supported with deepspeed"),
-    ({**LORA, "unfrozen_parameters": ["lm_head"]}, "lora_modules_to_save trains modules in addition"),
     ({"unfrozen_parameters": ["lm_head.weight$[:128]"]}, "selects rows of a parameter"),
     ({"unfrozen_parameters": ["(lm_head"]}, "is not a valid regular expression"),
     ({"model_type": "AutoModelForSequenceClassification"}, "Set reward_model: true, or remove model_type"),
@@ -103,19 +101,17 @@ def structured(**trl):
     ({"activation_offloading": True, "torch_compile": True},
      "activation_offloading is incompatible with torch_compile"),
     ({"activation_offloading": "disk"}, "activation_offloading: disk is not supported: TRL's hooks copy all"),
-    ({"activation_offloading": "legacy"}, "activation_offloading: legacy is not supported"),
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
     # Processes
     *(({key: 2}, f"{key}: 2 is not supported: ")
       for key in ("tensor_parallel_size", "context_parallel_size", "dp_replicate_size", "expert_parallel_size")),
     ({"dp_shard_size": 2}, "dp_shard_size: 2 needs fsdp"), ({"deepspeed": "zero3.json", "fsdp": True}, "deepspeed and"),
-    ({"fsdp_config": {"version": 2}}, "Add fsdp: true"),
+    ({"fsdp_config": {"offload_params": True}}, "Add fsdp: true"),
     ({"fsdp": False, "fsdp_version": 2, "fsdp_config": {"version": 2}}, "Add fsdp: true"),
     ({"fsdp": True, "fsdp_version": 1}, "fsdp_version: 1 is not supported, only FSDP2"),
     ({"fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "fsdp_config.version: 1 is not supported"),
     ({"fsdp": "hybrid_shard auto_wrap"}, "'hybrid_shard' is not supported. Set fsdp: true"),
     ({"fsdp": True, "fsdp_config": {"stat_dict_type": "x"}}, "Did you mean 'fsdp_config.state_dict_type'"),
-    ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True}, "are both set"),
     ({**STRIDED, "fsdp": True, "fsdp_config": {"activation_checkpointing": True}}, "only supported by SFT"),
     ({"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "save_only_model": True},
      "save_only_model: true is incompatible with"),
@@ -195,6 +191,9 @@ def structured(**trl):
     ({"plugins": [AXOLOTL + "spectrum.SpectrumPlugin"]}, "list the parameters in unfrozen_parameters. Remove it"),
     ({"plugins": [AXOLOTL + "kd.KDPlugin"]}, "kd.KDPlugin is a plugin for axolotl .* the loss has no teacher"),
     ({"plugins": [AXOLOTL + "new.NewPlugin"]}, "new.NewPlugin is a plugin for axolotl .* it does not run here"),
+    ({"quantize_moe_experts": True}, "quantize_moe_experts: true requires load_in_4bit: true. Add it"),
+    ({**LORA, "lora_target_linear_modules": ["q_proj"]}, "linear_modules is not supported with lora_target_linear: tr"),
+    ({**LORA, "lora_target_linear": False, "lora_target_modules": []}, "adapter: lora needs target modules"),
     ({"noisy_embedding_alpha": 5}, "Use 'neftune_noise_alpha' instead"),
     ({"dataset_processes": 1}, "Use 'dataset_num_proc' instead"),
 ])  # fmt: skip
@@ -206,7 +205,8 @@ def test_refused_when_the_config_is_loaded(keys, message):
 def test_a_key_of_other_trainers_says_what_to_do():
     for key, reason in UNSUPPORTED_KEYS.items():
         with pytest.raises(ConfigError) as caught:
-            config(**{key: 1})
+            section, _, name = key.rpartition(".")
+            config(**({section: {name: 1}} if section else {key: 1}))
         assert f"{key} is not supported: {reason}." in str(caught.value)
 
 
@@ -352,6 +352,23 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
        f"ebft.rloo_baseline: no effect with ebft.advantage_estimator: {name}.")
       for name in ("reinforce", "group_norm")),
     (strided(use_whitening=True, whitening_space="sample", rloo_baseline="mean", alignment_coef=0.0), None),
+    *(({key: value}, text) for key, value, text in (
+        ("attn_implementation", "xformers", "attn_implementation: xformers is replaced with sdpa..."),
+        ("activation_offloading", "legacy", "...: legacy is replaced with true"),
+        ("gradient_checkpointing", "offload", "...: offload is replaced with gradient_checkpointing: true and activa"),
+        ("float16", True, "float16: true is replaced with fp16: true..."),
+        ("tokens", {"pad_token": "a"}, "tokens is a mapping, which is read as special_tokens."),
+        ("experts_implementation", "sonicmoe", "experts_implementation: sonicmoe is replaced with grouped_mm..."),
+        ("use_cut_cross_entropy", True, "cut_cross_entropy: True has no effect..."),
+        ("max_packed_sequence_len", 2048, "max_packed_sequence_len: 2048 has no effect: sample_packing: true..."),
+        ("max_packed_sequence_len", None, None), ("adam_eps", 1e-6, None), ("fsdp_config", {"fsdp_version": 2}, None),
+        ("qat", {}, None), ("trl", {"entropy_coef": None}, f"trl: {SFT}..."),
+    )),
+    ({"adam_eps": 1e-6, "adam_epsilon": 1e-7}, "adam_eps: 1e-06 has no effect: adam_epsilon: 1e-07 is the same key."),
+    ({**LORA, "unfrozen_parameters": ["a"]}, "unfrozen_parameters has no effect with an adapter..."),
+    ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
+     "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing..."),
+    ({**PROMPTS, "batch_flattening": True}, "batch_flattening has no effect: the completions of a prompt share..."),
     ({"xformers_attention": True}, "...so attn_implementation: sdpa is used"),
     *(({key: True}, f"{key}: {IN_CHUNKS}")
       for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")),
@@ -406,7 +423,8 @@ def test_what_has_no_effect_is_one_warning(keys, message):
     elif message:
         assert messages == [message]
     assert made.torch_compile is (keys.get("torch_compile", False) and keys.get("rl") is None)
-    assert made.activation_offloading is False
+    replaced = keys.get("activation_offloading") == "legacy" or keys.get("gradient_checkpointing") == "offload"
+    assert made.activation_offloading is replaced
 
 
 def test_what_the_machine_does_not_have_is_a_warning():

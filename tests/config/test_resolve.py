@@ -71,8 +71,8 @@ def test_keys_that_repeat_another_key(make):
     config, messages = warned(make, bf16=True, bfloat16=True, **keys)
     assert config.bf16 is True and config.chat_template == "chatml" and messages == []
     assert make(datasets=[{**data, "chat_template": "chatml"}]).chat_template == "chatml"
-    with pytest.raises(ConfigError, match="bfloat16 is not supported: set bf16: true"):
-        make(bf16=False, bfloat16=True)
+    with pytest.warns(UserWarning, match="bfloat16: true is replaced with bf16: true"):
+        assert make(bf16=False, bfloat16=True).bf16 is True
     with pytest.raises(ConfigError, match="datasets.0.conversation is not supported: set chat_template"):
         make(**{**keys, "chat_template": "llama3"})
 

@@ -44,10 +44,23 @@ ALL = {"lora_target_linear": True}
         ({**ALL, "lora_target_modules": ["q_proj", "layers.1.self_attn.v_proj"]}, LINEAR),
         ({**ALL, "lora_target_modules": ["q_proj", "lm_head"]}, [*LINEAR, "lm_head"]),
         ({**ALL, "lora_target_modules": ["embed_tokens"]}, [*LINEAR, "embed_tokens"]),
+        ({"lora_target_linear_modules": [r"self_attn\.(q|v)_proj"]}, ["q_proj", "v_proj"]),
+        ({"lora_target_linear_modules": [r"language_model\.model\.layers\.\d+\.self_attn\.q_proj"]}, ["q_proj"]),
+        ({"lora_target_linear_modules": ["o_proj"], "lora_target_modules": ["q_proj"]}, ["o_proj", "q_proj"]),
     ],
 )
 def test_targets(make_config, keys, layers):
     assert adapted_layers(adapted(make_config(**LORA, **keys))) == sorted(layers)
+
+
+def test_expressions_of_linear_layers(make_config):
+    wanted = [r"model\.language_model\.layers\.1\.self_attn\.(q|o)_proj", r"layers\.0\.mlp\.up_proj"]
+    model = adapted(make_config(**LORA, lora_target_modules=[], lora_target_linear_modules=wanted))
+    names = [f"model.layers.{name}" for name in ("0.mlp.up_proj", "1.self_attn.o_proj", "1.self_attn.q_proj")]
+    assert sorted(model.targeted_module_names) == names
+    for expression in ("norm", "_proj", "q_pro"):
+        with pytest.raises(ModelError, match=f"lora_target_linear_modules: '{expression}' matches no linear layer"):
+            adapted(make_config(**LORA, lora_target_linear_modules=[expression]))
 
 
 def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):

@@ -4,6 +4,7 @@ A key without effect is accepted without a warning if its value describes what h
 errors, unless they are empty or false. Other keys have another name here.
 """
 
+import warnings
 from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
@@ -18,20 +19,31 @@ _CLASSES = ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoM
 _UNSUPPORTED = {
     # Adapters and weights
     "relora relora_steps relora_warmup_steps relora_anneal_steps relora_prune_ratio relora_cpu_offload "
-    "jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": "ReLoRA merges the adapter into "
-    "the base weights during training, so that the result is not an adapter of base_model. Remove it, or train all "
-    "weights",
-    "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of base_model. "
-    "Remove it",
+    "relora_prune_method jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps": "ReLoRA merges "
+    "the adapter into the base weights during training, so that the result is not an adapter of base_model. Remove it, "
+    "or train all weights",
+    "peft": "LoftQ replaces the base weights with quantised ones, so that the result is not an adapter of "
+    "base_model. Remove it",
     "peft_trainable_token_indices": "ebft merge-lora merges whole weights. Use lora_modules_to_save: [embed_tokens]",
-    "lora_target_linear_modules": "set lora_target_modules",
-    "lisa_n_layers lisa_step_interval": "LISA trains other layers in each step. Use unfrozen_parameters",
+    "lora_rank_pattern lora_alpha_pattern": "all modules have the same rank and scaling. Set lora_r and lora_alpha",
+    "peft_layer_replication": "the adapter would belong to a model with more layers than base_model. Remove it",
+    "peft_ensure_weight_tying": "PEFT decides this from the model's config. Remove it",
+    "mora": "PEFT's LoRA is the only adapter. Set adapter: lora",
+    "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
+    "unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
     "quantization": "ebft quantize quantises a trained model. Remove it",
     "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
-    "fp8": "matrix products in 8 bits need a GPU from the H100 on, and change results. Set bf16: true",
-    "bfloat16": "set bf16: true, which trains in bfloat16 without mixed precision of weights",
-    "float16": "set fp16: true, or bf16: true on GPUs that support it",
+    "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
+    "change results. Set bf16: true",
+    "float32": "set bf16: false, which trains in float32",
+    "nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert dsv4_fp8_nonexpert_mode": "weights are "
+    "quantised with load_in_4bit or load_in_8bit only. Remove it",
+    "use_onebitllms": "layers with ternary weights need kernels of their own. Remove it",
+    "reinit_weights": "training starts from the weights of base_model. Save a model with random weights, and name "
+    "its folder",
+    "fp32_norms fp32_norm_classes": "norms are computed as the model defines them. Remove it",
+    "scaling_softmax scaling_softmax_factor scaling_softmax_bias": "attention scores are those of the model. Remove it",
     "overrides_of_model_kwargs rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
     "fix_untrained_tokens": "it changes the base weights before training. List new tokens in tokens",
     # Attention
@@ -40,13 +52,41 @@ _UNSUPPORTED = {
     # Data
     "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
     "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
-    "use_pose": "positions are those of the document. Remove it",
+    "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks": "positions are those of the document. "
+    "Remove it",
+    "min_sample_len": "short rows are trained on as well. Remove them from the data",
+    "eval_sequence_len": "held-out rows are limited by sequence_len, too. Remove it",
+    "role_boundaries": "labels follow the turns of the chat template. Use roles_to_train and train_on_eos",
     "dispatch_batches": "every process reads the whole stream. Remove it",
     "split_batches": "micro_batch_size is that of a process. Remove it",
     "accelerator_config": "batches are split by the method. Remove it",
     "is_multimodal processor_type processor_config processor_kwargs image_size image_resize_algorithm "
     "image_token_id audio_sampling_rate": "models are trained on text only. Remove it",
+    # Other losses and other classes of models
+    "diffusion": "diffusion models are another class of models, which are trained to fill in masked tokens. Remove it",
+    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning": "SFT trains on the plain cross-entropy. Remove it",
+    "dense_mixer": "the router of the model is used unchanged. Remove it",
+    "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url "
+    "kd_online_topk kd_online_server kd_online_timeout kd_temperature_min": "the loss has no teacher. Remove it",
+    "grokfast_alpha grokfast_lamb": "gradients are not filtered. Remove it",
+    "llmcompressor": "ebft quantize quantises a trained model. Remove it",
+    "hatchery": "training runs on this machine, and not in a remote service. Remove it",
+    "trainer_cls": "each method has its own trainer. Use plugins, or the trainers in Python",
+    "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
+    "expert_parallel_token_capacity expert_parallel_fallback_on_unsupported": "experts are not split over processes. "
+    "Shard the model with fsdp",
+    "trl.entropy_coef trl.use_adaptive_entropy trl.entropy_target trl.entropy_coef_delta trl.entropy_coef_min "
+    "trl.entropy_coef_max": "the loss has no term for the entropy, which is only logged. Remove it",
+    "trl.log_multimodal": "models are trained on text only. Remove it",
     # Optimizer, batches, memory
+    "lr_quadratic_warmup": "the warmup of transformers' schedules is linear. Remove it",
+    "lr_div_factor": "it belongs to lr_scheduler: one_cycle, which transformers does not have. Remove it",
+    "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale "
+    "qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
+    "qgalore_cos_threshold "
+    "qgalore_gamma_proj qgalore_queue_size": "transformers has no optimizer that reads it. Remove it",
+    "torch_compile_options": "use torch_compile_mode",
+    "max_memory": "name the device of each part in device_map",
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
     "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",
@@ -56,8 +96,10 @@ _UNSUPPORTED = {
     "offload_optimizer": "use deepspeed: zero3_offload or fsdp_config with cpu_offload",
     # Trackers and evaluation
     "comet_api_key": "do not write it into a file. Set the environment variable COMET_API_KEY",
-    "bench_dataset": "use ebft evaluate",
-    "eval_table_size": "use ebft evaluate, or log_completions of the method",
+    "comet_experiment_config": "set the keys that start with comet_",
+    "swanlab_api_key": "do not write it into a file. Set the environment variable SWANLAB_API_KEY",
+    "hub_revision": "models are pushed to the main branch of hub_model_id. Remove it",
+    "bench_dataset bench_split lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model": "use ebft evaluate",
     "dataset_shard_num": "set shards of the datasets",
     "dataset_shard_idx": "set shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
@@ -67,8 +109,8 @@ _UNSUPPORTED = {
     "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
     "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
     "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
-    "rl_adapter_ref_model ref_model": "remove it; the reference model is base_model, or the adapter of lora_model_dir "
-    "as it is loaded",
+    "rl_adapter_ref_model ref_model": "remove it; the reference model is base_model, or the adapter of "
+    "lora_model_dir as it is loaded",
 }
 UNSUPPORTED_KEYS = {name: reason for names, reason in _UNSUPPORTED.items() for name in names.split()}
 
@@ -84,6 +126,39 @@ UNSUPPORTED_IN_DATASETS = {
     "text_column": "set field",
 }
 
+# Other names of keys, which are accepted. Where both names have a value, the one here counts.
+SAME_KEYS = {
+    "adam_eps": "adam_epsilon",
+    "use_cut_cross_entropy": "cut_cross_entropy",
+    "evaluation_strategy": "eval_strategy",
+    "type_of_model": "model_type",
+    "liger_swiglu": "liger_glu_activation",
+    "trackio_run_name": "wandb_name",
+    "mlflow_run_name": "wandb_name",
+    "swanlab_experiment_name": "wandb_name",
+}
+# Keys with a value that has another form here: what it is replaced with, and what the user is told.
+_OFFLOADS = "activations are recomputed, and those that are kept are offloaded to main memory"
+_REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
+    ("gradient_checkpointing", "offload"): (
+        {"gradient_checkpointing": True, "activation_offloading": True},
+        f"is replaced with gradient_checkpointing: true and activation_offloading: true: {_OFFLOADS}",
+    ),
+    ("activation_offloading", "legacy"): (
+        {"activation_offloading": True},
+        "is replaced with true: TRL's hooks offload the same activations",
+    ),
+    ("attn_implementation", "xformers"): (
+        {"attn_implementation": "sdpa"},
+        "is replaced with sdpa, which has the same memory-efficient kernels",
+    ),
+    ("float16", True): (
+        {"fp16": True},
+        "is replaced with fp16: true, which trains in mixed precision with a scaled loss",
+    ),
+    ("bfloat16", True): ({"bf16": True}, "is replaced with bf16: true, which has bfloat16 weights as well"),
+}
+
 # Name of a key in other trainers -> its name here.
 OTHER_NAMES = {
     "model": "base_model",
@@ -94,7 +169,6 @@ OTHER_NAMES = {
     "dataset_processes": "dataset_num_proc",
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "sequence_parallel_degree": "context_parallel_size",
-    "mlflow_run_name": "wandb_name",
     "max_new_tokens": "trl.max_completion_length",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
@@ -150,6 +224,37 @@ _IGNORED = (
         (False,),
         "experts are computed with transformers' own kernels; see experts_implementation",
     ),
+    (
+        "fused_attn_kernel use_dsv4_kernels use_glm_dsa_kernels dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel "
+        "dsv4_bf16_all dsv4_fp4_grouped_mode expert_backend moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast "
+        "llama4_linearized_experts liger_kernel_impl",
+        (False,),
+        "axolotl's kernels are not used; the model's own layers give the same results",
+    ),
+    (
+        "nvfp4_merge_aware nvfp4_merge_aware_start_step",
+        (False,),
+        "ebft merge-lora adds the adapter to the weights in their own dtype",
+    ),
+    (
+        "gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen",
+        (False,),
+        "all layers use attn_implementation; if it does not support the head size of one, as flash_attention_2 those "
+        "of Gemma 4, leave it unset",
+    ),
+    (
+        "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
+        (False,),
+        "MLPs are computed for all tokens of a pass at once, with the same results; gradient_checkpointing saves "
+        "memory",
+    ),
+    (
+        "selective_checkpointing layer_offloading ple_cpu_offload",
+        (False,),
+        "results are the same; to save memory, use gradient_checkpointing, activation_offloading or fsdp_config with "
+        "cpu_offload",
+    ),
+    ("deepcompile", (False,), "DeepSpeed's compiler is not used"),
     ("flex_attn_compile_kwargs", (), "the kernel is compiled with PyTorch's defaults"),
     ("lora_embedding_kernel", (False,), "fused adapter kernels are not available; PEFT's layers are used"),
     # Adapters and the model
@@ -165,10 +270,32 @@ _IGNORED = (
         "the model family is determined by the model's config",
     ),
     ("tokenizer_use_fast", (True,), "transformers only has fast tokenizers for these models"),
+    (
+        "tokenizer_use_mistral_common",
+        (False,),
+        "the tokenizer is that of transformers, with its chat template; without one, set chat_template",
+    ),
+    ("tokenizer_save_jinja_files", (), "the chat template is saved as transformers does"),
+    ("cls_model_config", (), "the class is determined by the model's config"),
+    ("base_model_ignore_patterns", (), "only the files that are needed are downloaded"),
+    ("qlora_sharded_model_loading", (False,), "see fsdp_config.cpu_ram_efficient_loading"),
+    ("merge_method", ("memory_efficient",), "ebft merge-lora reads one part of the weights at a time"),
+    ("merge_lora", (False,), "use ebft merge-lora after training"),
     ("tokenizer_legacy", (), "the tokenizer's files determine this"),
     ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
     ("gptq_disable_exllama", (True, False), "a model that is quantised with GPTQ is recognised by its files"),
     # Data
+    (
+        "max_packed_sequence_len",
+        (),
+        "sample_packing: true packs documents into rows of sequence_len tokens",
+    ),
+    (
+        "sample_packing_seq_len_multiplier pretraining_sample_concatenation",
+        (True, 1),
+        "rows have at most sequence_len tokens",
+    ),
+    ("num_dataset_shards_to_save", (), "prepared rows are stored in as many files as datasets chooses"),
     ("eot_tokens", (), "the end of a turn is what the chat template writes after its content"),
     ("remove_unused_columns", (True, False), "each method selects the columns that it reads"),
     ("dataset_keep_in_memory", (False,), "datasets maps its files into memory"),
@@ -187,10 +314,28 @@ _IGNORED = (
     ("ddp_timeout", (), "the timeout of the launcher applies"),
     ("ddp_bucket_cap_mb", (), "PyTorch's default size of buckets is used"),
     ("ddp_broadcast_buffers", (), "the models have no buffers that change"),
+    ("eta_min", (0,), "it is not a key of axolotl either; set cosine_min_lr_ratio"),
+    ("experimental_skip_move_to_device", (False,), "the trainer places the model, after FSDP has sharded it"),
+    ("heads_k_stride ring_attn_func", (), "sequences are not split over processes"),
+    ("fsdp_final_state_dict_type", ("FULL_STATE_DICT",), "the final model is always gathered and saved whole"),
+    ("world_size", (), "the launcher sets the number of processes"),
+    ("dynamic_checkpoint", (), "a run that is interrupted with Ctrl-C or SIGTERM saves a checkpoint; see save_steps"),
+    ("is_preprocess preprocess_iterable axolotl_config_path", (), "axolotl writes it for its own commands"),
+    ("torch_empty_cache_steps gc_collect_steps", (), "the caching allocator frees memory when it is needed"),
     ("gc_steps", (-1,), "the caching allocator frees memory when it is needed"),
     ("gpu_memory_limit", (), "use device_map to place the model"),
     ("include_tokens_per_second include_tkps", (True, False), "the throughput is always logged"),
-    ("use_otel_metrics", (False,), "metrics are written to metrics.jsonl in output_dir"),
+    ("tui", ({}, {"enabled": False}, False), "start training with `ebft train --tui`"),
+    (
+        "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature",
+        (),
+        "there is no page for prompts; use ebft inference",
+    ),
+    (
+        "use_otel_metrics otel_metrics_host otel_metrics_port",
+        (False,),
+        "metrics are written to metrics.jsonl in output_dir",
+    ),
     ("hf_use_auth_token", (True, False), "the token of `hf auth login` or of HF_TOKEN is used if there is one"),
     ("save_first_step", (False,), "set save_steps"),
     ("do_bench_eval", (False,), "use ebft evaluate"),
@@ -199,6 +344,19 @@ _IGNORED = (
         "eval_causal_lm_metrics",
         ([], ["perplexity"]),
         "the cross-entropy and the perplexity of held-out rows are always logged",
+    ),
+    ("eval_table_size", (0,), "use ebft evaluate, or log_completions of the method"),
+    (
+        "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
+        "generation_prompt_ratio generation_do_sample",
+        (),
+        "it belongs to generate_samples",
+    ),
+    (
+        "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
+        "swanlab_lark_webhook_url swanlab_lark_secret",
+        (False,),
+        "transformers does not pass it to SwanLab",
     ),
     ("eval_max_new_tokens", (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"),
     ("generate_samples", (False,), "rollouts are logged with log_completions"),
@@ -257,16 +415,44 @@ class CarriedOverKeys(_IgnoredKeys):
         """Accept unsupported keys that are empty or false, or repeat another key, as configs for other trainers do."""
         if not isinstance(data, dict):
             return data
-        again = {"bfloat16": "bf16", "float16": "fp16"}
         asks = lambda key, value: key not in UNSUPPORTED_KEYS or value not in (None, False, "", [], {})
-        repeats = lambda key, value: key in again and value == data.get(again[key])
-        found = {key: value for key, value in data.items() if asks(key, value) and not repeats(key, value)}
+        found = {key: value for key, value in data.items() if asks(key, value)}
+        if isinstance(found.get("trl"), dict):
+            found["trl"] = {key: value for key, value in found["trl"].items() if asks(f"trl.{key}", value)}
+        _use_names_here(found)
+        _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
                 found[section] = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
+
+
+def _use_names_here(found: dict[str, Any]) -> None:
+    for name, here in SAME_KEYS.items():
+        value = found.pop(name, None)
+        if value is not None and found.setdefault(here, value) is None:
+            found[here] = value
+        elif value is not None and found[here] != value:
+            warnings.warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.", stacklevel=2)
+
+
+def _replace_values(found: dict[str, Any]) -> None:
+    """Replace values that have another form here, with a warning for each that is not the same."""
+    for (key, value), (other, reason) in _REPLACED.items():
+        given = found.get(key)
+        if given == value and type(given) is type(value):
+            del found[key]
+            if any(found.get(name) != new for name, new in other.items()):
+                warnings.warn(f"{key}: {str(value).lower()} {reason}.", stacklevel=2)
+            found.update(other)
+    for key in ("bfloat16", "float16"):
+        if found.get(key, True) in (None, False):
+            del found[key]
+    if isinstance(found.get("tokens"), dict) and found.get("special_tokens") in (None, {}):
+        warnings.warn("tokens is a mapping, which is read as special_tokens.", stacklevel=2)
+        found["special_tokens"] = found.pop("tokens")
 
 
 def _without_conversation(entry: Any, chat_template: Any) -> Any:
@@ -297,6 +483,7 @@ PLUGINS = {
     "liger.LigerPlugin": "liger_rope, liger_rms_norm, liger_glu_activation and liger_layer_norm are enough in SFT",
     "cut_cross_entropy.CutCrossEntropyPlugin": IN_CHUNKS,
     "kernels.KernelsPlugin": "experts are computed with transformers' own kernels; see experts_implementation",
+    "swanlab.SwanLabPlugin": "use_swanlab: true is enough",
     "nemo_gym.NemoGymPlugin": "nemo_gym_enabled: true is enough",
 }
 UNSUPPORTED_PLUGINS = {
@@ -306,5 +493,8 @@ UNSUPPORTED_PLUGINS = {
     "diffusion": "models are trained on the next token",
     "llm_compressor": "ebft quantize quantises a trained model",
     "lm_eval": "use ebft evaluate, or lm_eval with the trained model",
+    "expert_parallel": "experts are not split over processes; shard the model with fsdp",
+    "hatchery": "training runs on this machine",
+    "mora": "PEFT's LoRA is the only adapter",
     "densemixer": "the router of the model is used unchanged",
 }

@@ -111,8 +111,9 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
     elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
-    if name in UNSUPPORTED_KEYS and len(path) == 1:
-        return f"{key} is not supported: {UNSUPPORTED_KEYS[name]}."
+    dotted = ".".join(map(str, path))
+    if dotted in UNSUPPORTED_KEYS:
+        return f"{key} is not supported: {UNSUPPORTED_KEYS[dotted]}."
     if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
         return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
     if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):

@@ -39,8 +39,15 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
     wanted = config.lora_target_modules
     if config.lora_target_linear:
         return _all_linear_and(model, config, wanted if isinstance(wanted, list) else [])
-    if wanted is None:
-        return []  # lora_target_parameters alone; with None, PEFT would choose modules by the model's type
+    if config.lora_target_linear_modules is not None:
+        others = [] if wanted is None else _selected(model, wanted)
+        return [*others, *_linear_layers(model, config.lora_target_linear_modules)]
+    # With lora_target_parameters alone, none: with None, PEFT would choose modules by the model's type.
+    return [] if wanted is None else _selected(model, wanted)
+
+
+def _selected(model: PreTrainedModel, wanted: str | list[str]) -> str | list[str]:
+    """What `lora_target_modules` selects."""
     parts = names_of_experts(model)
     if isinstance(wanted, str):
         found = _matching(model, wanted, is_expression=True, parts=parts)
@@ -52,6 +59,33 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
             _matching(model, given, is_expression=False)
     _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in wanted])
     return wanted
+
+
+def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
+    """The names of the linear layers that `lora_target_linear_modules` selects.
+
+    An expression may also name them as in a multimodal model, whose text model is trained alone.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    aliases = {alias: name for name in names for alias in (f"language_model.{name}", _in_whole_model(name), name)}
+    key, chosen = "lora_target_linear_modules", dict[str, None]()
+    for expression in expressions:
+        found = matching(re.fullmatch, rf"(.*\.)?(?:{expression})", list(aliases), key)
+        if not found:
+            raise ModelError(
+                f"{key}: {expression!r} matches no linear layer. Their last parts are "
+                f"{', '.join(linear_names(model))}, and the first name is {names[0]}."
+            )
+        chosen |= dict.fromkeys(aliases[alias] for alias in found)
+    parts = names_of_experts(model)
+    for name in chosen:
+        if name.rpartition(".")[2] in parts:
+            raise ModelError(_of_all_layers(model, name).replace("lora_target_modules", key, 1))
+    return list(chosen)
+
+
+def _in_whole_model(name: str) -> str:
+    return re.sub(r"^model\.", "model.language_model.", name)
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:

@@ -100,10 +100,11 @@ class ModelKeys(Section):
         None,
         description="Placement of the model's parts, as in transformers. If unset, the trainer places the model.",
     )
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "scattermoe", "sonicmoe"] | None = Field(
         None,
         description="Computation of a mixture of experts: one expert at a time, or batched or grouped matrix products. "
-        "If unset, grouped_mm where the machine supports it.",
+        "If unset, and with the names of axolotl's kernels scattermoe and sonicmoe, grouped_mm where the machine "
+        "supports it.",
     )
     bnb_config_kwargs: dict[str, Any] | None = Field(
         None,
@@ -207,6 +208,11 @@ class AdapterKeys(Section):
         description="Adapt every linear layer except the output layer and routers, and the fused experts of models "
         "whose experts PEFT knows by module names. The first lines of a run name what is adapted.",
     )
+    lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
+        None,
+        description="Linear layers to adapt, in addition to other targets, as a list of regular expressions, which are "
+        r"compared with names or their ends after a dot, for example layers\.[01]\.self_attn\.(q|v)_proj.",
+    )
     lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
         description="Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused "
@@ -244,6 +250,9 @@ class AdapterKeys(Section):
     @classmethod
     def _all_linear(cls, data: Any) -> Any:
         """Replace PEFT's name for all linear layers."""
+        if isinstance(data, dict):  # empty lists, beside other targets
+            targets = ("lora_target_modules", "lora_target_linear_modules", "lora_target_parameters")
+            data = {key: value for key, value in data.items() if key not in targets or value != []}
         given = data.get("lora_target_modules") if isinstance(data, dict) else None
         names = [given] if isinstance(given, str) else given
         if not isinstance(names, list) or ALL_LINEAR not in names:

@@ -217,17 +217,17 @@ class HardwareKeys(PrecisionKeys):
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
     def _does_not_offload(cls, value: Any) -> Any:
-        if value in ("offload", "offload_disk"):
+        if value == "offload_disk":
             raise ValueError(
-                f"gradient_checkpointing: {value} is not supported: activations are recomputed, and not offloaded. Use "
-                "gradient_checkpointing: true."
+                "gradient_checkpointing: offload_disk is not supported: activations are not written to disk. Use "
+                "gradient_checkpointing: true, with activation_offloading: true to keep them in main memory."
             )
         return value
 
     @field_validator("activation_offloading", mode="before")
     @classmethod
     def _offloads_to_main_memory(cls, value: Any) -> Any:
-        if value in ("legacy", "disk", "hidden_states"):
+        if value in ("disk", "hidden_states"):
             raise ValueError(
                 f"activation_offloading: {value} is not supported: TRL's hooks copy all activations to main memory. "
                 "Use activation_offloading: true."
@@ -382,6 +382,15 @@ class ReportingKeys(Section):
         "declares with get_input_args can stand at the top level of the config instead.",
     )
     use_tensorboard: bool | None = Field(None, description="Write TensorBoard logs.")
+    use_swanlab: bool | None = Field(None, description="Log to SwanLab, with the key in SWANLAB_API_KEY.")
+    swanlab_project: str | None = Field(None, description="SwanLab project (SWANLAB_PROJECT).")
+    swanlab_workspace: str | None = Field(None, description="SwanLab workspace (SWANLAB_WORKSPACE).")
+    swanlab_mode: Literal["cloud", "local", "offline", "disabled"] | None = Field(
+        None, description="Mode of SwanLab (SWANLAB_MODE)."
+    )
+    swanlab_log_model: bool | None = Field(None, description="Copy checkpoints to SwanLab (SWANLAB_LOG_MODEL).")
+    swanlab_api_host: str | None = Field(None, description="Address of SwanLab's server (SWANLAB_API_HOST).")
+    swanlab_web_host: str | None = Field(None, description="Address of SwanLab's pages (SWANLAB_WEB_HOST).")
     use_wandb: bool | None = Field(
         None, description="Log to Weights & Biases. If unset, enabled if wandb_project is set."
     )

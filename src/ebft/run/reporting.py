@@ -282,7 +282,15 @@ IN_TRANSFORMERS = (*_TRACKERS, "kubeflow")  # the names of trackers in transform
 # Keys whose environment variables have their names in capitals, apart from COMET_START_ONLINE.
 _VARIABLES = (
     *("mlflow_tracking_uri", "mlflow_experiment_name", "hf_mlflow_log_artifacts"),
-    *("comet_workspace", "comet_project_name", "comet_experiment_key", "comet_mode", "comet_online"),
+    *("swanlab_project", "swanlab_workspace", "swanlab_mode", "swanlab_log_model", "swanlab_api_host"),
+    *(
+        "swanlab_web_host",
+        "comet_workspace",
+        "comet_project_name",
+        "comet_experiment_key",
+        "comet_mode",
+        "comet_online",
+    ),
     *("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model", "wandb_mode"),
 )
 
@@ -334,6 +342,7 @@ def _named(config: RunConfig) -> list[str]:
 def _asked(config: RunConfig) -> dict[str, Tracker]:
     """The trackers that keys other than report_to request, by key."""
     keys = {"use_tensorboard": "tensorboard", "use_trackio": "trackio", "use_mlflow": "mlflow", "use_comet": "comet_ml"}
+    keys |= {"use_swanlab": "swanlab"}
     asked = {key: _TRACKERS[name] for key, name in (keys | {"use_wandb": "wandb"}).items() if getattr(config, key)}
     if config.use_wandb is None and config.wandb_project:
         asked["wandb_project"] = _TRACKERS["wandb"]

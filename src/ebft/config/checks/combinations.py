@@ -29,11 +29,18 @@ def adapter_problems(config: MethodConfig) -> Iterator[str]:
             "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "
             "expression. Keep one."
         )
-    elif not config.lora_target_linear and config.lora_target_modules is None and config.lora_target_parameters is None:
+    elif not config.lora_target_linear and not any(
+        (config.lora_target_modules, config.lora_target_linear_modules, config.lora_target_parameters)
+    ):
         yield (
             f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
             "lora_target_modules."
         )
+    if config.lora_target_linear_modules and (config.lora_target_linear or isinstance(config.lora_target_modules, str)):
+        other = (
+            "lora_target_linear: true" if config.lora_target_linear else "a regular expression in lora_target_modules"
+        )
+        yield f"lora_target_linear_modules is not supported with {other}. Keep one of them."
     yield from _of_adapters(config)
     if config.lora_target_parameters is not None:
         yield from expert_problems(config, "lora_target_parameters")
@@ -66,11 +73,6 @@ def unfrozen_problems(config: MethodConfig) -> Iterator[str]:
     """What contradicts `unfrozen_parameters`."""
     if config.unfrozen_parameters is None:
         return
-    if config.adapter is not None:
-        yield (
-            "unfrozen_parameters selects the parameters of full fine-tuning, but adapter is set. Remove one of them; "
-            "lora_modules_to_save trains modules in addition to an adapter."
-        )
     for pattern in config.unfrozen_parameters:
         if _ROWS.search(pattern):
             yield (
@@ -146,12 +148,12 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
     if c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit:
         yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
-    if c.quantize_moe_experts and not c.load_in_4bit:
-        yield "quantize_moe_experts needs load_in_4bit. Add load_in_4bit: true, or remove it."
     if c.quantize_moe_experts and (c.fsdp or c.fsdp_config or c.deepspeed is not None):
         yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one of them."
     if c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
+    if c.quantize_moe_experts and not c.load_in_4bit:
+        yield "quantize_moe_experts: true requires load_in_4bit: true. Add it, or remove quantize_moe_experts."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
     if c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers:
@@ -175,7 +177,8 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
     for key, other, named, remedy in _DEPENDENT:
         if _is_set(c, key) and not _is_set(c, other):
             yield f"{key} has no effect without {named}. {remedy}"
-    if c.fsdp_config and not c.fsdp and (c.fsdp is not None or c.fsdp_version is None):
+    version = c.fsdp_version if c.fsdp_config is None else c.fsdp_version or c.fsdp_config.version
+    if c.fsdp_config and not c.fsdp and (c.fsdp is not None or version is None):
         yield "fsdp_config has no effect without fsdp. Add fsdp: true, or remove it."
 
 
@@ -225,7 +228,8 @@ def refuse_contradictions(config: MethodConfig) -> None:
 
 def _model_type(config: MethodConfig) -> Iterator[str]:
     ending = config.method.class_ending
-    if config.model_type is None or config.model_type.endswith(ending):
+    multimodal = ending == "ForCausalLM" and (config.model_type or "").endswith("ForConditionalGeneration")
+    if config.model_type is None or config.model_type.endswith(ending) or multimodal:
         return
     if ending != "ForCausalLM":
         yield (

@@ -35,8 +35,6 @@ def fsdp_problems(config: MethodConfig) -> Iterator[str]:
             "fsdp_config.activation_checkpointing is only supported by SFT. Remove it, or set gradient_checkpointing: "
             "true, which recomputes the passes that share prefixes."
         )
-    if details.activation_checkpointing and config.gradient_checkpointing:
-        yield "fsdp_config.activation_checkpointing and gradient_checkpointing are both set. Keep one of them."
     if details.state_dict_type == SHARDED and config.save_only_model:
         yield (
             f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one of them; "

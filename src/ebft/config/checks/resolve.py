@@ -16,6 +16,7 @@ from ebft.models.keys import AdapterKeys, AttentionKeys
 
 # Keys of one method, and their values that describe what the others do anyway.
 _HARMLESS = {"eval_sample_packing": (None, False), "batch_flattening": (False, "auto")}
+_SHARED = "the completions of a prompt share one pass over it, and passes have no padding between them"
 # Other names for values of attn_implementation.
 _ATTENTION_FLAGS = {
     "flash_attention": "flash_attention_2",
@@ -38,6 +39,7 @@ def resolve(config: MethodConfig) -> None:
         _resolve_axolotl,
         _variables_in_texts,
         _activations,
+        _experts,
         _of_adapter,
         _without_held_out_data,
         _without_ray,
@@ -129,10 +131,33 @@ def _activations(config: MethodConfig) -> Iterator[str]:
             f"activation_offloading: true has no effect with {config.method.name}, whose activations are not kept by "
             "TRL's hooks. Use gradient_checkpointing: true to save memory."
         )
+    sharded = config.fsdp_config
+    if sharded is not None and sharded.activation_checkpointing and config.gradient_checkpointing:
+        config.gradient_checkpointing = False
+        yield (
+            "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing recomputes the same "
+            "activations."
+        )
+
+
+def _experts(config: MethodConfig) -> Iterator[str]:
+    kernel = config.experts_implementation
+    if kernel in ("scattermoe", "sonicmoe"):
+        config.experts_implementation = None
+        yield (
+            f"experts_implementation: {kernel} is replaced with grouped_mm of transformers where the machine supports "
+            "it: axolotl's kernels are not used."
+        )
 
 
 def _of_adapter(config: MethodConfig) -> Iterator[str]:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
+    if config.adapter is not None and config.unfrozen_parameters is not None:
+        config.unfrozen_parameters = None
+        yield (
+            "unfrozen_parameters has no effect with an adapter, beside which all parameters of the model are frozen; "
+            "lora_modules_to_save trains modules in addition to it."
+        )
     if config.adapter is None and given:
         yield f"{', '.join(given)}: no effect because adapter is not set (all weights are trained)."
     elif config.lora_target_linear and config.lora_target_modules is not None and config.lora_model_dir is None:
@@ -178,6 +203,9 @@ def _resolve_transforms(config: MethodConfig) -> Iterator[str]:
 def _of_other_methods(config: MethodConfig) -> Iterator[str]:
     for key in sorted(foreign_keys(config) & config.model_fields_set):
         if getattr(config, key) not in _HARMLESS.get(key, (None, False)):
+            if key == "batch_flattening" and config.method.rows == "prompts":
+                yield f"{key} has no effect: {_SHARED}."
+                continue
             yield f"{key} has no effect: {config.method.name} does not read it."
 
 
