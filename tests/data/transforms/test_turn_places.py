@@ -60,6 +60,13 @@ CHANNELS = """
 {%- endfor %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
 
+# The token of the next turn ends a reply.
+ENDS_WITH_NEXT = (
+    "<bos>{% for m in messages %}{{ '<U>' if m.role == 'user' else '<A>' }}\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<A>\n{% endif %}"
+)
+OPENS_BLOCK = LAST_THINKS.replace("%}<s>assistant\n{% endif", "%}<s>assistant\n<think>\n{% endif")
+
 SPECIAL = ["<s>", "<e>", "<eos>", "<bos>", "<U>", "<A>", "<return>", "<call>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye")]
@@ -84,7 +91,8 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
         text += "]" * (inside and label == -100) + "[" * (not inside and label != -100) + tokenizer.decode([token])
         inside = label != -100
     text += "]" * inside
-    assert text.replace("[", "").replace("]", "") == tokenizer.apply_chat_template(messages, tokenize=False)
+    # A last reply that the next turn would end is closed with its token.
+    assert text.replace("[", "").replace("]", "").startswith(tokenizer.apply_chat_template(messages, tokenize=False))
     return text
 
 
@@ -108,6 +116,12 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
         (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
          "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
         (OPENS_THINKING, TALK, {}, "<bos><U>Hi<A>[Hello<e>]<U>Bye<A>[Goodbye<e>]"),
+        (ENDS_WITH_NEXT, [TALK[0], assistant("Hello\n"), *TALK[2:]], {},
+         "<bos><U>\nHi<A>\n[Hello\n<U>]\nBye<A>\n[Goodbye<U>]"),
+        (OPENS_BLOCK, [TALK[0], assistant("\nHello"), *TALK[2:]], {}, "<s>user\nHi<e>\n<s>assistant\n[\nHello<e>\n]"
+         "<s>user\nBye<e>\n<s>assistant\n<think>\n[\n</think>\n\nGoodbye<e>\n]"),
+        (LAST_THINKS, [TALK[0], assistant("<think>\nt\n</think>"), *TALK[2:]], {},
+         "<s>user\nHi<e>\n<s>assistant\n[<e>\n]<s>user\nBye<e>\n<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"),
         (CHANNELS, TALK, {}, "<s>user<m>Hi<e><s>assistant[ final<m>Hello<e>]<s>user<m>Bye<e>"
          "<s>assistant[ final<m>Goodbye<return>]"),
         (CHANNELS, TALK, {"train_on_eos": "none"}, "<s>user<m>Hi<e><s>assistant[ final<m>Hello]<e><s>user<m>Bye<e>"
