@@ -45,6 +45,7 @@ MULTIMODAL = {
     "gemma3": ("Gemma3ForCausalLM", "siglip_vision_model", {"model_type": "gemma3_text", "sliding_window": 8}),
     "gemma4": ("Gemma4ForCausalLM", "gemma4_vision", {"model_type": "gemma4_text", **_MOE}),
     "lfm2_vl": ("Lfm2ForCausalLM", "siglip2_vision_model", {"model_type": "lfm2", "layer_types": _MIXED}),
+    "llava": ("LlamaForCausalLM", "clip_vision_model", {"model_type": "llama"}),
     "smolvlm": ("LlamaForCausalLM", "smolvlm_vision", {"model_type": "llama"}),
 }
 
