@@ -7,26 +7,30 @@ from accelerate import Accelerator
 from ebft.monitor import Throughput
 from ebft.monitor.metrics import MeanMetrics
 
-ONE = Accelerator(cpu=True)
+
+@pytest.fixture
+def one():
+    """An accelerator of one process; its state is shared, and other tests reset it."""
+    return Accelerator(cpu=True)
 
 
-def test_means_are_over_items_not_over_batches():
+def test_means_are_over_items_not_over_batches(one):
     metrics = MeanMetrics()
     metrics.add("x", torch.tensor(2.0), torch.tensor(1))
     metrics.add("x", 4.0 * 3, 3)
-    assert metrics.drain(ONE) == {"x": pytest.approx(3.5)} and metrics.drain(ONE) == {}
+    assert metrics.drain(one) == {"x": pytest.approx(3.5)} and metrics.drain(one) == {}
     metrics.add("x", 0.0, 0)  # nothing weighed has no mean
-    assert metrics.drain(ONE) == {}
+    assert metrics.drain(one) == {}
 
 
-def test_rates_cover_the_time_since_the_last_report():
+def test_rates_cover_the_time_since_the_last_report(one):
     throughput = Throughput()
     for seconds in (0.5, 1.5):
         throughput.add(documents=2, generated_tokens=64, seconds=seconds)
-    metrics = throughput.drain(ONE)
+    metrics = throughput.drain(one)
     assert metrics["throughput/documents_per_s"] == pytest.approx(2.0)
     assert metrics["throughput/generated_tokens_per_s"] == pytest.approx(64.0)
     assert 0.0 <= metrics["memory/peak_gib"] < 1024
     throughput.add(documents=1, generated_tokens=8, seconds=1.0)
-    assert throughput.drain(ONE)["throughput/generated_tokens_per_s"] == pytest.approx(8.0)
-    assert throughput.drain(ONE) == Throughput().drain(ONE) == {}
+    assert throughput.drain(one)["throughput/generated_tokens_per_s"] == pytest.approx(8.0)
+    assert throughput.drain(one) == Throughput().drain(one) == {}
