@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import fsspec
@@ -14,6 +15,7 @@ from ebft.data.keys import DatasetEntry
 from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.errors import DataError
 
+packed = partial(gzip.compress, mtime=0)  # a time would be part of the names of cases, which processes compare
 ROWS = [{"text": "one"}, {"text": "two"}, {"text": "three"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
@@ -47,9 +49,9 @@ def write(tmp_path):
         ("rows.csv", "text\none\ntwo\nthree\n", {}),
         ("rows.tsv", "text\tn\none\t1\ntwo\t2\nthree\t3\n", {}),
         ("rows.parquet", None, {}),
-        ("rows.json.gz", gzip.compress(json.dumps(ROWS).encode()), {}),
-        ("rows.jsonl.gz", gzip.compress(LINES.encode()), {}),
-        ("rows.tsv.gz", gzip.compress(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
+        ("rows.json.gz", packed(json.dumps(ROWS).encode()), {}),
+        ("rows.jsonl.gz", packed(LINES.encode()), {}),
+        ("rows.tsv.gz", packed(b"text\tn\none\t1\ntwo\t2\nthree\t3\n"), {}),
         ("rows.data", LINES, {"ds_type": "json"}),
     ],
 )
@@ -81,7 +83,7 @@ def test_strings_of_json_that_look_like_dates_stay_strings(write, kind):
          ["a.py", "b.py", "sub/test.py"]),
         ({"rows.jsonl": LINES, "code.py": "pass"}, ["one", "pass", "three", "two"]),
         ({"README.md": "read", "code.py": "pass", "LICENSE": "free"}, ["pass", "read"]),
-        ({"a.txt.gz": gzip.compress(b"line one\n\nline two\n")}, ["line one\n\nline two\n"]),
+        ({"a.txt.gz": packed(b"line one\n\nline two\n")}, ["line one\n\nline two\n"]),
         ({"a.jsonl": '{"text": "a", "m": {"timestamp": 5}}\n{"text": "b", "m": {"timestamp": "x"}}\n'}, ["a", "b"]),
     ],
 )  # fmt: skip
@@ -107,12 +109,12 @@ def test_unknown_endings_are_left_out_with_a_warning(write):
         ({"a.jsonl": '{"text": "one"}\n', "b.csv": "text\n1\n"}, "", {}, "a column has different types in its files"),
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
         ({"empty/.hidden": ""}, "empty", {}, "the folder has no files"),
-        *(({name: gzip.compress(b'{"text": "a"}\n')}, name, keys, f"{name} is compressed.* Unpack it")
+        *(({name: packed(b'{"text": "a"}\n')}, name, keys, f"{name} is compressed.* Unpack it")
           for name, keys in (("rows.parquet.gz", {}), ("rows.zip", {}), ("rows.zip", {"ds_type": "json"}))),
-        ({"rows.jsonl": gzip.compress(b"{}")}, "rows.jsonl", {}, "compressed.* if their names end with .gz"),
-        ({"rows.jsonl.gz": gzip.compress(LINES.encode())[:-9]}, "rows.jsonl.gz", {}, "jsonl.gz: cannot be unpacked"),
+        ({"rows.jsonl": packed(b"{}")}, "rows.jsonl", {}, "compressed.* if their names end with .gz"),
+        ({"rows.jsonl.gz": packed(LINES.encode())[:-9]}, "rows.jsonl.gz", {}, "jsonl.gz: cannot be unpacked"),
         ({"rows.jsonl.gz": b"{}"}, "rows.jsonl.gz", {}, r"rows.jsonl.gz: cannot be unpacked \(Not a gzipped file"),
-        ({"rows.jsonl.gz": gzip.compress(b'{"text": "a"}\n{')}, "rows.jsonl.gz", {}, "gz, line 2: not valid JSON"),
+        ({"rows.jsonl.gz": packed(b'{"text": "a"}\n{')}, "rows.jsonl.gz", {}, "gz, line 2: not valid JSON"),
         ({"rows.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"}, "", {}, "pointer of Git LFS"),
         ({"rows.jsonl": LINES}, "", {"data_files": "b.jsonl"}, "data_files 'b.jsonl' matches no file in"),
         ({"rows.jsonl": LINES}, "rows.jsonl", {"split": "validation"}, "Available splits: train"),
@@ -151,7 +153,7 @@ def zstandard(monkeypatch, request):
 
 
 def test_files_of_zstandard(write, zstandard):
-    path = write({"rows.jsonl.zst": gzip.compress(LINES.encode())}) / "rows.jsonl.zst"
+    path = write({"rows.jsonl.zst": packed(LINES.encode())}) / "rows.jsonl.zst"
     if zstandard:
         assert texts(path) == ["one", "two", "three"]
         return
