@@ -79,6 +79,9 @@ CASES = {
     "cross-entropy diverges": of(
         *("ebft__ce_loss", noisy(2, 0.05, 10) + noisy(2.7, 0.05, 20), noisy(2, 0.7, 30) + noisy(2.2, 0.7, 300))
     ),
+    "loss spikes": of(
+        "loss", (noisy(1, 0.05, 9) + [3.0]) * 6, noisy(6, 0.1, 6) + (noisy(2, 0.2, 9) + [6.0]) * 2 + noisy(2, 0.2)
+    ),
     "feature matching diverges": of(
         *("ebft__cfm_loss", noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20), noisy(0.2, 0.1, 30) + noisy(0.25, 0.1, 300))
     ),
@@ -128,6 +131,8 @@ def test_other_metrics_of_a_condition():
         ("cross-entropy diverges", {"loss": noisy(2.4, 0.1, 3) + noisy(40, 10, 10)}),
         ("cross-entropy diverges", {"loss": noisy(2.4, 0.05, 10) + noisy(3.2, 0.05, 20)}),
         ("cross-entropy diverges", {"eval_ce_loss": [2.0, 2.5, 2.6]}),
+        (None, {"loss": [math.exp(value) for value in noisy(0, 0.7, 300)]}),  # batches differ
+        (None, {"loss": (noisy(0.1, 0.01, 9) + [0.4]) * 6}),  # too small to matter
         ("feature matching diverges", {"ebft__cfm_loss": [200.0] * 12}),
         ("feature matching diverges", {"eval_cfm_loss": [0.1, 0.2, 0.3]}),
         ("no signal", {"ebft__advantages_std": [0.0] * 12}),

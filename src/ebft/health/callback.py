@@ -135,6 +135,18 @@ CONDITIONS = (
         "falling",
     ),
     Condition(
+        "loss spikes",
+        "Single batches have a far larger loss than those around them, and their gradients disturb the model.",
+        ("ebft/ce_loss", "loss (SFT)"),
+        ALL,
+        "in 3 of 50 logs more than twice the median of the 5 logs before and the 5 after, and more than 0.5 and five "
+        "standard deviations above it",
+        rules.loss_spikes,
+        "Look for malformed or unusually long documents with `ebft preprocess --debug`, keep max_grad_norm at 1.0 or "
+        f"below, increase gradient_accumulation_steps or warmup_steps, set bf16: false to compare, or {_SLOWER}.",
+        "within the noise of its neighbours",
+    ),
+    Condition(
         "feature matching diverges",
         "The features of samples move away from those of the references: the opposite of the objective.",
         ("ebft/cfm_loss", "eval_cfm_loss"),

@@ -122,6 +122,25 @@ def cross_entropy_diverges(log: Log) -> Sighting | None:
     return _held_out_rise(log["eval_ce_loss"], "eval_ce_loss", 0.3, 0.1)
 
 
+def loss_spikes(log: Log) -> Sighting | None:
+    """The cross-entropy was twice that of the logs around it, several times, and fell again."""
+    name = log.cross_entropy
+    series, spikes = log[name], list[int]()
+    values = [value for _, value in series.last]
+    if len(values) < _KEPT or not all(value > 0 and math.isfinite(value) for value in values):
+        return None
+    noise = _noise([math.log(value) for value in values])  # losses of batches are skewed
+    for i in range(START, len(values) - START):
+        around = median(values[i - START : i] + values[i + 1 : i + 1 + START])
+        is_spike = math.log(values[i] / around) > max(math.log(2), _ERRORS * noise) and values[i] > around + 0.5
+        if is_spike and (not spikes or i - spikes[-1] > START):  # neighbours are one spike
+            spikes.append(i)
+    if len(spikes) < SPIKES:
+        return None
+    listed = ", ".join(f"{values[i]:.3g} at step {series.last[i][0]}" for i in spikes)
+    return Sighting(series.last[spikes[0]][0], f"{name} was more than twice that of the logs around it: {listed}")
+
+
 def cfm_diverges(log: Log) -> Sighting | None:
     """The feature-matching loss is half as large again as at the start, or above 100.
 
@@ -226,9 +245,16 @@ def _held_out_rise(series: Series, name: str, absolute: float, relative: float) 
     return None if since is None else Sighting(since, f"{name} rose from {base:.3f} to {series.last[-1][1]:.3f}")
 
 
+def _noise(values: list[float]) -> float:
+    """The standard deviation of one value, from successive differences, which a trend hardly changes."""
+    differences = [abs(b - a) for a, b in zip(values, values[1:])]
+    return 1.4826 * median(differences) / math.sqrt(2) if differences else math.inf
+
+
 START = 5  # values at the start of the run
 WINDOW = 10  # most recent values
 PERSISTENT = 20  # values for conditions that are normal for a few steps
+SPIKES = 3  # jumps of a loss; one or two are normal
 _KEPT = 50
 # A change must exceed this multiple of its standard error, since every log is tested.
 _ERRORS = 5.0
@@ -261,16 +287,9 @@ class Series:
         return median(value for _, value in self.first)
 
     def margin(self) -> float:
-        """Return a change of the recent median against the start that noise does not explain.
-
-        The standard deviation of one value is estimated from successive differences, which a trend hardly changes.
-        """
-        values = self.recent(len(self.last))
-        differences = [abs(b - a) for a, b in zip(values, values[1:])]
-        if not differences:
-            return math.inf
-        noise = 1.4826 * median(differences) / math.sqrt(2)
-        return _ERRORS * noise * math.sqrt(math.pi / 2 * (1 / START + 1 / WINDOW))  # pi/2: variance of a median
+        """Return a change of the recent median against the start that noise does not explain."""
+        # pi/2: variance of a median
+        return _ERRORS * _noise([value for _, value in self.last]) * math.sqrt(math.pi / 2 * (1 / START + 1 / WINDOW))
 
     def since(self, holds: Callable[[float], bool], count: int = WINDOW) -> int | None:
         """Return the first of the last `count` steps whose value `holds`, if that is true of their median."""
