@@ -70,7 +70,8 @@ _UNSUPPORTED = {
     "kd_online_topk kd_online_server kd_online_timeout kd_temperature_min": "the loss has no teacher. Remove it",
     "grokfast_alpha grokfast_lamb": "gradients are not filtered. Remove it",
     "llmcompressor": "ebft quantize quantises a trained model. Remove it",
-    "hatchery": "training runs on this machine, and not in a remote service. Remove it",
+    "cloud hatchery": "training runs on this machine, and not in a remote service. Remove it, and start "
+    "ebft there, for example with SkyPilot, or set use_ray",
     "trainer_cls": "each method has its own trainer. Use plugins, or the trainers in Python",
     "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
     "expert_parallel_token_capacity expert_parallel_fallback_on_unsupported": "experts are not split over processes. "
