@@ -98,6 +98,14 @@ class GRPO(Method):
         if config.group_by_length:
             yield "group_by_length is incompatible with grouped completions. Remove it."
 
+    def missing_packages(self, config: MethodConfig) -> Iterator[str]:
+        is_here = not config.uses_server or (config.manages_server and config.vllm.python is None)
+        if config.trl.use_vllm and is_here and find_spec("vllm") is None:
+            yield (
+                f"trl.vllm_mode: {config.trl.vllm_mode} needs vLLM in this environment: pip install 'ebft[vllm]'. With "
+                "vllm_mode: server or managed, vLLM can be in an environment of its own (vllm.python)."
+            )
+
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         found = rules.full_weights(
             config.uses_server, config.adapter is not None, machine.has_accelerator, rules.in_config
@@ -361,11 +369,6 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
         yield (
             "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
             "adapter. Remove it."
-        )
-    if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
-        yield (
-            "trl.vllm_mode: colocate needs vLLM in this environment: pip install 'ebft[vllm]'. Or set vllm_mode: "
-            "server or managed, which can use vLLM from a separate environment (vllm.python)."
         )
     if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
         yield (

@@ -140,6 +140,14 @@ class Method(ABC):
         """Reasons why a config cannot be trained, one message each, checked before anything is loaded."""
         yield from ()
 
+    def missing_packages(self, config: MethodConfig) -> Iterator[str]:
+        """Packages that a run needs but that are not installed, one message each."""
+        yield from ()
+
+    def missing_on_gpus(self, config: MethodConfig) -> Iterator[str]:
+        """The same, of packages that a run needs on GPUs only."""
+        yield from ()
+
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         """Requirements that this machine does not meet, one message each."""
         yield from ()
