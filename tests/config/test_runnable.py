@@ -1,4 +1,5 @@
 import re
+from importlib import import_module
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.config.conftest import warned
     ("bitsandbytes", "adamw_8bit", "qlora"), ("torchao", "adamw_torch_8bit", "quantize"),
 ])  # fmt: skip
 def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, package, optimizer, extra):
-    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    monkeypatch.setattr(import_module("transformers.trainer_optimizer"), f"is_{package}_available", lambda: False)
     with pytest.raises(
         ConfigError, match=rf"cannot be used: .*{package}.*Run `pip install 'ebft\[{extra}\]'`, or leave"
     ):
@@ -58,7 +59,7 @@ def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, mon
     ({"liger_rope": True}, "Needed for training on a GPU: liger_rope requires the package liger-kernel: pip install"),
 ])  # fmt: skip
 def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(make, monkeypatch, keys, message):
-    monkeypatch.setattr("transformers.trainer_optimizer.is_bitsandbytes_available", lambda: False)
+    monkeypatch.setattr(import_module("transformers.trainer_optimizer"), "is_bitsandbytes_available", lambda: False)
     for module in ("methods.grpo", "methods.sft", "run.checks", "run.reporting", "config.checks.processes"):
         monkeypatch.setattr(f"ebft.{module}.find_spec", lambda name: None)
     config = make(lora_r=8, lora_alpha=16, lora_target_linear=True, **keys) if "adapter" in keys else make(**keys)
