@@ -98,8 +98,6 @@ def structured(**trl):
      "overrides_of_model_config is not supported with strided mode, whose loss has no term for the router"),
     ({"chunked_cross_entropy": True, "torch_compile": True},
      "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step"),
-    ({"activation_offloading": True, "torch_compile": True},
-     "activation_offloading is incompatible with torch_compile"),
     ({"activation_offloading": "disk"}, "activation_offloading: disk is not supported: TRL's hooks copy all"),
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
     # Processes
@@ -376,6 +374,9 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
      "chunked_cross_entropy has no effect: rl: dpo does not read it."),
     ({**STRIDED, "activation_offloading": True}, OFFLOADING),
     ({"rl": "orpo", "activation_offloading": True, **PREFERENCES}, OFFLOADING),
+    ({"torch_compile": True, "activation_offloading": True}, f"{OFFLOADING}torch_compile"),
+    ({"model_quantization_config_kwargs": {"dequantize": False}}, "...has no effect: weights that are stored in MXFP4"),
+    ({"model_quantization_config_kwargs": {"dequantize": True}}, None),
     # Full completions
     ({**PROMPTS, "torch_compile": True}, "torch_compile: true is set to false in structured mode and GRPO..."),
     (structured(streaming_partial_batch=True, reward_num_workers=2), "...no effect with reward_num_workers above"),

@@ -282,6 +282,11 @@ _IGNORED = (
     ("merge_method", ("memory_efficient",), "ebft merge-lora reads one part of the weights at a time"),
     ("merge_lora", (False,), "use ebft merge-lora after training"),
     ("tokenizer_legacy", (), "the tokenizer's files determine this"),
+    (
+        "model_quantization_config_kwargs",
+        ({"dequantize": True}, {}),
+        "weights that are stored in MXFP4 are always dequantised",
+    ),
     ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
     ("gptq_disable_exllama", (True, False), "a model that is quantised with GPTQ is recognised by its files"),
     # Data

@@ -127,11 +127,6 @@ class Method(ABC):
                 "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
                 "Remove one of them."
             )
-        if self.offloads_activations and config.activation_offloading and config.torch_compile:
-            yield (
-                "activation_offloading is incompatible with torch_compile, which chooses itself what is kept for the "
-                "backward pass. Remove one of them."
-            )
 
     def resolve(self, config: MethodConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
         """Warn once about each key without effect, and replace settings that other settings override."""

@@ -111,9 +111,6 @@ class ModelKeys(Section):
         description="For models that are stored in MXFP4, such as gpt-oss: their weights are dequantised when they are "
         "loaded, with or without this key.",
     )
-    model_quantization_config_kwargs: dict[Literal["dequantize"], Literal[True]] | None = Field(
-        None, description="{dequantize: true}, as always."
-    )
     bnb_config_kwargs: dict[str, Any] | None = Field(
         None,
         description="Settings of bitsandbytes. Only those are accepted that are used anyway: bnb_4bit_quant_type: nf4, "
