@@ -259,6 +259,30 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         lambda c: "prefetch_depth" in c.trl.model_fields_set and not c.trl.async_prefetch,
         "trl.prefetch_depth has no effect without async_prefetch: true.",
     ),
+    (
+        lambda c: c.trl.use_vllm and c.vllm.serve_module is not None,
+        "vllm.serve_module has no effect: vLLM's OpenAI server is always used.",
+    ),
+    (
+        lambda c: "reroll_max_groups" in c.trl.model_fields_set and c.trl.reroll_start_fraction == 1,
+        "trl.reroll_max_groups has no effect without reroll_start_fraction below 1.",
+    ),
+    (
+        lambda c: "replay_recompute_logps" in c.trl.model_fields_set and not c.trl.replay_buffer_size,
+        "trl.replay_recompute_logps has no effect without replay_buffer_size above 0.",
+    ),
+    (
+        lambda c: c.trl.ref_model_sync_steps is not None and not c.trl.sync_ref_model,
+        "trl.ref_model_sync_steps has no effect without sync_ref_model: true.",
+    ),
+    (
+        lambda c: c.trl.ref_model_mixup_alpha is not None and not c.trl.sync_ref_model,
+        "trl.ref_model_mixup_alpha has no effect without sync_ref_model: true.",
+    ),
+    (
+        lambda c: c.trl.num_completions_to_print is not None and not c.trl.log_completions,
+        "trl.num_completions_to_print has no effect without log_completions: true.",
+    ),
     (lambda c: c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts."),
     (lambda c: c.sample_packing, "sample_packing: true has no effect on full completions of prompts."),
     (

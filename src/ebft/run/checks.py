@@ -29,7 +29,7 @@ from ebft.machine import Machine
 from ebft.models.files import task_problem
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import check_trackers
+from ebft.run.reporting import check_trackers, trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,6 +117,8 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         check_plugins(config.plugins)
     if missing and not elsewhere:
         raise MissingPackageError("\n".join(missing))
+    if elsewhere:
+        trackers(config)  # warns if wandb_project cannot be used
     for message in missing:
         warnings.warn(f"Needed for training: {message}", stacklevel=2)
     for message in _missing_on_gpus(config) if elsewhere else ():
