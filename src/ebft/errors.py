@@ -16,6 +16,10 @@ class ConfigError(EBFTError):
     """A config file, an override or an option is invalid."""
 
 
+class MissingPackageError(ConfigError):
+    """A package that a valid config needs is not installed; the message says what installs it."""
+
+
 class DataError(EBFTError):
     """A dataset cannot be read, or its rows cannot be used."""
 

@@ -12,7 +12,11 @@ HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))
 FOLDER = HERE.parents[1] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
-WARNINGS = {"llama-3b-strided": ["torch_compile: true is set to false in strided mode"]}
+SERVE_MODULE = ["vllm.serve_module has no effect"]
+WARNINGS = {
+    "llama-3b-strided": ["torch_compile: true is set to false in strided mode"],
+    **dict.fromkeys(("qwen35-9b-structured", "qwen35-4b-structured-async"), SERVE_MODULE),
+}
 STRIDED = {"llama-1b-strided", "llama-1b-strided-structured", "llama-3b-strided", "llama-8b-strided-fft"}
 
 

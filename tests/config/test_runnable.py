@@ -1,15 +1,20 @@
+import re
+from importlib import import_module
+
 import pytest
 
 from ebft.config.checks.processes import check_deepspeed
-from ebft.errors import ConfigError
-from ebft.run.checks import check_runnable, launched_processes
+from ebft.errors import ConfigError, MissingPackageError
+from ebft.machine import Machine
+from ebft.run.checks import check_machine, check_runnable, launched_processes
+from tests.config.conftest import warned
 
 
 @pytest.mark.parametrize(("package", "optimizer", "extra"), [
     ("bitsandbytes", "adamw_8bit", "qlora"), ("torchao", "adamw_torch_8bit", "quantize"),
 ])  # fmt: skip
 def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, package, optimizer, extra):
-    monkeypatch.setattr(f"transformers.trainer_optimizer.is_{package}_available", lambda: False)
+    monkeypatch.setattr(import_module("transformers.trainer_optimizer"), f"is_{package}_available", lambda: False)
     with pytest.raises(
         ConfigError, match=rf"cannot be used: .*{package}.*Run `pip install 'ebft\[{extra}\]'`, or leave"
     ):
@@ -38,6 +43,37 @@ def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, mon
     (tmp_path / "nested.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match=message):
         check_deepspeed(make(deepspeed=str(tmp_path / given) if str(given).endswith(".json") else given))
+
+
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"deepspeed": "zero2"}, "Needed for training: deepspeed requires the package deepspeed: pip install 'ebft[deep"),
+    ({"use_swanlab": True}, "Needed for training: use_swanlab: true, but swanlab is not installed. Run `pip install s"),
+    ({"report_to": ["mlflow"]}, "Needed for training: report_to: mlflow is not installed. Run `pip install mlflow`"),
+    ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
+    ({"optimizer": "paged_adamw_8bit"}, "Needed for training: optimizer: paged_adamw_8bit cannot be used: You need to"),
+    *(({"rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": mode}, "adapter": "lora", "micro_batch_size": 8,
+        "datasets": [{"path": "a", "type": "ebft_opencode"}]},
+       f"Needed for training: trl.vllm_mode: {mode} needs vLLM in this environment: pip install 'ebft[vllm]'")
+      for mode in ("colocate", "managed")),
+    ({"load_in_4bit": True, "adapter": "qlora"}, "Needed for training on a GPU: load_in_4bit requires the package bit"),
+    ({"liger_rope": True}, "Needed for training on a GPU: liger_rope requires the package liger-kernel: pip install"),
+])  # fmt: skip
+def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(make, monkeypatch, keys, message):
+    monkeypatch.setattr(import_module("transformers.trainer_optimizer"), "is_bitsandbytes_available", lambda: False)
+    for module in ("methods.grpo", "methods.sft", "run.checks", "run.reporting", "config.checks.processes"):
+        monkeypatch.setattr(f"ebft.{module}.find_spec", lambda name: None)
+    config = make(lora_r=8, lora_alpha=16, lora_target_linear=True, **keys) if "adapter" in keys else make(**keys)
+    _, said = warned(check_runnable, config=config, elsewhere=True)
+    (found,) = said
+    assert found.startswith(message)
+    trains = check_machine if "on a GPU" in message else check_runnable
+    of_gpu = (Machine(has_accelerator=True, supports_bf16=True),) if "on a GPU" in message else ()
+    if "use_ray" not in keys:  # which `ebft train` reports when it plans the launch
+        with pytest.raises(MissingPackageError, match=re.escape(message.partition(": ")[2])):
+            trains(config, *of_gpu)
+    config.output_dir = "a\0"
+    with pytest.raises(ConfigError, match="output_dir"):  # an error all the same
+        warned(check_runnable, config=config, elsewhere=True)
 
 
 LAUNCHED = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -115,5 +151,6 @@ def test_a_fetched_model_is_not_hidden_by_the_output(make, tmp_path, monkeypatch
 def test_the_model_is_sharded_over_all_processes(make, tmp_path):
     config = make(fsdp=True, dp_shard_size=4, output_dir=str(tmp_path))
     check_runnable(config, processes=4)
+    check_runnable(config, elsewhere=True)
     with pytest.raises(ConfigError, match="dp_shard_size: 4, but the model is sharded over all 2 processes"):
         check_runnable(config, processes=2)

@@ -161,11 +161,10 @@ def test_the_device(make_config):
         command(make_config(vllm={"device": "cuda"}))
 
 
-@pytest.mark.parametrize(("key", "given"), [("serve_module", "my.server"), ("device", "tpu")])
-def test_a_key_without_effect_is_one_warning(make_config, key, given):
+def test_a_key_without_effect_is_one_warning(make_config):
     with pytest.warns(UserWarning) as caught:
-        server_command(make_config(vllm={key: given}).server_settings, PYTHON, 0, {})
-    assert len(caught) == 1 and str(caught[0].message).startswith(f"vllm.{key}: {given} has no effect")
+        server_command(make_config(vllm={"device": "tpu"}).server_settings, PYTHON, 0, {})
+    assert len(caught) == 1 and str(caught[0].message).startswith("vllm.device: tpu has no effect")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1", ""])

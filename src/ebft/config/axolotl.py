@@ -5,6 +5,7 @@ errors, unless they are empty or false. Other keys have another name here.
 """
 
 import warnings
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 from pydantic import Field, create_model, model_validator
@@ -63,7 +64,8 @@ _UNSUPPORTED = {
     "is_multimodal processor_type processor_config processor_kwargs image_size image_resize_algorithm "
     "image_token_id audio_sampling_rate": "models are trained on text only. Remove it",
     # Other losses and other classes of models
-    "diffusion": "diffusion models are another class of models, which are trained to fill in masked tokens. Remove it",
+    "diffusion": "masked-diffusion models are another class of models: their attention sees both directions, they are "
+    "trained to fill in masked tokens, and they need another sampler. Remove it",
     "use_eaft eaft_alpha eaft_k use_dynamic_finetuning": "SFT trains on the plain cross-entropy. Remove it",
     "dense_mixer": "the router of the model is used unchanged. Remove it",
     "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url "
@@ -264,7 +266,7 @@ _IGNORED = (
     ("lora_on_cpu", (False,), "ebft merge-lora reads one part of the weights at a time"),
     ("embeddings_skip_upcast", (False,), "PEFT prepares quantised models"),
     ("low_cpu_mem_usage", (True,), "transformers always reads weights one at a time"),
-    ("freeze_mm_modules", (True, False), "only the text model is loaded"),
+    ("freeze_mm_modules", (), "only the text model is loaded"),
     (
         "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
         (),
@@ -283,6 +285,11 @@ _IGNORED = (
     ("merge_method", ("memory_efficient",), "ebft merge-lora reads one part of the weights at a time"),
     ("merge_lora", (False,), "use ebft merge-lora after training"),
     ("tokenizer_legacy", (), "the tokenizer's files determine this"),
+    (
+        "model_quantization_config_kwargs",
+        ({"dequantize": True}, {}),
+        "weights that are stored in MXFP4 are always dequantised",
+    ),
     ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
     ("gptq_disable_exllama", (True, False), "a model that is quantised with GPTQ is recognised by its files"),
     # Data
@@ -416,18 +423,29 @@ class CarriedOverKeys(_IgnoredKeys):
         """Accept unsupported keys that are empty or false, or repeat another key, as configs for other trainers do."""
         if not isinstance(data, dict):
             return data
-        asks = lambda key, value: key not in UNSUPPORTED_KEYS or value not in (None, False, "", [], {})
-        found = {key: value for key, value in data.items() if asks(key, value)}
+        found = _asked(data, UNSUPPORTED_KEYS.keys() | SINGLE)
         if isinstance(found.get("trl"), dict):
-            found["trl"] = {key: value for key, value in found["trl"].items() if asks(f"trl.{key}", value)}
+            found["trl"] = _asked(found["trl"], {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS})
+            if not found["trl"]:
+                del found["trl"]
         _use_names_here(found)
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
-                found[section] = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
+                entries = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
+                found[section] = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in entries]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
+
+
+def _asked(values: Any, unsupported: Container[str]) -> Any:
+    """A mapping without the unsupported keys that are empty or false."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: value for key, value in values.items() if key not in unsupported or value not in (None, False, "", [], {})
+    }
 
 
 def _use_names_here(found: dict[str, Any]) -> None:
@@ -491,7 +509,8 @@ UNSUPPORTED_PLUGINS = {
     "spectrum": "list the parameters in unfrozen_parameters",
     "grokfast": "gradients are not filtered",
     "kd": "the loss has no teacher",
-    "diffusion": "models are trained on the next token",
+    "diffusion": "masked-diffusion models are another class of models, with attention in both directions and another "
+    "sampler",
     "llm_compressor": "ebft quantize quantises a trained model",
     "lm_eval": "use ebft evaluate, or lm_eval with the trained model",
     "expert_parallel": "experts are not split over processes; shard the model with fsdp",

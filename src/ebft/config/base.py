@@ -143,7 +143,8 @@ class EvaluationKeys(Section):
         description="Also evaluate before the first step, so that later evaluations compare with the base model.",
     )
     evals_per_epoch: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Number of evaluations per epoch; 0 is the same as eval_strategy: no."
+        None,
+        description="Number of evaluations per epoch, or per run if it is shorter; 0 is the same as eval_strategy: no.",
     )
     early_stopping_patience: Count | None = Field(
         None,

@@ -98,6 +98,14 @@ class GRPO(Method):
         if config.group_by_length:
             yield "group_by_length is incompatible with grouped completions. Remove it."
 
+    def missing_packages(self, config: MethodConfig) -> Iterator[str]:
+        is_here = not config.uses_server or (config.manages_server and config.vllm.python is None)
+        if config.trl.use_vllm and is_here and find_spec("vllm") is None:
+            yield (
+                f"trl.vllm_mode: {config.trl.vllm_mode} needs vLLM in this environment: pip install 'ebft[vllm]'. With "
+                "vllm_mode: server or managed, vLLM can be in an environment of its own (vllm.python)."
+            )
+
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         found = rules.full_weights(
             config.uses_server, config.adapter is not None, machine.has_accelerator, rules.in_config
@@ -251,6 +259,30 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         lambda c: "prefetch_depth" in c.trl.model_fields_set and not c.trl.async_prefetch,
         "trl.prefetch_depth has no effect without async_prefetch: true.",
     ),
+    (
+        lambda c: c.trl.use_vllm and c.vllm.serve_module is not None,
+        "vllm.serve_module has no effect: vLLM's OpenAI server is always used.",
+    ),
+    (
+        lambda c: "reroll_max_groups" in c.trl.model_fields_set and c.trl.reroll_start_fraction == 1,
+        "trl.reroll_max_groups has no effect without reroll_start_fraction below 1.",
+    ),
+    (
+        lambda c: "replay_recompute_logps" in c.trl.model_fields_set and not c.trl.replay_buffer_size,
+        "trl.replay_recompute_logps has no effect without replay_buffer_size above 0.",
+    ),
+    (
+        lambda c: c.trl.ref_model_sync_steps is not None and not c.trl.sync_ref_model,
+        "trl.ref_model_sync_steps has no effect without sync_ref_model: true.",
+    ),
+    (
+        lambda c: c.trl.ref_model_mixup_alpha is not None and not c.trl.sync_ref_model,
+        "trl.ref_model_mixup_alpha has no effect without sync_ref_model: true.",
+    ),
+    (
+        lambda c: c.trl.num_completions_to_print is not None and not c.trl.log_completions,
+        "trl.num_completions_to_print has no effect without log_completions: true.",
+    ),
     (lambda c: c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts."),
     (lambda c: c.sample_packing, "sample_packing: true has no effect on full completions of prompts."),
     (
@@ -361,11 +393,6 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
         yield (
             "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
             "adapter. Remove it."
-        )
-    if trl.use_vllm and not config.uses_server and find_spec("vllm") is None:
-        yield (
-            "trl.vllm_mode: colocate needs vLLM in this environment: pip install 'ebft[vllm]'. Or set vllm_mode: "
-            "server or managed, which can use vLLM from a separate environment (vllm.python)."
         )
     if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
         yield (

@@ -127,17 +127,20 @@ class Method(ABC):
                 "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
                 "Remove one of them."
             )
-        if self.offloads_activations and config.activation_offloading and config.torch_compile:
-            yield (
-                "activation_offloading is incompatible with torch_compile, which chooses itself what is kept for the "
-                "backward pass. Remove one of them."
-            )
 
     def resolve(self, config: MethodConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
         """Warn once about each key without effect, and replace settings that other settings override."""
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         """Reasons why a config cannot be trained, one message each, checked before anything is loaded."""
+        yield from ()
+
+    def missing_packages(self, config: MethodConfig) -> Iterator[str]:
+        """Packages that a run needs but that are not installed, one message each."""
+        yield from ()
+
+    def missing_on_gpus(self, config: MethodConfig) -> Iterator[str]:
+        """The same, of packages that a run needs on GPUs only."""
         yield from ()
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:

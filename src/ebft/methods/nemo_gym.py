@@ -43,6 +43,8 @@ def resolve(config: MethodConfig) -> None:
         )
     config.plugins = [name for name in config.plugins if name != PLUGIN]
     if config.nemo_gym_enabled and _is_read(config):
+        if _reward(config) not in (config.trl.reward_funcs or []):
+            config.trl.reward_funcs = [*(config.trl.reward_funcs or []), _reward(config)]
         other = (
             ("nemo_gym_model_name",) if config.nemo_gym_multi_turn else ("nemo_gym_run_timeout", "nemo_gym_max_turns")
         )
@@ -53,6 +55,10 @@ def resolve(config: MethodConfig) -> None:
         slices = _slices(config)
         for entry in config.datasets:
             entry.split = slices.get(path_in(".", entry.path), entry.split)
+
+
+def _reward(config: MethodConfig) -> str:
+    return ENVIRONMENT if config.nemo_gym_multi_turn else VERIFY
 
 
 def _slices(config: MethodConfig) -> dict[str, str]:
@@ -86,11 +92,12 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
                 f"datasets.split: {entry.split} of {entry.path} contradicts its max_samples in nemo_gym_datasets. "
                 "Remove one of them."
             )
-    wanted, other = (ENVIRONMENT, VERIFY) if config.nemo_gym_multi_turn else (VERIFY, ENVIRONMENT)
-    if other in rewards or wanted not in rewards:
+    wanted = _reward(config)
+    other = VERIFY if config.nemo_gym_multi_turn else ENVIRONMENT
+    if other in rewards:
         yield (
             f"nemo_gym_multi_turn: {str(config.nemo_gym_multi_turn).lower()} uses the reward {wanted}: add it to "
-            f"trl.reward_funcs{f' in place of {other}' if other in rewards else ''}, or change nemo_gym_multi_turn."
+            f"trl.reward_funcs in place of {other}, or change nemo_gym_multi_turn."
         )
     if config.nemo_gym_multi_turn:
         yield from _agents(config)

@@ -90,11 +90,13 @@ class SFT(Method):
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         asked = self._kernels(config)
-        if not asked:
-            return
-        if not machine.has_accelerator:
+        if asked and not machine.has_accelerator:
             warnings.warn(f"{', '.join(asked)}: no effect on CPU, where Liger's kernels do not run.", stacklevel=3)
-        elif find_spec("liger_kernel") is None:
+        yield from ()
+
+    def missing_on_gpus(self, config: MethodConfig) -> Iterator[str]:
+        asked = self._kernels(config)
+        if asked and find_spec("liger_kernel") is None:
             yield (
                 f"{asked[0]} requires the package liger-kernel: pip install liger-kernel. Or remove it: the model's "
                 "own layers give the same results."

@@ -106,6 +106,11 @@ class ModelKeys(Section):
         "If unset, and with the names of axolotl's kernels scattermoe and sonicmoe, grouped_mm where the machine "
         "supports it.",
     )
+    model_quantization_config: Literal["Mxfp4Config"] | None = Field(
+        None,
+        description="For models that are stored in MXFP4, such as gpt-oss: their weights are dequantised when they are "
+        "loaded, with or without this key.",
+    )
     bnb_config_kwargs: dict[str, Any] | None = Field(
         None,
         description="Settings of bitsandbytes. Only those are accepted that are used anyway: bnb_4bit_quant_type: nf4, "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import as_folder, base_name, is_gguf, lasting_name
 from ebft.errors import ConfigError, ModelError, cause, shortened
@@ -88,7 +88,7 @@ def load_base_model(
         "dtype": weights_dtype(config),
         "attn_implementation": usable_attention(config.attn_implementation),
         "device_map": usable_device_map(config.device_map),
-        "quantization_config": quantisation_config(config),
+        "quantization_config": quantisation_config(config) or _dequantised(config, model_config),
         "experts_implementation": config.experts_implementation,
     }
     try:
@@ -105,6 +105,8 @@ def load_base_model(
         file = f"the {GENERATION_CONFIG} of " if _has_bad_generation_config(config, name) else ""
         said = explained(error, model_config.to_dict())
         raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {said}") from error
+    if isinstance(options["quantization_config"], Mxfp4Config):  # which dequantises to bfloat16
+        model.to(options["dtype"])
     _fit_vocabulary(config, model, tokenizer)
     return model
 
@@ -389,6 +391,20 @@ def share_that_moves(model: nn.Module, step: float) -> float | None:
             moved += int((some.float() + step).to(some.dtype).ne(some).sum())
             total += some.numel()
     return moved / total if total else None
+
+
+def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None:
+    """Settings with which weights that are stored in MXFP4 are dequantised, since others cannot be trained."""
+    found = getattr(model_config, "quantization_config", None)  # absent in most models
+    if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
+        return Mxfp4Config(dequantize=True)
+    if config.model_quantization_config is not None:
+        warnings.warn(
+            f"model_quantization_config: {config.model_quantization_config} has no effect: the weights of "
+            f"{config.base_model} are not stored in MXFP4.",
+            stacklevel=3,
+        )
+    return None
 
 
 def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:

@@ -12,6 +12,7 @@ import difflib
 import os
 import warnings
 from collections.abc import Iterator, Sized
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +23,13 @@ from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, shortened
+from ebft.errors import ConfigError, MissingPackageError, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.models.files import task_problem
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import check_trackers
+from ebft.run.reporting import check_trackers, trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,12 +73,17 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
         warnings.warn("activation_offloading: true has no effect on CPU: activations are in main memory.", stacklevel=2)
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
+    missing = list(_missing_on_gpus(config)) if machine.has_accelerator else []
+    if missing:
+        raise MissingPackageError("\n".join(missing))
 
 
-def check_runnable(config: RunConfig, processes: int | None = None) -> None:
+def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere: bool = False) -> None:
     """Raise ConfigError or DataError, with an alternative, for a valid config that cannot be trained.
 
     `processes`: the number of processes that will train; None: that of the launch to which this process belongs.
+    `elsewhere`: training may run on another machine, so packages that are missing here are warnings, and the number of
+    processes is not checked.
     """
     if config.sample_packing and config.group_by_length:
         raise ConfigError(
@@ -92,17 +98,39 @@ def check_runnable(config: RunConfig, processes: int | None = None) -> None:
     if config.evaluation.pass_at:
         config.evaluation.counts(config.method.sampling(config).samples)  # raises
     check_types(config)
-    _check_processes(config, launched_processes() if processes is None else processes)
+    if not elsewhere:
+        _check_processes(config, launched_processes() if processes is None else processes)
     _check_output_dir(Path(config.output_dir))
     _check_not_overwritten(config)
     check_own(config)
-    check_deepspeed(config)
-    check_trackers(config)
-    check_optimizer(config)
+    missing = list(config.method.missing_packages(config))
+    if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
+        missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
+    for check in (check_deepspeed, check_trackers, check_optimizer):
+        try:
+            check(config)
+        except MissingPackageError as error:
+            missing += str(error).split("\n")
     if config.plugins:
         from ebft.run.plugins import check_plugins  # imports transformers
 
         check_plugins(config.plugins)
+    if missing and not elsewhere:
+        raise MissingPackageError("\n".join(missing))
+    if elsewhere:
+        trackers(config)  # warns if wandb_project cannot be used
+    for message in missing:
+        warnings.warn(f"Needed for training: {message}", stacklevel=2)
+    for message in _missing_on_gpus(config) if elsewhere else ():
+        warnings.warn(f"Needed for training on a GPU: {message}", stacklevel=2)
+
+
+def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
+    """Packages that are not installed and that a run needs on GPUs only, one message each."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if getattr(config, key) and find_spec("bitsandbytes") is None:
+            yield f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'. Or remove it."
+    yield from config.method.missing_on_gpus(config)
 
 
 def launched_processes() -> int:

@@ -278,7 +278,8 @@ class CheckpointKeys(Section):
         None, description="Number of steps between checkpoints, or a fraction of the training steps."
     )
     saves_per_epoch: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Number of checkpoints per epoch; 0 is the same as save_strategy: no."
+        None,
+        description="Number of checkpoints per epoch, or per run if it is shorter; 0 is the same as save_strategy: no.",
     )
     save_total_limit: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Maximum number of checkpoints to keep. If unset, all are kept."

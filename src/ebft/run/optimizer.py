@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, MissingPackageError
 
 # The optimizers of transformers; first those of PyTorch and transformers itself, with the numbers in optim_args that
 # they read.
@@ -148,9 +148,10 @@ def _try_optimizer(config: RunConfig) -> None:
         settings = _settings(config.optimizer, given)
     except (ImportError, ValueError) as error:
         extra = "quantize" if config.optimizer.startswith("adamw_torch_") else "qlora"
-        is_known = isinstance(error, ImportError) and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
+        is_missing = isinstance(error, ImportError)
+        is_known = is_missing and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
         install = f"Run `pip install 'ebft[{extra}]'`" if is_known else "Install its dependencies"
-        raise ConfigError(
+        raise (MissingPackageError if is_missing else ConfigError)(
             f"optimizer: {config.optimizer} cannot be used: {str(error).strip().rstrip('.')}. {install}, or leave "
             f"optimizer out to use {_default('optimizer')}."
         ) from error

@@ -13,7 +13,7 @@ from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib, total_memory
 from ebft.models.pretrained import explained, pretrained_tokenizer
 from ebft.run.reporting import write_model_card
-from ebft.run.trainer import planned_steps, this_machine
+from ebft.run.trainer import planned_steps, steps_of_epoch, this_machine
 from ebft.trainer import OverTrainer
 
 # Optimizer values per trained weight; AdamW and similar ones otherwise. In bytes for 8-bit optimizers.
@@ -87,7 +87,7 @@ def checkpoints_kept(config: RunConfig, rows: int) -> int:
     """Number of checkpoints that are on the disk at the same time."""
     machine = this_machine()
     steps = planned_steps(config, machine, rows)
-    per_epoch = config.method.steps_per_epoch(config, machine, rows)
+    per_epoch = steps_of_epoch(config, machine, rows)
     every = config.save_steps
     if config.saves_per_epoch is not None:
         every = max(1, per_epoch // config.saves_per_epoch)

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, SaveError, cause
+from ebft.errors import ConfigError, MissingPackageError, SaveError, cause
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
@@ -311,10 +311,11 @@ def trackers(config: RunConfig) -> list[str]:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker that transformers does not know, or whose package is missing.
+    """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed.
 
     Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
     """
+    missing = []
     for name in _named(config):
         if name in ("none", "all"):
             continue
@@ -327,12 +328,14 @@ def check_trackers(config: RunConfig) -> None:
                     "KUBEFLOW_TRAINER_SERVER_URL. Remove it."
                 )
         elif not _TRACKERS[name].is_installed:
-            raise ConfigError(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
+            missing.append(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
     for key, tracker in _asked(config).items():
         if key != "wandb_project" and not tracker.is_installed:
-            raise ConfigError(
+            missing.append(
                 f"{key}: true, but {tracker.name} is not installed. Run `{tracker.install}`, or set {key}: false."
             )
+    if missing:
+        raise MissingPackageError("\n".join(missing))
 
 
 def _named(config: RunConfig) -> list[str]:

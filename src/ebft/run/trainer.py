@@ -140,7 +140,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
         kwargs["gradient_checkpointing_kwargs"] = details
     kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
-    per_epoch = config.method.steps_per_epoch(config, machine, rows)
+    per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
     kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
@@ -191,6 +191,12 @@ def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
     if config.max_steps is not None:
         return config.max_steps
     return math.ceil(config.num_epochs * config.method.steps_per_epoch(config, machine, rows))
+
+
+def steps_of_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
+    """The steps of an epoch, or of a run that ends before that."""
+    steps = config.method.steps_per_epoch(config, machine, rows)
+    return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebft.errors import ConfigError, cause
+from ebft.errors import ConfigError, MissingPackageError, cause
 from ebft.models.keys import FSDPKeys
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def check_deepspeed(config: MethodConfig) -> None:
     for problem in _problems(zero_stage(config), config):
         raise ConfigError(problem)
     if find_spec("deepspeed") is None:
-        raise ConfigError(
+        raise MissingPackageError(
             "deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'. Or remove it to use DDP."
         )
 

@@ -131,6 +131,12 @@ def _activations(config: MethodConfig) -> Iterator[str]:
             f"activation_offloading: true has no effect with {config.method.name}, whose activations are not kept by "
             "TRL's hooks. Use gradient_checkpointing: true to save memory."
         )
+    if config.activation_offloading and config.torch_compile:
+        config.activation_offloading = False
+        yield (
+            "activation_offloading: true has no effect with torch_compile, which chooses itself what is kept for the "
+            "backward pass. Remove torch_compile to save memory."
+        )
     sharded = config.fsdp_config
     if sharded is not None and sharded.activation_checkpointing and config.gradient_checkpointing:
         config.gradient_checkpointing = False

@@ -110,9 +110,9 @@ def env(
 
 CHECK_HELP = (
     "Check this YAML file: keys and values, contradictions, optimizer and schedule, trackers, output_dir, dataset "
-    "transforms, and whether a block fits in sequence_len. Modules of your own functions (transforms, reward "
-    "functions, tools, plugins) are imported, which runs their code. Models, datasets and devices are checked when "
-    "training starts."
+    "transforms, and whether a block fits in sequence_len. Packages that training needs but that are missing here "
+    "are warnings. Modules of your own functions (transforms, reward functions, tools, plugins) are imported, which "
+    "runs their code. Models, datasets, devices and the number of processes are checked when training starts."
 )
 
 
@@ -161,7 +161,7 @@ def config(
             console.print(part)
         return
     config = load_config(check, words or [])
-    check_runnable(config)
+    check_runnable(config, elsewhere=True)
     hides = False
     for key, value in changed_keys(config):
         shown = repr(value_without_secrets(key, value))

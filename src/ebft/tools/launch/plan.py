@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from importlib.util import find_spec
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, MissingPackageError
 from ebft.processes import is_launched
 from ebft.serving.command import server_gpus
 
@@ -122,7 +122,7 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
             "resources_per_worker, or use_ray: false."
         )
     if not has_ray():
-        raise ConfigError("use_ray requires the package ray: pip install 'ebft[ray]'")
+        raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
     if os.environ.get(RAY_ADDRESS, "").startswith("ray://"):  # the driver is not part of the cluster
         raise ConfigError(
             f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the "
