@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from inspect import signature
 from types import MethodType
 
 from torch import Tensor, nn
@@ -63,6 +64,11 @@ __all__ = [
 def has_running_state(causal_lm: PreTrainedModel) -> bool:
     """Whether layers keep a recurrent state of previous tokens instead of their keys and values."""
     return causal_lm._is_stateful
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the argument for the cache: `cache` since transformers 5.24, where the older name warns."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def use_one_gpu(args: TrainingArguments) -> None:
@@ -136,8 +142,12 @@ def falcon_heads(attention: nn.Module, fused: Tensor) -> tuple[Tensor, ...]:
 
 
 def replace_scores(attention: nn.Module, function: Callable) -> None:
-    """Set the method of GPT-J, CodeGen and GPT-Neo that attends from queries to keys, given query, key, value, mask."""
-    attention._attn = MethodType(function, attention)
+    """Set the method of GPT-J, CodeGen and GPT-Neo that attends from queries to keys, given query, key, value, mask.
+
+    Since transformers 5.24, GPT-J and CodeGen use the attention interface and have no such method.
+    """
+    if hasattr(attention, "_attn"):
+        attention._attn = MethodType(function, attention)
 
 
 def plain_scores(attention: nn.Module, *args: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ from ebft.models.sharding import is_sharded
 from ebft.prefix.forward import run_wrapped, take_programs
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
-from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, has_running_state
+from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, cache_argument, has_running_state
 
 FEATURE_MATCHING = "feature_matching"  # the name of the reward in configs and in TRL's logs
 
@@ -269,14 +269,15 @@ def continuation_features(
     """Return the features of the prompt's tokens, (P, D), and of each continuation's tokens, (its length, D)."""
     lengths = [len(ids) for ids in continuations]
     if not prompt_ids or not shares_prompts(network.causal_lm):
-        features, _ = _run(network, _padded([prompt_ids + ids for ids in continuations]), use_cache=False)
+        features = _run(network, _padded([prompt_ids + ids for ids in continuations]))
         prompt, own = features[0, : len(prompt_ids)], features[:, len(prompt_ids) :]
     else:
-        features, cache = _run(network, torch.tensor([prompt_ids]), use_cache=True)
+        cache = DynamicCache(config=network.causal_lm.config.get_text_config())
+        features = _run(network, torch.tensor([prompt_ids]), cache)
         prompt = features[0]
         if max(lengths) > 0:
             cache.batch_repeat_interleave(len(continuations))
-            own, _ = _run(network, _padded(continuations), use_cache=True, cache=cache)
+            own = _run(network, _padded(continuations), cache)
         else:
             own = features[:, :0].expand(len(continuations), -1, -1)
     return prompt, [row[:length] for row, length in zip(own, lengths)]
@@ -297,16 +298,13 @@ def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Te
     return pool(torch.cat([prompt, continuation]), embed_method)
 
 
-def _run(network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cache | None = None) -> tuple[Tensor, Any]:
-    """Return the features (K, tokens, D) of `tokens`, which follow those in `cache`, and the extended cache."""
-    arguments = {"input_ids": tokens.to(network.device), "use_cache": use_cache}
-    if cache is not None:
-        arguments["past_key_values"] = cache
-    outputs = []
+def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    """Return the features (K, tokens, D) of `tokens`, which follow those in `cache` and are added to it."""
 
     def run(causal_lm: PreTrainedModel) -> Tensor:
-        outputs.append(backbone_of(causal_lm)(**arguments))
-        return outputs[0].last_hidden_state
+        backbone = backbone_of(causal_lm)
+        arguments = {} if cache is None else {cache_argument(backbone): cache}
+        return backbone(tokens.to(network.device), use_cache=cache is not None, **arguments).last_hidden_state
 
     def forward(model: nn.Module) -> Tensor:
         if not is_sharded(model):
@@ -314,8 +312,7 @@ def _run(network: FeatureNetwork, tokens: Tensor, *, use_cache: bool, cache: Cac
         take_programs(model)
         return run_wrapped(model, run)  # gathers the weights
 
-    features = token_features(network.hidden_states(forward))
-    return features, outputs[0].past_key_values if use_cache else None
+    return token_features(network.hidden_states(forward))
 
 
 def _padded(rows: list[list[int]]) -> Tensor:
