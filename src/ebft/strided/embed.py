@@ -50,7 +50,7 @@ def embed_prefixes(
     for part in split(documents, layout, tokens_per_pass):
         tokens = rollouts[part.blocks]
         features = token_features(layout_states(network, part.documents, part.layout, tokens))
-        of_reference = features[part.layout.reference_index()]
+        of_reference = features[part.layout.to(features.device).reference_index()]
         of_rollouts = features[len(part.documents.tokens) :].unflatten(0, tokens.shape)
         for index, length in enumerate(lengths):
             reference[index].append(pool(of_reference[..., :length, :], network.embed_method))

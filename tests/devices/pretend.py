@@ -1,0 +1,381 @@
+"""An accelerator that a CPU pretends to be, which finds mistakes of device and synchronisation without a GPU.
+
+Tensors on `pretend:0` and `pretend:1` keep their data in memory of the CPU, and their kernels are those of the CPU, so
+results are equal to the CPU's to the last digit. As with CUDA, an operation on tensors of two devices is an error, and
+reading a value waits for the device. `record` counts kernels and waits by the line of `src/ebft` that they come from.
+
+PyTorch's key for backends of others (PrivateUse1) gets a single kernel here, `_run`, for all operations that create
+or compute tensors. Its tensors are PyTorch's own, made by DLPack from memory of the CPU, whose bytes they own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import ebft
+
+NAME = "pretend"
+DEVICES = 2
+_SOURCE = str(Path(ebft.__file__).parent)
+_CPU = torch.device("cpu")
+_CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_EXTERNAL = 12  # the device type that DLPack reserves for others, kDLExtDev
+_aten = torch.ops.aten
+
+# Operations that wait for the device: their result, or its shape, depends on values.
+_WAITS = {
+    *("_local_scalar_dense", "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "masked_select"),
+    *("unique_dim_consecutive", "equal", "is_nonzero", "repeat_interleave", "bincount", "histc", "item"),
+    *("_linalg_check_errors", "_assert_async", "allclose"),
+}
+# Operations that compute nothing on the device.
+_FREE = {
+    *("empty", "empty_strided", "as_strided", "view", "_unsafe_view", "_reshape_alias", "unfold", "set_", "resize_"),
+    *("detach", "alias", "t", "transpose", "expand", "slice", "select", "unsqueeze", "squeeze", "permute", "split"),
+    *("unbind", "view_as_real", "view_as_complex", "diagonal", "new_empty", "is_pinned", "is_same_size"),
+}
+# Operations in which CUDA allows a CPU tensor without dimensions, besides those that PyTorch tags as pointwise.
+_ALLOW_SCALARS = {
+    *("fill_", "masked_fill", "masked_fill_", "index_put_", "index_put", "_index_put_impl_", "copy_"),
+    *("floor_divide", "floor_divide_"),
+}
+_INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
+
+
+class MixedDevices(RuntimeError):
+    """An operation on tensors of several devices."""
+
+
+@dataclass
+class Counts:
+    """What the device did, by `file:line` of the package; `(backward)` for what autograd's own thread started."""
+
+    kernels: Counter[str] = field(default_factory=Counter)
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, operation)
+    uploads: Counter[str] = field(default_factory=Counter)
+
+    def copy(self) -> Counts:
+        return Counts(*(counter.copy() for counter in (self.kernels, self.waits, self.uploads)))
+
+    def since(self, before: Counts) -> Counts:
+        """What was counted after `before` was copied."""
+        return Counts(self.kernels - before.kernels, self.waits - before.waits, self.uploads - before.uploads)
+
+    def table(self, lines: int | None = None) -> str:
+        """The totals, and the lines with the most waits, then kernels."""
+        sums = f"{sum(self.kernels.values())} kernels, {sum(self.waits.values())} waits"
+        found = [f"{sums}, {sum(self.uploads.values())} copies to the device"]
+        for what, counter in (("waits", self.waits), ("copies", self.uploads), ("kernels", self.kernels)):
+            for line, count in counter.most_common(lines):
+                found.append(f"{count:7} {what:8} {line if isinstance(line, str) else '  '.join(line)}")
+        return "\n".join(found)
+
+
+_counts = Counts()
+
+
+@contextmanager
+def record() -> Iterator[Counts]:
+    """Count what the device does inside the block."""
+    global _counts
+    before, _counts = _counts, Counts()
+    try:
+        yield _counts
+    finally:
+        _counts = before
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    is_on = False  # for other tests of this process, the device does not exist
+
+    def is_available(self) -> bool:
+        return self.is_on
+
+    def has_primary_context(self, index: int) -> bool:
+        return True
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _Module:
+    """What PyTorch expects as `torch.pretend`."""
+
+    _initialized = True
+
+    @staticmethod
+    def is_available() -> bool:
+        return _Hooks.is_on
+
+    @staticmethod
+    def device_count() -> int:
+        return DEVICES if _Hooks.is_on else 0
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return _Hooks.is_on
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False
+
+    @staticmethod
+    def _lazy_init() -> None: ...
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None: ...
+
+    @staticmethod
+    def set_device(device: Any) -> None: ...
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None: ...
+
+    @staticmethod
+    def empty_cache() -> None: ...
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    # Random numbers are those of the CPU's generator, so that they are the same on both.
+    @staticmethod
+    def get_rng_state(device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    @staticmethod
+    @contextmanager
+    def device(index: Any) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def pretend_device() -> Iterator[torch.device]:
+    """Train on the pretend accelerator inside the block: PyTorch, accelerate and transformers find it."""
+    from accelerate.state import AcceleratorState
+
+    register()
+    device = torch.device(NAME, 0)
+    # Without gradients and without a device, which tests before this one may have left behind.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with ExitStack() as during:
+        during.enter_context(patch.object(_Hooks, "is_on", True))
+        during.enter_context(patch.dict(os.environ, ACCELERATE_TORCH_DEVICE=str(device)))
+        during.enter_context(patch.object(torch, "Generator", _Generator))
+        during.enter_context(patch.object(Tensor, "pin_memory", lambda self, device=None: self))
+        during.enter_context(patch.object(torch.UntypedStorage, "to", _storage_to))
+        during.callback(AcceleratorState._reset_state, reset_partial_state=True)
+        yield device
+
+
+@cache
+def register() -> tuple[torch.library.Library, ...]:
+    """Register the backend, once in a process; the libraries live as long as the result."""
+    hooks = _Hooks()
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, _Module, hooks)
+    fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    fallback.fallback(_run, "PrivateUse1")
+    aten.impl("copy_", _copy, "PrivateUse1")
+    return fallback, aten
+
+
+class _Generator(torch.Generator):
+    """A generator of the device is one of the CPU."""
+
+    def __new__(cls, device: Any = "cpu"):
+        return super().__new__(cls, _CPU if torch.device(device).type == NAME else device)
+
+
+_to = torch.UntypedStorage.to
+
+
+def _storage_to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+    """As `torch.load` uses it."""
+    if torch.device(device).type != NAME:
+        return _to(self, device=device, non_blocking=non_blocking)
+    return torch.empty(0, dtype=torch.uint8).set_(self).to(device).untyped_storage()
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The kernel of every operation: check the devices, compute on CPU, and return the result on the device."""
+    name = op._schema.name.rpartition("::")[2]
+    if name == "set_":
+        return op.redispatch(_CPU_KERNEL, *args)  # it changes no data
+    call = _Call(op, name)
+    on_cpu, options = call.on_cpu(_numbers_as_tensors(op, args)), call.on_cpu(kwargs)
+    call.check(args)
+    found = op(*on_cpu, **options)
+    _count(name, args)
+    return call.on_device(found)
+
+
+def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with tensors for numbers, which few operations accept in place of a tensor from Python."""
+    if not any(type(each) in (int, float, bool) for each in args):
+        return args
+    first = next((each for each in args if isinstance(each, Tensor)), None)
+    found = list(args)
+    for index, (value, argument) in enumerate(zip(args, op._schema.arguments)):
+        if type(value) in (int, float, bool) and str(argument.type) == "Tensor" and first is not None:
+            shape = torch.empty(first.shape[:1], dtype=first.dtype)
+            found[index] = torch.tensor(value, dtype=torch.result_type(shape, value))
+    return tuple(found)
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """The kernel of `copy_`, the only operation between devices."""
+    if target.device.type == "cpu":
+        _counts.waits[_line(), "copy to cpu"] += 1
+    elif source.device.type == "cpu":
+        if not non_blocking and source.dim() > 0:
+            _counts.uploads[_line()] += 1
+    else:
+        _counts.kernels[_line()] += 1
+    _view_on_cpu(target).copy_(_view_on_cpu(source))
+    return target
+
+
+class _Call:
+    """One call of an operation: its tensors on CPU, and which tensor of the device each of them is."""
+
+    def __init__(self, op: Any, name: str):
+        self.op, self.name, self.device = op, name, None
+        self.tensors: list[tuple[Tensor, Tensor]] = []  # on its device, on CPU
+        self.others: list[Tensor] = []  # the given tensors on CPU
+
+    def on_cpu(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.device.type == "cpu":
+                self.others.append(value)
+                return value
+            self.device = self.device or value.device
+            found = _view_on_cpu(value)
+            self.tensors.append((value, found))
+            return found
+        if isinstance(value, torch.device) and value.type == NAME:
+            self.device = self.device or torch.device(NAME, value.index or 0)
+            return _CPU
+        if isinstance(value, dict):
+            return {key: self.on_cpu(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.on_cpu(each) for each in value)
+        return value
+
+    def check(self, args: tuple[Any, ...]) -> None:
+        """Raise MixedDevices where CUDA has an error."""
+        others = self.others
+        if self.name in _INDEXING:
+            others = [each for each in others if not any(each is index for index in args[1])]
+        scalars = torch.Tag.pointwise in self.op.tags or self.name in _ALLOW_SCALARS
+        mixed = bool(self.tensors) and any(each.dim() > 0 or not scalars for each in others)
+        if mixed or len({given.device for given, _ in self.tensors}) > 1:
+            shapes = [f"{given.device} {tuple(given.shape)}" for given, _ in self.tensors]
+            shapes += [f"cpu {tuple(each.shape)}" for each in self.others]
+            raise MixedDevices(f"{self.op} mixes devices: {', '.join(shapes)}. At {_line()}")
+
+    def on_device(self, found: Any) -> Any:
+        if isinstance(found, Tensor):
+            return self._tensor_on_device(found)
+        if isinstance(found, (list, tuple)):
+            return type(found)(self.on_device(each) for each in found)
+        return found
+
+    def _tensor_on_device(self, found: Tensor) -> Tensor:
+        assert self.device is not None
+        pointer = found.untyped_storage().data_ptr()
+        for given, on_cpu in self.tensors:
+            if found is on_cpu:
+                if pointer != given.untyped_storage().data_ptr():  # resized
+                    _set(given, _moved(found, self.device))
+                elif found.shape != given.shape or found.stride() != given.stride():
+                    _set(given, _as(found, given))
+                return given
+        for given, on_cpu in self.tensors:
+            if pointer and pointer == on_cpu.untyped_storage().data_ptr():
+                return _as(found, given)
+        return _moved(found, self.device)
+
+
+def _count(name: str, args: tuple[Any, ...]) -> None:
+    if name in _FREE:
+        return
+    line = _line()
+    _counts.kernels[line] += 1
+    waits = name in _WAITS
+    if name in _INDEXING:
+        indices = [each for each in args[1] if each is not None]
+        if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
+            waits, name = True, "boolean index"
+        elif any(each.device.type == "cpu" for each in indices):
+            waits, name = True, "index on CPU"
+    if waits:
+        _counts.waits[line, name] += 1
+
+
+def _line() -> str:
+    """`file:line` of the innermost call in the package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_SOURCE):
+            return f"{path[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "(elsewhere)" if threading.current_thread() is threading.main_thread() else "(backward)"
+
+
+def _view_on_cpu(given: Tensor) -> Tensor:
+    """The data of a tensor as a CPU tensor, valid as long as `given` is."""
+    if given.device.type == "cpu":
+        return given
+    storage = given.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty(0, dtype=given.dtype).as_strided(given.shape, given.stride())
+    on_cpu = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), _CPU, storage.nbytes())
+    return torch.empty(0, dtype=given.dtype).set_(on_cpu, given.storage_offset(), given.shape, given.stride())
+
+
+def _moved(found: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that owns the memory of `found`, which is on CPU."""
+    whole = torch.empty(0, dtype=found.dtype).set_(found.untyped_storage())
+    capsule = torch.utils.dlpack.to_dlpack(whole)
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    address = pointer(capsule, b"dltensor")
+    # struct DLTensor {void *data; int32_t device_type, device_id; ...}
+    ctypes.c_int32.from_address(address + 8).value = _EXTERNAL
+    ctypes.c_int32.from_address(address + 12).value = device.index
+    return _as(found, torch._C._from_dlpack(capsule))
+
+
+def _as(found: Tensor, owner: Tensor) -> Tensor:
+    """A tensor with the shape of `found` in the memory of `owner`."""
+    shape = found.shape, found.stride(), found.storage_offset()
+    return _aten.as_strided.default.redispatch(_CPU_KERNEL, owner, *shape)
+
+
+def _set(given: Tensor, to: Tensor) -> None:
+    """Let a tensor of the device have the memory and the shape of another."""
+    shape = to.storage_offset(), to.shape, to.stride()
+    _aten.set_.source_Storage_storage_offset.redispatch(_CPU_KERNEL, given, to.untyped_storage(), *shape)
