@@ -13,7 +13,7 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 MARGIN = 0.05  # a rate lower by no more than this is called as high
 ROUNDING = 1e-9  # a half width below it is none
 
-DOWNSTREAM = ("humaneval_greedy", "humaneval_pass@1", "substance_pass@1", "chrf_greedy", "chrf_pass@1")
+DOWNSTREAM = ("substance_pass@1", "chrf_greedy", "chrf_pass@1")
 PAPER, MEAN = "ebft-paper", "ebft-mean"
 
 

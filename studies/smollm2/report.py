@@ -21,7 +21,7 @@ Cells = list[dict[str, Any]]
 
 def write_report(results: Path, readme: Path, scale: Scale) -> Path:
     """Write the report on the cells that have results; returns its path. Raises ValueError where there is none."""
-    planned = {cell.name: cell for cell in all_cells(scale.seeds)}
+    planned = {cell.name: cell for cell in all_cells()}
     found = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in planned]
     cells = [cell for cell in found if has_chosen_rate(cell, planned[cell["cell"]["name"]], results)]
     if not cells:

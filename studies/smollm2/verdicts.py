@@ -22,7 +22,6 @@ METRICS = (
     "ce_loss",
     "cfm_loss",
     "cfm_loss_long",
-    "humaneval_pass@1",
     "substance_pass@1",
     "chrf_greedy",
     "pair_distance",

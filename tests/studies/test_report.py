@@ -15,8 +15,8 @@ from tables import number
 
 SCALE = SCALES["smollm2"]
 CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers": "5", "commit": "abc", "date": "today"}
-FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"], "humaneval": ["HumanEval/0", "HumanEval/1"]}
-DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x", "humaneval": "y"}, "sources": FILES}
+FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"]}
+DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x"}, "sources": FILES}
 METRICS = {"ce_loss": 4.0, "cfm_loss": 0.3, "cfm_loss_long": 0.3, "alignment": 1.3, "substance_pass@1": 0.5}
 SETTINGS = (("sft", ""), ("rlvr", ""), ("ebft", "mean"))
 SHOWN = [{"input": "def f():", "output": "\n    g()\n", "greedy": "\n    greedy()\n", "sample": "\n    sampled()\n"}]
@@ -34,13 +34,11 @@ def write_results(folder, gain: float, noise: float = 0.001, seeds=(0, 1, 2)) ->
             write_cell(folder, method, seed, metrics, setting)
 
 
-def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "", file: str = "functions_test", **more):
+def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "", **more):
     group = "-".join(part for part in ("functions", "base", method, setting) if part)
-    name = f"{group}-seed{seed}" + ("-humaneval" if file == "humaneval" else "")
+    name = f"{group}-seed{seed}"
     cell = {"task": "functions", "start": "base", "method": method, "seed": seed, "setting": setting}
-    documents = [0, 1, 3] if file == "functions_test" else [0, 1]
-    part = lambda v: {"document": documents, "sum": [v - 0.1, v, v + 0.1][: len(documents)]}
-    pack = lambda v: stored.packed({**part(v), "weight": [1.0] * len(documents)})
+    pack = lambda v: stored.packed({"document": [0, 1, 3], "sum": [v - 0.1, v, v + 0.1], "weight": [1.0] * 3})
     cost = {"steps": 2, "documents": 16, "generated_tokens": None, "flops": 1e12}
     log = {"ebft/alignment": [[1, 1.0], [2, 1.1]]} if method == "ebft" else {}
     curves = {"cfm_loss": [[8, 0.5], [16, 0.4]], "rollout_nll_base": [[0, 4.0], [1, 4.5]]}
@@ -48,12 +46,13 @@ def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "",
         "cell": {**cell, "group": group, "name": name},
         "stamp": "s",
         "metrics": metrics,
-        "measured_on": dict.fromkeys(metrics, file),
-        "documents": {file: DOCUMENTS["made_from"][file]},
+        "measured_on": dict.fromkeys(metrics, "functions_test"),
+        "documents": DOCUMENTS["made_from"],
         "seconds": {"train": 5.0, "features": 5.0},
         "machine": CARD,
-        **({"rollouts": curves, "shown": SHOWN} if file == "functions_test" else {}),
-        **({"learning_rate": 3e-4, "cost": cost, "log": log} if method != "none" and file != "humaneval" else {}),
+        "rollouts": curves,
+        "shown": SHOWN,
+        **({"learning_rate": 3e-4, "cost": cost, "log": log} if method != "none" else {}),
         **more,
         "per_document": {name: pack(v) for name, v in metrics.items()},
     }
@@ -84,13 +83,13 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     report = made_up(tmp_path, gain)
     for claim, metric in (
         ("EBFT, mean, does better downstream than SFT on as many documents", "substance_pass@1"),
-        ("EBFT, mean, has a lower cross-entropy than RLVR", "ce_loss"),
+        ("EBFT, mean, has a lower cross-entropy than SFT on as many documents", "ce_loss"),
         ("EBFT, mean, lowers the feature-matching loss", "cfm_loss"),
         ("EBFT, mean, has a lower one than SFT on long rollouts", "cfm_loss_long"),
     ):
         assert verdict_of(report, claim, metric) == expected, claim
-    as_well = verdict_of(report, "EBFT, mean, does as well downstream as RLVR", "substance_pass@1")
-    assert as_well == (HOLDS if expected == OPEN else expected), "not lower by much"
+    rlvr = "EBFT, mean, has a lower cross-entropy than RLVR"
+    assert verdict_of(report, rlvr, "ce_loss") == OPEN, "the plan has one seed of it"
     summary = report.split("### In short")[1].split("###")[0]
     if expected == HOLDS:
         line = next(line for line in summary.splitlines() if "EBFT, mean − SFT on as many documents, names" in line)
@@ -99,7 +98,7 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
 
 
 def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
-    claim = "EBFT, mean, has a lower cross-entropy than RLVR"
+    claim = "EBFT, mean, has a lower cross-entropy than SFT on as many documents"
     assert verdict_of(made_up(tmp_path / "wide", 0.2, noise=1.0), claim, "ce_loss") == OPEN
     report = made_up(tmp_path / "one", 0.2, seeds=(0,))
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
@@ -116,11 +115,11 @@ def test_what_is_missing_is_listed_and_hides_nothing(tmp_path):
     for path, text_of_cell in kept.items():
         path.write_text(text_of_cell)
         missing = report_of(tmp_path, has_pictures=True).split("Missing,")[1].partition("\n")[0]
-        assert f"`{path.stem}`" not in missing and "`raw-warm-sft-seed0`" in missing
+        assert f"`{path.stem}`" not in missing and "`raw-base-sft-seed0`" in missing
 
 
 def test_the_report_has_all_parts(tmp_path):
-    """Machine, costs, completions and pictures; losses up to the end, HumanEval, and runs at other learning rates."""
+    """Machine, costs, completions and pictures; losses up to the end, and runs at other learning rates."""
     results = tmp_path / "results"
     report = made_up(tmp_path, 0.2, has_pictures=True)
     for part in ("cpu: a test", "commits abc", "1.00e+12", "FLOPs", "AGPL-3.0", "greedy()", "sampled()"):
@@ -133,7 +132,6 @@ def test_the_report_has_all_parts(tmp_path):
     losses = {"cfm_loss": {"4": 0.3, "8": 0.2}, "cfm_loss_to_end": {"4": 0.3, "8": 0.1}}
     by_length = {"ended": {"4": 0.5, "8": 0.75}, **losses}
     stored.write_json(results / "after-end-functions.json", {"models": {"a-model": by_length}})
-    write_cell(results, "sft", 0, {"humaneval_greedy": 0.25, "humaneval_pass@1": 0.125}, file="humaneval")
     values = {"objective": -4.0, "ce_loss": 4.0, "cfm_loss": 0.3}
     tried = {"functions-sft": {"0.0003": values, "0.001": {**values, "objective": -3.0}}}
     report = report_of(tmp_path)
@@ -141,11 +139,8 @@ def test_the_report_has_all_parts(tmp_path):
     assert "| model |  | 8 tokens |" in table and "4 tokens" not in table
     assert "| `a-model` | share that ended | 0.750 |\n| `a-model` | loss, all tokens | 0.200 |" in table
     assert "| `a-model` | loss, up to the end | 0.100 |" in table
-    rows = report.split("Full completions:")[1].splitlines()
-    row = next(line for line in rows if line.startswith("| SFT, as many documents |"))
-    assert "| 0.20 ± " in row and "0.500" not in row.split("|")[3], "of the two problems"
     assert "Documents: 3 (cross-entropy; CFM loss; CFM loss, long; alignment)." in report
-    assert "Documents: 3 (names), 2 (HumanEval, greedy; HumanEval, pass@1)." in report
+    assert "Documents: 3 (names)." in report
     found = {"tried": tried, "by_hand": {}, "steps": 40, "chosen": {"functions-sft": 0.001}}
     stored.write_json(results / "sweep.json", found)
     report = report_of(tmp_path)
