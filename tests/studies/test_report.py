@@ -73,7 +73,7 @@ def made_up(folder, *arguments, has_pictures: bool = False, **more) -> str:
 
 def verdict_of(report: str, claim: str, metric: str) -> str:
     """The verdict in the claim table's row of `metric` that belongs to `claim`."""
-    rows = report.split("Each trial:")[1].split(claim, 1)[1].splitlines()
+    rows = report.split("### Claims")[1].split(claim, 1)[1].splitlines()
     row = next(row for row in rows if f"| {metric} |" in row)
     return row.rstrip(" |").rpartition("| ")[2].strip("*")
 
@@ -82,23 +82,23 @@ def verdict_of(report: str, claim: str, metric: str) -> str:
 def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     report = made_up(tmp_path, gain)
     for claim, metric in (
-        ("EBFT, mean, does better downstream than SFT on as many documents", "substance_pass@1"),
-        ("EBFT, mean, has a lower cross-entropy than SFT on as many documents", "ce_loss"),
-        ("EBFT, mean, lowers the feature-matching loss", "cfm_loss"),
-        ("EBFT, mean, has a lower one than SFT on long rollouts", "cfm_loss_long"),
+        ("EBFT does better downstream than SFT", "substance_pass@1"),
+        ("EBFT has a lower cross-entropy than SFT", "ce_loss"),
+        ("EBFT lowers the feature-matching loss", "cfm_loss"),
+        ("EBFT has a lower one than SFT on long rollouts", "cfm_loss_long"),
     ):
         assert verdict_of(report, claim, metric) == expected, claim
-    rlvr = "EBFT, mean, has a lower cross-entropy than RLVR"
-    assert verdict_of(report, rlvr, "ce_loss") == OPEN, "the plan has one seed of it"
-    summary = report.split("### In short")[1].split("###")[0]
-    if expected == HOLDS:
-        line = next(line for line in summary.splitlines() if "EBFT, mean − SFT on as many documents, names" in line)
-        assert "+0.2" in line and "better (functions, base)" in line
-    assert "undecided in" in summary or expected != OPEN
+    first_screen = report.split("## How")[0]
+    said = {HOLDS: "**Holds:**", FAILS: "**Does not hold:**", OPEN: "**Undecided:**"}[expected]
+    line = next(line for line in first_screen.splitlines() if line.startswith(said))
+    assert "EBFT has a lower cross-entropy than SFT (functions: cross-entropy" in line
+    assert ("text after an end token counts" in line) == (expected != OPEN)
+    counted = {HOLDS: "better in 4 of 4", FAILS: "worse in 4 and", OPEN: "undecided in 4"}[expected]
+    assert counted in first_screen and "1.0 times the FLOPs" in first_screen
 
 
 def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
-    claim = "EBFT, mean, has a lower cross-entropy than SFT on as many documents"
+    claim = "EBFT has a lower cross-entropy than SFT"
     assert verdict_of(made_up(tmp_path / "wide", 0.2, noise=1.0), claim, "ce_loss") == OPEN
     report = made_up(tmp_path / "one", 0.2, seeds=(0,))
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
@@ -114,7 +114,7 @@ def test_what_is_missing_is_listed_and_hides_nothing(tmp_path):
         path.unlink()
     for path, text_of_cell in kept.items():
         path.write_text(text_of_cell)
-        missing = report_of(tmp_path, has_pictures=True).split("Missing,")[1].partition("\n")[0]
+        missing = report_of(tmp_path, has_pictures=True).split("Still to come")[1].partition("\n")[0]
         assert f"`{path.stem}`" not in missing and "`raw-base-sft-seed0`" in missing
 
 
@@ -122,10 +122,10 @@ def test_the_report_has_all_parts(tmp_path):
     """Machine, costs, completions and pictures; losses up to the end, and runs at other learning rates."""
     results = tmp_path / "results"
     report = made_up(tmp_path, 0.2, has_pictures=True)
-    for part in ("cpu: a test", "commits abc", "1.00e+12", "FLOPs", "AGPL-3.0", "greedy()", "sampled()"):
+    for part in ("cpu: a test", "commits abc", "1.00e+12", "FLOPs", "AGPL-3.0", "greedy()"):
         assert part in report
-    for name in ("rollouts", "training"):
-        picture = re.search(rf"!\[{name} of functions from base\]\((.+)\)", report).group(1)
+    for title in ("EBFT less SFT .+", "rollouts of functions from base"):
+        picture = re.search(rf"!\[{title}\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
     assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
     assert "up to the end" not in report
@@ -144,7 +144,7 @@ def test_the_report_has_all_parts(tmp_path):
     found = {"tried": tried, "by_hand": {}, "steps": 40, "chosen": {"functions-sft": 0.001}}
     stored.write_json(results / "sweep.json", found)
     report = report_of(tmp_path)
-    assert "`functions-base-sft-seed0`" in report.split("Missing,")[1].partition("\n")[0]
+    assert "`functions-base-sft-seed0`" in report.split("Still to come")[1].partition("\n")[0]
     assert "**-3.000 / 4.000 / 0.300**" in report and "at the edge of what was tried for functions-sft" in report
     with pytest.raises(ValueError, match="Run the study first"):
         write_report(tmp_path, tmp_path / "README.md", SCALE)
@@ -165,12 +165,8 @@ def test_verdict_by_hand():
         (about(0.1, 1e-16), "higher", OPEN, "what only rounding changes"),
         (about(0.0, 0.0), "higher", OPEN, "no difference at all is no gain"),
         (None, "higher", OPEN, ""),
-        (about(0.0, 0.04), "as high", HOLDS, ""),
-        (about(0.0, 0.06), "as high", OPEN, ""),
-        (about(-0.2, 0.04), "as high", FAILS, ""),
     ):
         assert verdict(estimate, claim) == expected, (estimate, claim, why)
-    assert verdict(about(0.0, 0.01), "as high", level=0.02) == OPEN, "rates near 0 cannot be lower by much"
 
 
 def test_numbers_show_two_digits_of_the_interval():
@@ -182,22 +178,6 @@ def test_numbers_show_two_digits_of_the_interval():
     assert number(about(0.5, float("nan"), 0.02)) == "0.500 ± 0.020¹", "one seed: over files alone"
     assert text.setting("mean ce 0").endswith("`temperature=1.0`, `ce_coef=0`"), "the last value of a key"
     assert text.setting("paper") == "*paper* is that file itself"
-
-
-def test_losses_by_length_are_compared_by_seed(tmp_path):
-    """At 8 tokens both lose 0.25 more with each seed, EBFT 0.125 more than SFT; at 16 their difference has a spread."""
-    results = tmp_path / "results"
-    stored.write_json(results / "documents.json", DOCUMENTS)
-    for seed in (0, 1, 2):
-        of_sft = [[8, 0.5 + 0.25 * seed], [16, 0.3]]
-        of_ebft = [[8, 0.625 + 0.25 * seed], [16, 0.24 + 0.01 * seed]]
-        for method, setting, curve in (("sft", "", of_sft), ("ebft", "mean", of_ebft)):
-            curves = {"cfm_loss": curve, "rollout_nll_base": [[0, 4.0], [1, 4.5]]}
-            write_cell(results, method, seed, METRICS, setting, rollouts=curves)
-    table = report_of(tmp_path).split("paired by seed; with an interval over seeds alone:")[1].split("\n\n")[1]
-    # Three seeds that differ by 0.01: 4.303 * 0.01 / sqrt(3) = 0.0248.
-    assert "| EBFT, mean | +0.125 | -0.050 ± 0.025 |  |  |  |" in table
-    assert "| SFT, as many documents |" not in table
 
 
 def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these_changed(tmp_path):
