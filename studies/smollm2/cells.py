@@ -9,7 +9,7 @@ TASKS = ("functions", "translation", "raw")
 STARTS = ("base", "warm")
 
 # Settings of EBFT: what each changes in configs/ebft.yaml, whose settings are the paper's. `mean` was chosen by hand
-# after a run of gradient_signal.py that is not stored: the policy gradient had the largest share of signal at 16
+# after a measurement of gradients that is not stored: the policy gradient had the largest share of signal at 16
 # documents a step, and the two terms of the loss gradients of like size.
 MEAN = (
     "ebft.embed_method=mean_pooling",
