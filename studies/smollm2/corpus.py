@@ -2,8 +2,8 @@
 
 Parts are `train` and `warm` (for the warm start), `validation`, on which learning rates are chosen, `test`, on which
 models are measured, and `long`, test documents that are long enough for the feature-matching loss of long rollouts.
-Rows of raw text are {text, file}; those of the other tasks are described in python_code.py and catalogs.py. HumanEval's
-problems go into humaneval.jsonl: a test for the task functions that nothing is tuned to.
+Rows of raw text are {text, file}; those of the other tasks are described in python_code.py and catalogs.py. Functions
+that are named like a problem of HumanEval are left out, so that models can be tested on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ TINY = project.HERE / "tiny"
 def write_corpus(folder: Path, scale: Scale, count: Count) -> None:
     """Write the files, with as many rows as `scale` says, of lengths in tokens by `count`."""
     problems = read_rows(TINY / "problems.jsonl") if scale.is_tiny else sources.humaneval()
-    write_rows(folder / "humaneval.jsonl", problems)
     texts = python_code.python_files(scale.max_files)
     by_part: dict[str, dict[str, str]] = {part: {} for part in SHARES}
     for file in sorted(texts, key=number_of):

@@ -1,17 +1,19 @@
-"""Pictures of stored results: training curves, and the feature-matching loss of rollouts by their length."""
+"""Pictures of stored results: EBFT beside SFT, and the feature-matching loss of rollouts by their length."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from intervals import Estimate, difference
 from tables import groups_of, label, of_group
 
+# Differences of EBFT from SFT in the picture of the first screen.
 PANELS = {
-    "ebft/alignment": "alignment of rollouts",
-    "ebft/cfm_loss": "feature-matching loss, plug-in",
-    "ebft/diversity": "similarity of rollouts",
-    "ebft/ce_loss": "cross-entropy of the reference",
+    "ce_loss": "cross-entropy",
+    "cfm_loss": "feature-matching loss, 8 tokens",
+    "cfm_loss_long": "feature-matching loss, long",
+    "pair_distance": "distance of samples",
 }
 ROLLOUT_PANELS = {
     "cfm_loss": ("feature-matching loss, unbiased", "tokens of the rollout"),
@@ -19,22 +21,37 @@ ROLLOUT_PANELS = {
 }
 
 
-def draw_training(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
-    """The curves of the EBFT runs of a task and start; False where there is nothing to draw, or no matplotlib."""
+def draw_overview(cells: list[dict[str, Any]], places: dict[str, str], path: Path) -> bool:
+    """EBFT less SFT with 95% intervals, by metric and place {task-start: title}; False without any or matplotlib."""
     pyplot = _pyplot()
-    groups = [group for group in groups_of(cells, task, start) if "-ebft-" in group]
-    if pyplot is None or not any(logged(cells, group, metric) for group in groups for metric in PANELS):
+    shown = {place: title for place, title in places.items() if _differences(cells, place)}
+    if pyplot is None or not shown:
         return False
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(17, 4), layout="constrained")
+    figure, axes = pyplot.subplots(
+        1, len(PANELS), figsize=(13, 0.7 + 0.45 * len(shown)), layout="constrained", sharey=True
+    )
     for axis, (metric, title) in zip(axes, PANELS.items()):
-        for group in groups:
-            points = logged(cells, group, metric)
-            if points:
-                axis.plot(*zip(*points), label=label(group), linewidth=1.3)
-        _finish(axis, title, "optimizer step")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"EBFT, {task}, {start}; means over seeds. Whitening, pooling and temperature change the scale")
+        for row, place in enumerate(reversed(shown)):
+            found = _differences(cells, place).get(metric)
+            if found is None:
+                continue
+            has_seeds = found.count > 1
+            half = found.half if has_seeds else found.files
+            is_better = (found.mean > 0) == (metric == "pair_distance")
+            color = "0.5" if not has_seeds or abs(found.mean) <= half else "tab:green" if is_better else "tab:red"
+            axis.errorbar(found.mean, row, xerr=half, fmt="o" if has_seeds else "D", color=color, capsize=3)
+        axis.axvline(0, color="0.3", linewidth=0.8)
+        axis.set_yticks(range(len(shown)), list(reversed(shown.values())))
+        axis.margins(y=0.3)
+        _finish(axis, title, "EBFT − SFT")
+    figure.suptitle("Green: EBFT better, red: worse, grey: undecided (diamonds: one seed)", fontsize=10)
     return _save(figure, path)
+
+
+def _differences(cells: list[dict[str, Any]], place: str) -> dict[str, Estimate]:
+    """By metric of PANELS how EBFT, mean, differs from SFT."""
+    found = {metric: difference(cells, f"{place}-ebft-mean", f"{place}-sft", metric) for metric in PANELS}
+    return {metric: value for metric, value in found.items() if value is not None}
 
 
 def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
@@ -53,11 +70,6 @@ def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
     figure.suptitle(f"Long rollouts on test documents, {task}, {start}; means over seeds")
     return _save(figure, path)
-
-
-def logged(cells: list[dict[str, Any]], group: str, metric: str) -> list[tuple[int, float]]:
-    """[(step, mean over seeds)] of a logged metric, at the steps that every seed logged."""
-    return _mean([cell["log"][metric] for cell in of_group(cells, group) if metric in cell.get("log", {})])
 
 
 def rollouts(cells: list[dict[str, Any]], group: str, name: str) -> list[tuple[int, float]]:

@@ -1,13 +1,21 @@
-"""How much of each policy gradient is signal: rewards of different features, estimators and whitening, on one start.
+"""Where the policy gradient points: does a step of EBFT lower the held-out feature loss, by whitening, samples, length?
 
-    python studies/smollm2/gradient_signal.py                   # about 20 minutes on two CPU cores
-    python studies/smollm2/gradient_signal.py --temperature 0.6
+    python studies/smollm2/gradient_signal.py --task raw    # some hours on one CPU core, after the study
 
-A batch's gradient g is an estimate of its mean E[g] over documents and rollouts. From many batches, products of
-different ones estimate |E[g]|^2 without bias, and the share |E[g]|^2 / E|g|^2 says how much of a step points the same
-way each time. The rewards are compared on the same rollouts, so that differences between them are not luck of the draw.
-Gradients are those of the LoRA matrices B of the last third of the layers (the matrices A have none before the first
-step). Writes results/gradient-signal-TASK-TEMPERATURE.json, and prints it as a table.
+A batch's gradient g on training documents is an estimate of E[g] over documents and rollouts. It is compared with the
+gradient h of the feature-matching loss itself, mean-pooled and unwhitened, on test documents with the largest number of
+rollouts. From products of different batches, all without bias:
+
+- cosine: of E[g] with E[h], where training goes in the long run;
+- step_cosine: of the g of one step of 16 documents with E[h], how much of a step goes there;
+- cosine_with_longest: of E[g] with E[h] of the longest rollouts, whether short rollouts serve long ones;
+- share_of_signal: |E[g]|^2 / E|g|^2 of such a step.
+
+Settings of one length share their rollouts, of which a setting of n samples takes the first n. Gradients are those of
+the LoRA matrices B of the last third of the layers (the matrices A have none before the first step). Each length is
+stored when it is done, and a stopped run goes on with the next. Writes results/gradient-signal-TASK-TEMPERATURE.json.
+
+M  blocks   N  samples   G  their tokens   D  feature dimension
 """
 
 from __future__ import annotations
@@ -25,37 +33,50 @@ from torch import Tensor
 
 from ebft.tools.quickstart.run import console
 
-# Reward -> embed_method, whitening_space (None: unwhitened), advantage_estimator, diversity_coef.
-REWARDS = {
-    "mean, whitened": ("mean_pooling", "feature", "rloo", 0.5),
-    "mean, whitened by sample": ("mean_pooling", "sample", "rloo", 0.5),
-    "mean": ("mean_pooling", None, "rloo", 0.5),
-    "mean, diversity 1": ("mean_pooling", None, "rloo", 1.0),  # the gradient of the feature-matching loss itself
-    "mean, group_norm": ("mean_pooling", None, "group_norm", 0.5),
-    "last token, whitened": ("last_token", "feature", "rloo", 0.5),
-    "last token, whitened by sample": ("last_token", "sample", "rloo", 0.5),  # the paper's recipe
-    "last token": ("last_token", None, "rloo", 0.5),
-}
-CROSS_ENTROPY = "cross-entropy"
+SPACES = {"unwhitened": None, "whitened": "feature", "whitened by sample": "sample"}  # the last as the paper has it
+SAMPLES = (4, 8, 16, 32)
+LENGTHS = (8, 16, 32)
+STEP = 16  # documents of a step of training
+DIVERSITY = 0.5  # of the rewards that are trained; 1 makes the gradient that of the feature-matching loss itself
+HELD_OUT = "held-out loss"
 
 
 def main() -> None:
-    """Measure, print and store."""
+    """Measure each length that is not stored yet, print and store."""
     arguments = read_arguments()
     _, place = scale_and_place(arguments)
-    gradients = measure(place, arguments)
-    found = {name: statistics(gradients, name) for name in gradients}
-    for name, values in found.items():
-        console.print(f"{name:32s}", "  ".join(f"{key} {value:.4g}" for key, value in values.items()), highlight=False)
-    about = {"task": arguments.task, "temperature": arguments.temperature, "batches": arguments.batches}
-    about |= {"documents_per_batch": arguments.documents, "machine": machine_card()}
     file = arguments.results / f"gradient-signal-{arguments.task}-{arguments.temperature:g}.json"
-    stored.write_json(file, stored.rounded({**about, "gradients": found}))
+    about = {key: getattr(arguments, key) for key in ("task", "temperature", "batches", "documents", "longest")}
+    found = stored.read(file) or {}
+    if {key: found.get(key) for key in about} != about:
+        found = {**about, "machine": machine_card(), "lengths": {}}
+    kept: dict[int, Tensor] = {}  # the held-out gradients, of which those of the longest rollouts are needed for all
+    lengths = [length for length in LENGTHS if length <= arguments.longest]
+    missing = [length for length in lengths if str(length) not in found["lengths"]]
+    if missing:
+        kept[lengths[-1]] = held_out(place, arguments, lengths[-1])
+    for length in missing:
+        target = kept.get(length)
+        target = held_out(place, arguments, length) if target is None else target
+        gradients = of_batches(place, arguments, length, "train")
+        values = {
+            name: statistics(own, target, kept[lengths[-1]], arguments.documents) for name, own in gradients.items()
+        }
+        found["lengths"][str(length)] = values
+        stored.write_json(file, stored.rounded(found))
+        for name, row in values.items():
+            shown = "  ".join(f"{key} {value:.4g}" for key, value in row.items())
+            console.print(f"{length:3d} tokens, {name:28s}", shown, highlight=False)
     console.print(f"Stored: {file}")
 
 
-def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, Tensor]:
-    """The gradient (batches, parameters) of each loss on batches of training documents."""
+def held_out(place: settings.Place, arguments: argparse.Namespace, length: int) -> Tensor:
+    """The gradient (batches, parameters) of the feature-matching loss on test documents."""
+    return of_batches(place, arguments, length, "test")[HELD_OUT]
+
+
+def of_batches(place: settings.Place, arguments: argparse.Namespace, length: int, part: str) -> dict[str, Tensor]:
+    """The gradient (batches, parameters) of each loss on documents of a part: `test` has that of HELD_OUT alone."""
     from ebft import load_config
     from ebft.data.batches import DocumentCollator
     from ebft.data.load import load_datasets
@@ -65,10 +86,11 @@ def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, T
     from ebft.models.tokenizer import load_tokenizer
     from ebft.prefix.forward import prepare
 
-    paths = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, 'train')}"]
-    rows_of_text = [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []
-    options = [*paths, *rows_of_text, f"ebft.temperature={arguments.temperature}"]
-    config = load_config(settings.config_file("ebft"), options)
+    temperature = arguments.temperature if part == "train" else 1.0
+    options = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, part)}"]
+    options += [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []
+    options += [f"ebft.temperature={temperature}", f"ebft.generate_max_len={length}", f"ebft.stride={length}"]
+    config = load_config(settings.config_file("ebft"), [*options, f"ebft.n_samples_per_prompt={max(SAMPLES)}"])
     tokenizer = load_tokenizer(config)
     rows, _ = load_datasets(config, tokenizer)
     torch.manual_seed(0)
@@ -78,43 +100,51 @@ def measure(place: settings.Place, arguments: argparse.Namespace) -> dict[str, T
     parameters = last_third(model)
     collate = DocumentCollator(tokenizer.pad_token_id)
     found: dict[str, list[Tensor]] = {}
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # rows are sorted by length
     for batch in range(arguments.batches):
-        first = batch * arguments.documents
-        inputs = collate([rows[first + row] for row in range(arguments.documents)])
-        for name, loss in losses(model, network, inputs, config.ebft).items():
+        numbers = order[batch * arguments.documents : (batch + 1) * arguments.documents]
+        inputs = collate([rows[number] for number in numbers])
+        for name, loss in losses(model, network, inputs, config.ebft, part == "test").items():
             gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
             found.setdefault(name, []).append(torch.cat([part.flatten() for part in gradient]))
-        console.print(f"batch {batch + 1} of {arguments.batches}")
+        console.print(f"{length} tokens, {part}: batch {batch + 1} of {arguments.batches}")
     return {name: torch.stack(batches) for name, batches in found.items()}
 
 
-def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any) -> dict[str, Tensor]:
-    """The cross-entropy, and the policy-gradient loss of each of `REWARDS`, on one draw of rollouts."""
+def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any, is_held_out: bool) -> dict[str, Tensor]:
+    """The policy-gradient loss of each setting, or of the feature-matching loss itself, on one draw of rollouts."""
     from ebft.anchors import BlockOptions
     from ebft.features import pool, token_features
-    from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards, whiten
     from ebft.strided.embed import layout_states
     from ebft.strided.layout import Documents, StridedLayout
-    from ebft.strided.loss import cross_entropy_loss, policy_gradient_loss
+    from ebft.strided.loss import policy_gradient_loss
     from ebft.strided.rollout import sample_rollouts
 
     documents = Documents.from_inputs(inputs)
     layout = StridedLayout.place(documents, BlockOptions.of(options))
-    rollouts = sample_rollouts(model, documents, layout, temperature=options.temperature, text_gradient=True)
-    found = {CROSS_ENTROPY: cross_entropy_loss(rollouts.text_logps, documents.ce_mask.sum())}
+    rollouts = sample_rollouts(model, documents, layout, temperature=options.temperature)
     with torch.no_grad():
         features = token_features(layout_states(network, documents, layout, rollouts.tokens))
-        of_reference = features[layout.reference_index()]
-        of_rollouts = features[len(documents.tokens) :].unflatten(0, rollouts.tokens.shape)
-    for name, (embed_method, space, estimator, coefficient) in REWARDS.items():
-        phi, phi_ref = pool(of_rollouts, embed_method), pool(of_reference, embed_method)
-        if space is not None:
-            phi, phi_ref = whiten(phi, phi_ref, space)
-        diversity = coefficient * diversity_rewards(phi)
-        rewards = alignment_rewards(phi, phi_ref) - diversity
-        advantages = compute_advantages(rewards, estimator, diversity=diversity, rloo_baseline="independent")
-        found[name] = policy_gradient_loss(advantages, rollouts.logps, layout.num_generated)
-    return found
+        phi_ref = pool(features[layout.reference_index()], "mean_pooling")  # (M, D)
+        phi = pool(features[len(documents.tokens) :].unflatten(0, rollouts.tokens.shape), "mean_pooling")  # (M, N, D)
+    loss = lambda n, advantages: policy_gradient_loss(advantages, rollouts.logps[:, :n], advantages.numel())
+    if is_held_out:
+        return {HELD_OUT: loss(phi.shape[1], advantages_of(phi, phi_ref, None, 1.0))}
+    return {
+        f"{title}, n = {n}": loss(n, advantages_of(phi[:, :n], phi_ref, space, DIVERSITY))
+        for title, space in SPACES.items()
+        for n in SAMPLES
+    }
+
+
+def advantages_of(phi: Tensor, phi_ref: Tensor, space: Any, coefficient: float) -> Tensor:
+    """Advantages (M, N) of samples."""
+    from ebft.rewards import alignment_rewards, compute_advantages, diversity_rewards, whiten
+
+    if space is not None:
+        phi, phi_ref = whiten(phi, phi_ref, space)
+    diversity = coefficient * diversity_rewards(phi)
+    return compute_advantages(alignment_rewards(phi, phi_ref) - diversity, "rloo", diversity=diversity)
 
 
 def last_third(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -131,16 +161,25 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def statistics(gradients: dict[str, Tensor], name: str) -> dict[str, float]:
-    """Of the gradient `name`: its norm in a batch, the share of signal, and the cosine of E[g] with cross-entropy's.
+def statistics(own: Tensor, target: Tensor, longest: Tensor, documents: int) -> dict[str, float]:
+    """What the docstring of this file lists. Cosines are NaN where a gradient has no signal; they may exceed 1."""
+    signal, of_target = unbiased_product(own, own), unbiased_product(target, target)
+    # Noise falls with the number of documents, which are independent.
+    squares = signal + (own.square().sum(1).mean().item() - signal) * documents / STEP
+    product = (own.mean(0) @ target.mean(0)).item()  # of other documents, so without bias
+    return {
+        "cosine": cosine(product, signal, of_target),
+        "step_cosine": cosine(product, squares, of_target),
+        "cosine_with_longest": cosine(
+            (own.mean(0) @ longest.mean(0)).item(), signal, unbiased_product(longest, longest)
+        ),
+        "share_of_signal": signal / squares,
+    }
 
-    The cosine is NaN where no signal was found. Estimates without bias may be below 0 or above 1.
-    """
-    own, other = gradients[name], gradients[CROSS_ENTROPY]
-    norm = own.square().sum(1).mean().sqrt().item()
-    squares = unbiased_product(own, own), unbiased_product(other, other)
-    cosine = unbiased_product(own, other) / (squares[0] * squares[1]) ** 0.5 if min(squares) > 0 else float("nan")
-    return {"norm": norm, "share_of_signal": squares[0] / norm**2, "cosine_with_cross_entropy": cosine}
+
+def cosine(product: float, square: float, other: float) -> float:
+    """<a, b> / (|a| |b|); NaN where an estimated square is not positive."""
+    return product / (square * other) ** 0.5 if min(square, other) > 0 else float("nan")
 
 
 def unbiased_product(a: Tensor, b: Tensor) -> float:
@@ -152,11 +191,15 @@ def unbiased_product(a: Tensor, b: Tensor) -> float:
 def read_arguments() -> argparse.Namespace:
     """Task, sampling, how many batches, and folders."""
     parser = study_options(__doc__, "--model")
-    parser.add_argument("--task", choices=("functions", "translation", "raw"), default="functions")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts (default 1)")
+    parser.add_argument("--task", choices=("functions", "translation", "raw"), default="raw")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts of training (default 1)")
     parser.add_argument("--batches", type=int, default=40, help="gradients of each loss (default 40)")
-    parser.add_argument("--documents", type=int, default=4, help="documents of a gradient (default 4)")
-    return parser.parse_args()
+    parser.add_argument("--documents", type=int, default=2, help="documents of a gradient (default 2)")
+    parser.add_argument("--longest", type=int, choices=LENGTHS, default=LENGTHS[-1], help="tokens of the longest")
+    arguments = parser.parse_args()
+    if arguments.batches < 2:
+        parser.error(f"--batches {arguments.batches} is below 2: estimates without bias need two batches")
+    return arguments
 
 
 if __name__ == "__main__":

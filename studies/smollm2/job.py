@@ -64,7 +64,7 @@ class Job:
         parts: list[Any] = [MEASUREMENT, asdict(cell), self.made_from["base"]]
         parts += [made for name, made in sorted(self.made_from.items()) if name in self._read_files()]
         parts += [without_paths("evaluation"), settings.evaluation_changes(scale, cell.task, "test")]
-        parts += [settings.evaluation_changes(scale, cell.task, "long"), scale.sampling, scale.humaneval]
+        parts += [settings.evaluation_changes(scale, cell.task, "long"), scale.sampling]
         if cell.start == "warm":
             parts += [without_paths("sft"), scale.warm_steps]
         if cell.method != "none":
@@ -73,11 +73,10 @@ class Job:
 
     def _read_files(self) -> list[str]:
         """Names of the data files that the result depends on."""
-        parts = {"task": ["test", "long"], "sweep": ["validation"], "humaneval": []}[self.cell.measures]
+        parts = {"task": ["test", "long"], "sweep": ["validation"]}[self.cell.measures]
         parts += ["warm"] if self.cell.start == "warm" else []
         parts += ["train"] if self.cell.method != "none" else []
-        own = [f"{self.cell.task}_{part}" for part in parts]
-        return own + (["humaneval"] if self.cell.measures == "humaneval" else [])
+        return [f"{self.cell.task}_{part}" for part in parts]
 
 
 def finished(job: Job) -> dict[str, Any] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import humaneval
 import sampling
 import settings
 import translation
@@ -28,7 +27,6 @@ JUDGES = {
     "translation": {"chrf": translation.chrf},
 }
 SHOWN = 3  # documents whose completions are kept for the report
-HUMANEVAL_TEMPERATURE = 0.6
 Measured = dict[str, Any]
 
 
@@ -66,21 +64,6 @@ def completions(model: str, place: Place, scale: Scale, task: str, part: str) ->
         {"input": rows[n]["input"], "output": rows[n]["output"], "greedy": best[n], "sample": drawn[n][0]}
         for n in shown
     ]
-    return found
-
-
-def on_humaneval(model: str, place: Place, scale: Scale) -> Measured:
-    """pass@1 of the greedy completion, pass@1 and pass@N of N samples, on HumanEval."""
-    problems = read_rows(place.output / "data" / "humaneval.jsonl")[: scale.humaneval["problems"]]
-    sampler = sampling.Sampler(
-        *loaded(model, place), sampling.STOPS["functions"], max_new_tokens=scale.humaneval["max_new_tokens"]
-    )
-    prompts = [humaneval.prompt_of(problem) for problem in problems]
-    greedy = [texts[0] for texts in sampler.complete(prompts, 1, 0.0)]
-    drawn = sampler.complete(prompts, scale.humaneval["samples"], HUMANEVAL_TEMPERATURE)
-    found = {"metrics": {}, "per_document": {}}
-    for name, values in humaneval.score(problems, greedy, drawn).items():
-        add(found, name, dict(enumerate(values)))
     return found
 
 

@@ -15,9 +15,6 @@ SAMPLES = {
 # Of full completions, by task; those of SAMPLES follow.
 COMPLETIONS = {
     "functions": {
-        "humaneval_greedy": "HumanEval, greedy ↑",
-        "humaneval_pass@1": "HumanEval, pass@1 ↑",
-        "humaneval_pass@N": "HumanEval, pass@16 ↑",
         "parses_pass@1": "parses ↑",
         "parses_greedy": "parses, greedy ↑",
         "substance_pass@1": "names ↑",

@@ -21,22 +21,19 @@ Cells = list[dict[str, Any]]
 
 def write_report(results: Path, readme: Path, scale: Scale) -> Path:
     """Write the report on the cells that have results; returns its path. Raises ValueError where there is none."""
-    planned = {cell.name: cell for cell in all_cells(scale.seeds)}
+    planned = {cell.name: cell for cell in all_cells()}
     found = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in planned]
     cells = [cell for cell in found if has_chosen_rate(cell, planned[cell["cell"]["name"]], results)]
     if not cells:
         raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['run']}")
+    titles = {f"{task}-{start}": verdicts.where(task, start) for task in TASKS for start in STARTS}
     parts = [
-        text.head(scale),
-        "## Results",
-        text.state(cells, list(planned)),
-        text.documents(stored.read(results / "documents.json")),
+        text.TITLE,
+        *picture(results / "overview.png", readme.parent, text.OVERVIEW, curves.draw_overview, cells, titles),
     ]
-    lines = verdicts.headlines(cells)
-    parts += ["### In short", text.IN_SHORT, "\n".join(f"- {line}" for line in lines) or text.NO_HEADLINES]
-    parts += ["### Claims", text.CLAIMS, text.counts(verdicts.verdict_counts(cells))]
-    parts += [verdicts.summary_table(cells), "Each trial:", verdicts.claim_table(cells)]
-    parts += ["### Models", text.INTERVALS]
+    parts += [text.ASKED, *verdicts.sentences(cells), verdicts.advice(cells), text.head(scale)]
+    parts += ["## Results", text.state(cells, list(planned)), text.documents(stored.read(results / "documents.json"))]
+    parts += ["### Claims", text.CLAIMS, verdicts.claim_table(cells), "### Models", text.INTERVALS]
     for task in TASKS:
         for start in STARTS:
             if tables.groups_of(cells, task, start):
@@ -56,33 +53,25 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     if task == "translation":
         found += [text.CORPUS, tables.corpus_table(cells, task, start)]
     found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
-    differences = tables.length_difference_table(cells, task, start, "sft")
-    found += [text.LENGTH_DIFFERENCES, differences] if differences else []
     after_end = stored.read(results / f"after-end-{task}.json")
     found += [text.AFTER_END, tables.after_end_table(after_end["models"])] if after_end and start == "base" else []
-    found += picture(cells, task, start, results, folder, "rollouts", curves.draw_rollouts)
-    for other in ("sft", "sft_flops", "none"):
-        if f"{task}-{start}-{other}" in tables.groups_of(cells, task, start):
-            found += [tables.difference_table(cells, task, start, other, FEATURES)]
-            if COMPLETIONS[task]:
-                found += [tables.difference_table(cells, task, start, other, COMPLETIONS[task])]
+    path = results / f"{task}-{start}-rollouts.png"
+    found += picture(path, folder, f"rollouts of {task} from {start}", curves.draw_rollouts, cells, task, start)
+    if f"{task}-{start}-sft" in tables.groups_of(cells, task, start):
+        found += [tables.difference_table(cells, task, start, FEATURES | COMPLETIONS[task])]
     found += [text.COSTS, tables.cost_table(cells, task, start)]
     if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
         found += [text.PHASES, tables.phase_table(cells)]
-    found += picture(cells, task, start, results, folder, "training", curves.draw_training)
     return [part for part in (*found, *samples(cells, task, start)) if part]
 
 
-def picture(cells: Cells, task: str, start: str, results: Path, folder: Path, name: str, draw: Any) -> list[str]:
+def picture(path: Path, folder: Path, title: str, draw: Any, *arguments: Any) -> list[str]:
     """A picture of the results, drawn anew, as a line of the report."""
-    path = results / f"{task}-{start}-{name}.png"
-    if not draw(cells, task, start, path):
-        return []
-    return [f"![{name} of {task} from {start}]({Path(os.path.relpath(path, folder)).as_posix()})"]
+    return [f"![{title}]({Path(os.path.relpath(path, folder)).as_posix()})"] if draw(*arguments, path) else []
 
 
 def samples(cells: Cells, task: str, start: str) -> list[str]:
-    """Greedy completions of the documents that every model completes, beside the references."""
+    """The greedy completion of one document by every model, beside the reference."""
     shown = {}
     for group in tables.groups_of(cells, task, start):
         of_group = [cell for cell in tables.of_group(cells, group) if "shown" in cell]
@@ -90,12 +79,11 @@ def samples(cells: Cells, task: str, start: str) -> list[str]:
             shown[tables.label(group)] = min(of_group, key=lambda cell: cell["cell"]["seed"])["shown"]
     if not shown:
         return []
-    parts = ["<details><summary>Completions of test prompts</summary>"]
-    for number, example in enumerate(next(iter(shown.values()))):
+    parts = ["<details><summary>Completions of a test prompt</summary>"]
+    for number, example in enumerate(next(iter(shown.values()))[:1]):
         parts += [text.fenced("prompt", example["input"]), text.fenced("reference", example["output"])]
         for name, completions in shown.items():
             parts.append(text.fenced(f"{name}, greedy", completions[number]["greedy"]))
-            parts.append(text.fenced(f"{name}, sample at temperature 1", completions[number]["sample"]))
     return [*parts, "</details>"]
 
 

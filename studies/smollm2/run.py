@@ -62,7 +62,7 @@ def main() -> int:
 def study(arguments: argparse.Namespace) -> dict[str, str]:
     """Train and measure the wanted cells that are not finished; returns what went wrong, by the name of the cell."""
     scale, place = scale_and_place(arguments)
-    cells = sweep_cells(scale) if arguments.sweep else all_cells(scale.seeds)
+    cells = sweep_cells(scale) if arguments.sweep else all_cells()
     cells = chosen(cells, arguments.only, arguments.task)
     if not has_accelerator():
         os.environ |= ON_CORES

@@ -37,7 +37,7 @@ def run_cell(job: Job) -> dict[str, Any]:
     found["documents"] = {file: job.made_from[file] for file in set(found["measured_on"].values())}
     cell = {**asdict(job.cell), "group": job.cell.group, "name": job.cell.name}
     about = {"cell": cell, "stamp": stamp, "machine": card, "command": command_of(job), "seconds": clock.seconds}
-    result = {**about, **(trained if job.cell.measures != "humaneval" else {}), **found}
+    result = {**about, **trained, **found}
     stored.write_cell(job.folder, result)
     gc.collect()
     return result
@@ -46,12 +46,10 @@ def run_cell(job: Job) -> dict[str, Any]:
 def measured(job: Job, model: str, clock: Clock) -> dict[str, Any]:
     """Everything that is measured of the cell's model, joined."""
     task, place, scale = job.cell.task, job.place, job.scale
-    if job.cell.measures == "humaneval":
-        return joined([("humaneval", clock.time("humaneval", lambda: measure.on_humaneval(model, place, scale)))])
     part = "validation" if job.cell.measures == "sweep" else "test"
     file = f"{task}_{part}"
     found = [(file, clock.time("features", lambda: measure.features(model, place, scale, task, part)))]
-    if task in measure.JUDGES and (part == "test" or job.cell.method == "rlvr"):
+    if task in measure.JUDGES and part == "test":
         found.append((file, clock.time("completions", lambda: measure.completions(model, place, scale, task, part))))
     if part == "test":
         long = clock.time("long", lambda: measure.features(model, place, scale, task, "long"))
@@ -86,10 +84,7 @@ def is_kept(metric: str) -> bool:
 
 
 def train_cell(job: Job) -> dict[str, Any]:
-    """Train the cell's adapter into its folder, on from its last checkpoint: what that cost, and its curves.
-
-    Where two cells share the model, the second finds it trained.
-    """
+    """Train the cell's adapter into its folder, on from its last checkpoint: what that cost, and its curves."""
     from ebft import load_config, train
 
     folder = job.place.model(job.cell)

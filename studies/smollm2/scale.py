@@ -17,13 +17,11 @@ class Scale:
     shortest: int = 16  # completion
     longest: int = 72  # completion
     piece: int = 120  # of raw text
-    seeds: tuple[int, ...] = (0, 1, 2)
     rates: tuple[float, ...] = ()  # that `--sweep` tries
     sweep_steps: int = 40
     steps: int = 200
     structured_steps: int = 50
     warm_steps: int = 60
-    humaneval: dict[str, int] = field(default_factory=dict)  # problems, samples, max_new_tokens
     sampling: dict[str, int] = field(default_factory=dict)  # documents, samples, max_new_tokens
     methods: dict[str, tuple[str, ...]] = field(default_factory=dict)  # overrides of a method's config
     shape: dict[str, Any] | None = None  # of the tiny Llama
@@ -56,7 +54,6 @@ SCALES = {
         rows={"train": 3240, "warm": 970, "validation": 200, "test": 200, "long": 48},
         long_tokens={"functions": 128, "raw": 208, "translation": 64},
         rates=(3e-4, 1e-3, 3e-3),
-        humaneval={"problems": 164, "samples": 16, "max_new_tokens": 192},
         sampling={"documents": 96, "samples": 4, "max_new_tokens": 96},
     ),
     "tiny": Scale(
@@ -67,13 +64,11 @@ SCALES = {
         max_files=120,
         prompt=160,
         longest=160,
-        seeds=(0,),
         rates=(2e-3,),
         sweep_steps=2,
         steps=2,
         structured_steps=2,
         warm_steps=2,
-        humaneval={"problems": 2, "samples": 2, "max_new_tokens": 8},
         sampling={"documents": 4, "samples": 2, "max_new_tokens": 8},
         shape={
             "hidden_size": 32,

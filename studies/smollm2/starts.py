@@ -35,9 +35,9 @@ def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[st
         make_once(place.output / "base", [scale.shape, scale.vocab_size], lambda: make_tiny(place, scale))
     made_from = [path.read_text(encoding="utf-8") for path in MAKERS]
     made_from += [sys.version, [version(name) for name in sources.PACKAGES if not scale.is_tiny]]
-    console.print("[bold]Data: installed Python sources, French catalogs, HumanEval")
+    console.print("[bold]Data: installed Python sources, French catalogs")
     make_once(data, [*made_from, str(scale)], lambda: write_corpus(data, scale, token_counter(tokenizer_of(place))))
-    names = ["humaneval", *(f"{task}_{part}" for task in TASKS for part in PARTS)]
+    names = [f"{task}_{part}" for task in TASKS for part in PARTS]
     found = {name: fingerprint((data / f"{name}.jsonl").read_text(encoding="utf-8")) for name in names}
     write_documents(data, results, found)
     return place, {**found, "base": weights_fingerprint(place)}
@@ -45,9 +45,8 @@ def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[st
 
 def write_documents(data: Path, results: Path, made_from: dict[str, str]) -> None:
     """The source of every document that models are measured on, which intervals need, and how many rows there are."""
-    sources_of = {"humaneval": [problem["task_id"] for problem in read_rows(data / "humaneval.jsonl")]}
-    for name in [f"{task}_{part}" for task in TASKS for part in ("validation", "test", "long")]:
-        sources_of[name] = [row["file"] for row in read_rows(data / f"{name}.jsonl")]
+    names = [f"{task}_{part}" for task in TASKS for part in ("validation", "test", "long")]
+    sources_of = {name: [row["file"] for row in read_rows(data / f"{name}.jsonl")] for name in names}
     rows = {path.stem: len(read_rows(path)) for path in sorted(data.glob("*.jsonl"))}
     found = {"rows": rows, "made_from": {name: made_from[name] for name in sources_of}, "sources": sources_of}
     if stored.read(results / "documents.json") != found:

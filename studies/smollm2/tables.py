@@ -50,23 +50,6 @@ def length_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
     return markdown(["model", *(f"{length} tokens" for length in LENGTHS)], rows)
 
 
-def length_difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str) -> str:
-    """How much the loss of `length_table` is above that of the group `other`, paired by seed: empty without a row."""
-    reference = f"{task}-{start}-{other}"
-    theirs = curve_of_seeds(cells, reference)
-    rows = []
-    for group in groups_of(cells, task, start):
-        ours = curve_of_seeds(cells, group)
-        shared = sorted(ours.keys() & theirs.keys())
-        if group == reference or is_start(group) or not shared:
-            continue
-        pairs = [(ours[seed], theirs[seed]) for seed in shared]
-        values = [[one[x] - two[x] for one, two in pairs if x in one and x in two] for x in LENGTHS]
-        rows.append([label(group), *(of_seeds(found, signed=True) for found in values)])
-    header = [f"model − {label(reference)}", *(f"{length} tokens" for length in LENGTHS)]
-    return markdown(header, rows) if rows else ""
-
-
 def after_end_table(models: dict[str, dict[str, dict[str, float]]]) -> str:
     """What after_end.py found in each model, by the length of the rollouts."""
     lengths = [length for length in LENGTHS if all(str(length) in found["ended"] for found in models.values())]
@@ -124,13 +107,13 @@ def phase_table(cells: list[dict[str, Any]]) -> str:
     return markdown(["seed", "step, s", "waiting", "reward", "update", "generation, meanwhile"], rows)
 
 
-def difference_table(cells: list[dict[str, Any]], task: str, start: str, other: str, columns: dict[str, str]) -> str:
-    """How much every method is above the group `other` of the same start, paired by seed and document."""
-    reference = f"{task}-{start}-{other}"
+def difference_table(cells: list[dict[str, Any]], task: str, start: str, columns: dict[str, str]) -> str:
+    """How much every method is above SFT from the same start, paired by seed and document."""
+    reference = f"{task}-{start}-sft"
     rows = [
         [label(group), *(number(difference(cells, group, reference, metric), signed=True) for metric in columns)]
         for group in groups_of(cells, task, start)
-        if group != reference and not is_start(group)
+        if group != reference
     ]
     return markdown([f"model − {label(reference)}", *columns.values()], rows)
 

@@ -1,32 +1,68 @@
-"""Tables and sentences about claims, main comparisons and learning rates."""
+"""Sentences and tables about claims, and the table of learning rates."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cells import STARTS, TASKS
-from claims import FAILS, HOLDS, MEAN, OPEN, PAPER, ROUNDING, judged
-from intervals import difference
-from metrics import columns, is_better_higher
+from claims import FAILS, HOLDS, MEAN, OPEN, judged
+from metrics import columns
 from sweep import OBJECTIVES
 from tables import markdown, number
 
-# What the summary of the report compares EBFT with, and by which metrics.
-OTHERS = {
-    "none": "the start",
-    "sft": "SFT on as many documents",
-    "sft_flops": "SFT at the same FLOPs",
-    "rlvr": "RLVR on as many documents",
-}
-METRICS = (
-    "ce_loss",
-    "cfm_loss",
-    "cfm_loss_long",
-    "humaneval_pass@1",
-    "substance_pass@1",
-    "chrf_greedy",
-    "pair_distance",
-)
+# What else a metric of the sentences responds to.
+CAVEATS = {"cfm_loss_long": "text after an end token counts", "chrf_pass@1": "better where samples are more alike"}
+OF_TASK = {"functions": "functions", "translation": "translation", "raw": "raw text"}
+
+
+def sentences(cells: list[dict[str, Any]]) -> list[str]:
+    """What holds, what does not, and what is undecided, a sentence each; and what EBFT costs beside SFT."""
+    said: dict[str, dict[str, list[str]]] = {HOLDS: {}, FAILS: {}, OPEN: {}}
+    for claim, task, start, metric, found, outcome in judged(cells):
+        heading = columns(task)[metric].rstrip(" ↑↓")
+        if outcome != OPEN and metric in CAVEATS:
+            heading += f" ({CAVEATS[metric]})"
+        shown = f" {number(found, signed=True)}" if outcome != OPEN else ""
+        said[outcome].setdefault(claim.text, []).append(f"{where(task, start)}: {heading}{shown}")
+    lists = {
+        outcome: "; ".join(f"{text} ({', '.join(places)})" for text, places in found.items())
+        for outcome, found in said.items()
+    }
+    return [
+        f"**Holds:** {lists[HOLDS] or 'nothing so far'}.",
+        f"**Does not hold:** {lists[FAILS] or 'nothing so far'}.",
+        f"**Undecided:** {lists[OPEN] or 'nothing'}.",
+    ]
+
+
+def where(task: str, start: str) -> str:
+    """A task and start in words."""
+    return OF_TASK[task] + (" from a warm start" if start == "warm" else "")
+
+
+def advice(cells: list[dict[str, Any]]) -> str:
+    """What to take from it, by the trials against SFT and what both cost."""
+    counts = dict.fromkeys((HOLDS, FAILS, OPEN), 0)
+    places = {}
+    for claim, task, start, *_, outcome in judged(cells):
+        if claim.than == "sft":
+            counts[outcome] += 1
+            places[f"{task}-{start}"] = None
+    ratios = sorted(flops(cells, f"{place}-{MEAN}") / flops(cells, f"{place}-sft") for place in places)
+    if not ratios:
+        return "**To take from it:** nothing yet."
+    times = f"{ratios[0]:.1f}" if f"{ratios[0]:.1f}" == f"{ratios[-1]:.1f}" else f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
+    reason = "a reason to try it" if counts[HOLDS] > counts[FAILS] else "no reason to prefer it"
+    return (
+        f"**To take from it:** against SFT on as many documents, EBFT is better in {counts[HOLDS]} of "
+        f"{sum(counts.values())} trials, worse in {counts[FAILS]} and undecided in {counts[OPEN]}, at {times} times "
+        f"the FLOPs: {reason} at this size, rate and length of training."
+    )
+
+
+def flops(cells: list[dict[str, Any]], group: str) -> float:
+    """Mean FLOPs of the runs of a group."""
+    found = [cell["cost"]["flops"] for cell in cells if cell["cell"]["group"] == group]
+    return sum(found) / len(found)
 
 
 def claim_table(cells: list[dict[str, Any]]) -> str:
@@ -34,55 +70,11 @@ def claim_table(cells: list[dict[str, Any]]) -> str:
     rows = []
     for claim, task, start, metric, found, said in judged(cells):
         outcome = said if said == OPEN else f"**{said}**"
-        rows.append([claim.text, claim.source, f"{task}, {start}", metric, number(found, signed=True), outcome])
+        rows.append([claim.text, where(task, start), metric, number(found, signed=True), outcome])
     for above, row in zip(reversed(rows[:-1]), reversed(rows[1:])):
         if above[0] == row[0]:
-            row[:2] = ["", ""]
-    return markdown(["claim", "from", "task, start", "metric", "difference", "verdict"], rows)
-
-
-def summary_table(cells: list[dict[str, Any]]) -> str:
-    """In how many of its trials each claim holds."""
-    said: dict[str, list[str]] = {}
-    for claim, *_, outcome in judged(cells):
-        said.setdefault(claim.text, []).append(outcome)
-    rows = [
-        [text, *(str(found.count(outcome) or "") for outcome in (HOLDS, FAILS, OPEN))] for text, found in said.items()
-    ]
-    return markdown(["claim", HOLDS, FAILS, OPEN], rows)
-
-
-def verdict_counts(cells: list[dict[str, Any]]) -> dict[str, int]:
-    """How many trials of claims ended with each verdict."""
-    counts: dict[str, int] = {}
-    for *_, said in judged(cells):
-        counts[said] = counts.get(said, 0) + 1
-    return counts
-
-
-def headlines(cells: list[dict[str, Any]]) -> list[str]:
-    """One sentence for each main comparison and metric: where the difference is decided, and how large it is."""
-    triples = [(method, other, metric) for method in (MEAN, PAPER) for other in OTHERS for metric in METRICS]
-    return [sentence for triple in triples if (sentence := headline(cells, *triple)) is not None]
-
-
-def headline(cells: list[dict[str, Any]], method: str, other: str, metric: str) -> str | None:
-    """How EBFT differs from `other` in every task from every start; None where no difference has an interval."""
-    places = [(task, start) for task in TASKS for start in STARTS if metric in columns(task)]
-    found = {}
-    for task, start in places:
-        value = difference(cells, f"{task}-{start}-{method}", f"{task}-{start}-{other}", metric)
-        if value is not None and value.half == value.half:  # not NaN
-            found[f"{task}, {start}"] = value
-    if not found:
-        return None
-    decided = {place: value for place, value in found.items() if abs(value.mean) > value.half > ROUNDING}
-    rated = lambda value: "better" if (value.mean > 0) == is_better_higher(metric) else "worse"
-    parts = [f"{number(value, signed=True)}, {rated(value)} ({place})" for place, value in decided.items()]
-    if len(decided) < len(found):
-        parts.append(f"undecided in {len(found) - len(decided)} of {len(found)} settings")
-    heading = columns(places[0][0])[metric].rstrip(" ↑↓")
-    return f"EBFT, {method.removeprefix('ebft-')} − {OTHERS[other]}, {heading}: {'; '.join(parts)}."
+            row[0] = ""
+    return markdown(["claim", "task", "metric", "difference", "verdict"], rows)
 
 
 def sweep_table(found: dict[str, Any]) -> str:

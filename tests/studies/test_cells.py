@@ -10,7 +10,7 @@ import stored
 import sweep
 import torch
 from budget import cost_of, matched_steps
-from cells import MAIN_SETTINGS, SETTINGS, TASKS, Cell, all_cells, chosen, needs
+from cells import SETTINGS, TASKS, Cell, all_cells, chosen, flops_of, needs, planned
 from corpus import PARTS
 from job import Job, finished
 from scale import SCALES
@@ -22,30 +22,29 @@ from ebft import load_config
 from ebft.scores import feature_scores
 
 SCALE = SCALES["smollm2"]
-MADE_FROM = {name: name for name in ("base", "humaneval", *(f"{task}_{part}" for task in TASKS for part in PARTS))}
-METRICS = {"ce_loss": 4.0, "cfm_loss": 0.5, "reward_pass@1": 0.5, "substance_pass@1": 0.25}
+MADE_FROM = {name: name for name in ("base", *(f"{task}_{part}" for task in TASKS for part in PARTS))}
+METRICS = {"ce_loss": 4.0, "cfm_loss": 0.5, "reward_pass@1": 0.5}
 
 
 def job(cell: Cell, folder: Path, **changes) -> Job:
     return replace(Job(cell, SCALE, Place(folder, "base"), folder / "results", MADE_FROM), **changes)
 
 
-def test_methods_by_task():
-    every = all_cells((0, 1, 2))
-    assert len({cell.name for cell in every}) == len(every)
-    cells = [cell for cell in every if cell.measures == "task"]
+def test_the_plan():
+    """34 runs; SFT beside EBFT with every seed; runs that take FLOPs or an adapter's start have what they need."""
+    cells = all_cells()
+    assert len({cell.name for cell in cells}) == len(cells) == 34
+    seeds = Counter(cell.group for cell in cells)
+    for place, count in (("functions-base", 3), ("translation-base", 3), ("raw-base", 2), ("translation-warm", 2)):
+        assert seeds[f"{place}-sft"] == seeds[f"{place}-ebft-mean"] == count and seeds[f"{place}-none"] == 1
     assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}, "others have no verifier"
-    structured = [cell.name for cell in cells if cell.method == "structured"]
-    assert structured == [f"translation-base-structured-seed{seed}" for seed in (0, 1, 2)]
-    seeds = Counter((cell.task, cell.method, cell.setting) for cell in cells if cell.start == "base")
-    for task in TASKS:
-        assert seeds[task, "sft", ""] == 3 and seeds[task, "none", ""] == seeds[task, "sft_flops", ""] == 1
-        assert all(seeds[task, "ebft", name] == (3 if name in MAIN_SETTINGS[task] else 1) for name in SETTINGS)
+    assert {cell.setting for cell in cells if cell.setting} == set(SETTINGS)
+    assert all(needed in cells for cell in cells for needed in (flops_of(cell) if cell.method == "sft_flops" else ()))
 
 
 def test_every_cell_has_a_valid_config(tmp_path):
     place = Place(tmp_path, "base")
-    for cell in all_cells((0,)):
+    for cell in all_cells():
         if cell.method == "none":
             continue
         config = load_config(config_file(cell.method), cell_overrides(place, SCALE, cell, 7, 2e-5))
@@ -67,29 +66,23 @@ def test_a_step_has_sixteen_documents(method):
 
 
 def test_cells_are_chosen_by_patterns_in_their_order():
-    cells = all_cells((0, 1, 2))
+    cells = all_cells()
     names = [cell.name for cell in chosen(cells, ["raw-base-sft-*", "raw-base-none*"], [])]
-    assert names == ["raw-base-sft-seed0", "raw-base-sft-seed1", "raw-base-sft-seed2", "raw-base-none-seed0"]
+    assert names == ["raw-base-sft-seed0", "raw-base-sft-seed1", "raw-base-none-seed0"]
     assert {cell.task for cell in chosen(cells, [], ["raw"])} == {"raw"} and chosen(cells, [], []) == cells
     with pytest.raises(ValueError, match="matches no cell"):
         chosen(cells, ["raw-base-sff*"], [])
 
 
-def test_a_cell_waits_for_those_whose_model_or_flops_it_takes():
-    by_name = {cell.name: cell for cell in all_cells((0, 1))}
-    for name, other, is_waiting in (
-        ("functions-base-sft-seed0-humaneval", "functions-base-sft-seed0", True),
-        ("functions-base-sft-seed0-humaneval", "functions-base-rlvr-seed0", False),
-        ("functions-base-sft-seed0", "functions-base-sft-seed0-humaneval", False),
-        ("raw-base-sft_flops-seed0", "raw-base-sft-seed0", True),
-        ("raw-base-sft_flops-seed0", f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0", True),
-        ("raw-base-sft_flops-seed0", "raw-base-sft-seed1", False),
-    ):
-        assert needs(by_name[name], by_name[other]) == is_waiting, (name, other)
+def test_a_cell_waits_for_those_whose_flops_it_takes():
+    matched = planned("raw", "base", "sft_flops", 0)
+    for method, seed, is_waiting in (("sft", 0, True), ("ebft mean", 0, True), ("sft", 1, False), ("none", 0, False)):
+        other = planned("raw", "base", method, seed)
+        assert needs(matched, other) == is_waiting and not needs(other, matched), other.name
 
 
 def test_a_stamp_depends_on_data_model_and_settings_and_not_on_places(tmp_path):
-    for cell in all_cells((0,))[:6]:
+    for cell in all_cells()[:6]:
         here, there = job(cell, tmp_path / "a"), job(cell, tmp_path / "b")
         assert here.stamp == replace(there, place=Place(tmp_path, "/other/model")).stamp
     cell = Cell("functions", "base", "sft")
@@ -97,7 +90,7 @@ def test_a_stamp_depends_on_data_model_and_settings_and_not_on_places(tmp_path):
     changed = lambda name: {**MADE_FROM, name: "other"}
     for name in ("base", "functions_train", "functions_test", "functions_long"):
         assert job(cell, tmp_path, made_from=changed(name)).stamp != stamp, name
-    for name in ("functions_warm", "raw_test", "humaneval"):
+    for name in ("functions_warm", "raw_test"):
         assert job(cell, tmp_path, made_from=changed(name)).stamp == stamp, name
     assert job(cell, tmp_path, scale=replace(SCALE, steps=3)).stamp != stamp
     assert job(replace(cell, seed=1), tmp_path).stamp != stamp
@@ -122,19 +115,19 @@ def test_matched_steps_come_from_stored_cells_with_flops(tmp_path):
     one = job(Cell("raw", "base", "sft_flops"), tmp_path)
     with pytest.raises(ValueError, match="run these first"):
         _ = one.steps
-    for name, flops in (("raw-base-sft-seed0", 100.0), (f"raw-base-ebft-{MAIN_SETTINGS['raw'][0]}-seed0", 450.0)):
+    for name, flops in (("raw-base-sft-seed0", 100.0), ("raw-base-ebft-mean-seed0", 450.0)):
         write_cell(one.folder, {"cell": {"name": name}, "cost": {"flops": flops, "steps": 10}, "per_document": {}})
     assert one.steps == 45 == matched_steps([{"flops": 100.0, "steps": 10}], [{"flops": 450.0, "steps": 10}])
     with pytest.raises(ValueError, match="budget/flops"):
         matched_steps([{"flops": None, "steps": 10}], [{"flops": 5.0, "steps": 10}])
 
 
-def test_every_method_is_tried_for_every_task_with_a_seed_and_a_place_of_its_own():
+def test_rates_are_tried_with_a_seed_and_a_place_of_their_own():
     place, cells = Place(Path("output"), "base"), sweep_cells(SCALE)
     names = {cell.name for cell in cells}
-    assert len(names) == len(cells) == (3 * 3 + 1) * len(SCALE.rates)
-    assert not names & {cell.name for cell in all_cells(SCALE.seeds)}
-    assert {cell.seed for cell in cells} == {SEED} and SEED not in SCALE.seeds
+    assert len(names) == len(cells) == 2 * len(SCALE.rates)
+    assert not names & {cell.name for cell in all_cells()}
+    assert {cell.seed for cell in cells} == {SEED} and SEED not in {cell.seed for cell in all_cells()}
     assert {cell.measures for cell in cells} == {"sweep"}
     assert len({place.model(cell) for cell in cells}) == len({place.lock(cell) for cell in cells}) == len(cells)
 
@@ -151,20 +144,20 @@ def test_the_reward_that_is_measured_is_one_minus_the_feature_matching_loss():
 
 def test_the_best_rate_of_each_place_is_chosen_once_all_are_tried(tmp_path):
     """Each method is judged by what it trains for."""
-    assert objective("sft", METRICS, 0.03) == -4.0 and objective("rlvr", METRICS, 0.03) == 0.25
+    assert objective("sft", METRICS, 0.2) == -4.0 and objective("ebft", METRICS, 0.25) == -0.5
     best = SCALE.rates[1]
     for cell in sweep_cells(SCALE):
-        if cell.task == "raw" and cell.method == "sft" and cell.setting == f"rate {SCALE.rates[0]:g}":
+        if cell.method == "sft" and cell.setting == f"rate {SCALE.rates[0]:g}":
             continue
         ce_loss = 3.0 if cell.overrides[-1] == f"learning_rate={best:g}" else 4.0
         result = {"cell": {"name": cell.name}, "metrics": {**METRICS, "ce_loss": ce_loss}, "per_document": {}}
         write_cell(tmp_path / SWEEP, result)
     run.store_rates(SCALE, tmp_path)
     found = stored.read(tmp_path / "sweep.json")
-    values = found["tried"]["raw-ebft-paper"][f"{best:g}"]
-    assert values == {"objective": pytest.approx(0.5 - 0.03 * 3.0), "ce_loss": 3.0, "cfm_loss": 0.5}
-    assert found["chosen"]["raw-ebft-paper"] == found["chosen"]["functions-sft"] == best
-    assert len(found["tried"]["raw-sft"]) == len(SCALE.rates) - 1 and "raw-sft" not in found["chosen"]
+    values = found["tried"]["functions-ebft-mean"][f"{best:g}"]
+    assert values == {"objective": pytest.approx(0.5 - 0.2 * 3.0), "ce_loss": 3.0, "cfm_loss": 0.5}
+    assert found["chosen"] == {"functions-ebft-mean": best}
+    assert len(found["tried"]["functions-sft"]) == len(SCALE.rates) - 1
     assert best_rates(tried(SCALE, tmp_path), SCALE.rates) == found["chosen"]
 
 

@@ -9,6 +9,7 @@ import gradient_signal
 import measure
 import numpy as np
 import pytest
+import stored
 import temperatures
 import torch
 from intervals import Measured, difference, estimate, over_seeds, spread_of_files, spread_of_seeds, t_quantile
@@ -147,12 +148,13 @@ def test_share_of_signal_is_the_mean_over_pairs_of_batches_and_that_of_a_known_m
     pairs = [(a[i] @ b[j]).item() for i, j in itertools.permutations(range(5), 2)]
     assert gradient_signal.unbiased_product(a, b) == pytest.approx(sum(pairs) / len(pairs), abs=1e-6)
     signal, noise = torch.ones(400), torch.randn(200, 400)
-    cross_entropy = signal + torch.randn(200, 400)
-    gradients = {"g": 0.5 * signal + noise, gradient_signal.CROSS_ENTROPY: cross_entropy}
-    found = gradient_signal.statistics(gradients, "g")
+    held_out = signal + torch.randn(200, 400)
+    found = gradient_signal.statistics(0.5 * signal + noise, held_out, held_out, documents=16)
     assert found["share_of_signal"] == pytest.approx(0.25 / 1.25, abs=0.02)
-    assert found["cosine_with_cross_entropy"] == pytest.approx(1, abs=0.05)
-    assert found["norm"] == pytest.approx((1.25 * 400) ** 0.5, rel=0.02)
+    assert found["cosine"] == pytest.approx(1, abs=0.05) and found["step_cosine"] == pytest.approx(0.2**0.5, abs=0.03)
+    found = gradient_signal.statistics(0.5 * signal + noise, held_out, held_out, documents=4)
+    assert found["share_of_signal"] == pytest.approx(0.25 / 0.5, abs=0.03), "a step has four times as many"
+    assert math.isnan(gradient_signal.cosine(1.0, -0.1, 1.0)), "no signal"
 
 
 def test_every_reward_has_a_gradient_on_the_same_rollouts(tiny_llama_dir):
@@ -164,12 +166,35 @@ def test_every_reward_has_a_gradient_on_the_same_rollouts(tiny_llama_dir):
     parameters = gradient_signal.last_third(model)
     assert 0 < len(parameters) < sum("lora_B" in name for name, _ in model.named_parameters())
     row = lambda n: {"input_ids": [*range(10, 10 + n)], "labels": [-100] * 3 + [*range(13, 10 + n)], "prompt_length": 3}
-    options = StridedOptions(stride=4, context_length=3, generate_max_len=4, n_samples_per_prompt=4, temperature=1.0)
-    found = gradient_signal.losses(model, network, DocumentCollator(0)([row(21), row(30)]), options)
-    assert set(found) == {gradient_signal.CROSS_ENTROPY, *gradient_signal.REWARDS}
+    options = StridedOptions(stride=4, context_length=3, generate_max_len=4, n_samples_per_prompt=32, temperature=1.0)
+    inputs = DocumentCollator(0)([row(21), row(30)])
+    found = gradient_signal.losses(model, network, inputs, options, False)
+    assert len(found) == len(gradient_signal.SPACES) * len(gradient_signal.SAMPLES)
+    found |= gradient_signal.losses(model, network, inputs, options, True)
+    assert gradient_signal.HELD_OUT in found
     gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in found.values()]
     norms = [torch.cat([part.flatten() for part in parts]).norm().item() for parts in gradients]
     assert all(norm > 0 for norm in norms) and len(set(norms)) == len(norms), "no two rewards are the same"
+
+
+def test_lengths_that_are_stored_are_not_measured_again(tmp_path, monkeypatch):
+    asked = []
+
+    def of_batches(place, arguments, length, part):
+        asked.append((length, part))
+        return {gradient_signal.HELD_OUT if part == "test" else "unwhitened, n = 4": 1 + torch.randn(4, 50)}
+
+    monkeypatch.setattr(gradient_signal, "of_batches", of_batches)
+    for longest, wanted in ((8, [(8, "test"), (8, "train")]), (8, [])):
+        monkeypatch.setattr("sys.argv", ["x", "--results", str(tmp_path), "--longest", str(longest)])
+        asked.clear()
+        gradient_signal.main()
+        assert asked == wanted
+    (file,) = tmp_path.iterdir()
+    assert set(stored.read(file)["lengths"]["8"]["unwhitened, n = 4"]) >= {"cosine", "step_cosine", "share_of_signal"}
+    monkeypatch.setattr("sys.argv", ["x", "--batches", "1"])
+    with pytest.raises(SystemExit):
+        gradient_signal.main()
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from tables import number
 
 SCALE = SCALES["smollm2"]
 CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers": "5", "commit": "abc", "date": "today"}
-FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"], "humaneval": ["HumanEval/0", "HumanEval/1"]}
-DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x", "humaneval": "y"}, "sources": FILES}
+FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"]}
+DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x"}, "sources": FILES}
 METRICS = {"ce_loss": 4.0, "cfm_loss": 0.3, "cfm_loss_long": 0.3, "alignment": 1.3, "substance_pass@1": 0.5}
 SETTINGS = (("sft", ""), ("rlvr", ""), ("ebft", "mean"))
 SHOWN = [{"input": "def f():", "output": "\n    g()\n", "greedy": "\n    greedy()\n", "sample": "\n    sampled()\n"}]
@@ -34,13 +34,11 @@ def write_results(folder, gain: float, noise: float = 0.001, seeds=(0, 1, 2)) ->
             write_cell(folder, method, seed, metrics, setting)
 
 
-def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "", file: str = "functions_test", **more):
+def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "", **more):
     group = "-".join(part for part in ("functions", "base", method, setting) if part)
-    name = f"{group}-seed{seed}" + ("-humaneval" if file == "humaneval" else "")
+    name = f"{group}-seed{seed}"
     cell = {"task": "functions", "start": "base", "method": method, "seed": seed, "setting": setting}
-    documents = [0, 1, 3] if file == "functions_test" else [0, 1]
-    part = lambda v: {"document": documents, "sum": [v - 0.1, v, v + 0.1][: len(documents)]}
-    pack = lambda v: stored.packed({**part(v), "weight": [1.0] * len(documents)})
+    pack = lambda v: stored.packed({"document": [0, 1, 3], "sum": [v - 0.1, v, v + 0.1], "weight": [1.0] * 3})
     cost = {"steps": 2, "documents": 16, "generated_tokens": None, "flops": 1e12}
     log = {"ebft/alignment": [[1, 1.0], [2, 1.1]]} if method == "ebft" else {}
     curves = {"cfm_loss": [[8, 0.5], [16, 0.4]], "rollout_nll_base": [[0, 4.0], [1, 4.5]]}
@@ -48,12 +46,13 @@ def write_cell(folder, method: str, seed: int, metrics: dict, setting: str = "",
         "cell": {**cell, "group": group, "name": name},
         "stamp": "s",
         "metrics": metrics,
-        "measured_on": dict.fromkeys(metrics, file),
-        "documents": {file: DOCUMENTS["made_from"][file]},
+        "measured_on": dict.fromkeys(metrics, "functions_test"),
+        "documents": DOCUMENTS["made_from"],
         "seconds": {"train": 5.0, "features": 5.0},
         "machine": CARD,
-        **({"rollouts": curves, "shown": SHOWN} if file == "functions_test" else {}),
-        **({"learning_rate": 3e-4, "cost": cost, "log": log} if method != "none" and file != "humaneval" else {}),
+        "rollouts": curves,
+        "shown": SHOWN,
+        **({"learning_rate": 3e-4, "cost": cost, "log": log} if method != "none" else {}),
         **more,
         "per_document": {name: pack(v) for name, v in metrics.items()},
     }
@@ -74,7 +73,7 @@ def made_up(folder, *arguments, has_pictures: bool = False, **more) -> str:
 
 def verdict_of(report: str, claim: str, metric: str) -> str:
     """The verdict in the claim table's row of `metric` that belongs to `claim`."""
-    rows = report.split("Each trial:")[1].split(claim, 1)[1].splitlines()
+    rows = report.split("### Claims")[1].split(claim, 1)[1].splitlines()
     row = next(row for row in rows if f"| {metric} |" in row)
     return row.rstrip(" |").rpartition("| ")[2].strip("*")
 
@@ -83,23 +82,23 @@ def verdict_of(report: str, claim: str, metric: str) -> str:
 def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     report = made_up(tmp_path, gain)
     for claim, metric in (
-        ("EBFT, mean, does better downstream than SFT on as many documents", "substance_pass@1"),
-        ("EBFT, mean, has a lower cross-entropy than RLVR", "ce_loss"),
-        ("EBFT, mean, lowers the feature-matching loss", "cfm_loss"),
-        ("EBFT, mean, has a lower one than SFT on long rollouts", "cfm_loss_long"),
+        ("EBFT does better downstream than SFT", "substance_pass@1"),
+        ("EBFT has a lower cross-entropy than SFT", "ce_loss"),
+        ("EBFT lowers the feature-matching loss", "cfm_loss"),
+        ("EBFT has a lower one than SFT on long rollouts", "cfm_loss_long"),
     ):
         assert verdict_of(report, claim, metric) == expected, claim
-    as_well = verdict_of(report, "EBFT, mean, does as well downstream as RLVR", "substance_pass@1")
-    assert as_well == (HOLDS if expected == OPEN else expected), "not lower by much"
-    summary = report.split("### In short")[1].split("###")[0]
-    if expected == HOLDS:
-        line = next(line for line in summary.splitlines() if "EBFT, mean − SFT on as many documents, names" in line)
-        assert "+0.2" in line and "better (functions, base)" in line
-    assert "undecided in" in summary or expected != OPEN
+    first_screen = report.split("## How")[0]
+    said = {HOLDS: "**Holds:**", FAILS: "**Does not hold:**", OPEN: "**Undecided:**"}[expected]
+    line = next(line for line in first_screen.splitlines() if line.startswith(said))
+    assert "EBFT has a lower cross-entropy than SFT (functions: cross-entropy" in line
+    assert ("text after an end token counts" in line) == (expected != OPEN)
+    counted = {HOLDS: "better in 4 of 4", FAILS: "worse in 4 and", OPEN: "undecided in 4"}[expected]
+    assert counted in first_screen and "1.0 times the FLOPs" in first_screen
 
 
 def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
-    claim = "EBFT, mean, has a lower cross-entropy than RLVR"
+    claim = "EBFT has a lower cross-entropy than SFT"
     assert verdict_of(made_up(tmp_path / "wide", 0.2, noise=1.0), claim, "ce_loss") == OPEN
     report = made_up(tmp_path / "one", 0.2, seeds=(0,))
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
@@ -115,25 +114,24 @@ def test_what_is_missing_is_listed_and_hides_nothing(tmp_path):
         path.unlink()
     for path, text_of_cell in kept.items():
         path.write_text(text_of_cell)
-        missing = report_of(tmp_path, has_pictures=True).split("Missing,")[1].partition("\n")[0]
-        assert f"`{path.stem}`" not in missing and "`raw-warm-sft-seed0`" in missing
+        missing = report_of(tmp_path, has_pictures=True).split("Still to come")[1].partition("\n")[0]
+        assert f"`{path.stem}`" not in missing and "`raw-base-sft-seed0`" in missing
 
 
 def test_the_report_has_all_parts(tmp_path):
-    """Machine, costs, completions and pictures; losses up to the end, HumanEval, and runs at other learning rates."""
+    """Machine, costs, completions and pictures; losses up to the end, and runs at other learning rates."""
     results = tmp_path / "results"
     report = made_up(tmp_path, 0.2, has_pictures=True)
-    for part in ("cpu: a test", "commits abc", "1.00e+12", "FLOPs", "AGPL-3.0", "greedy()", "sampled()"):
+    for part in ("cpu: a test", "commits abc", "1.00e+12", "FLOPs", "AGPL-3.0", "greedy()"):
         assert part in report
-    for name in ("rollouts", "training"):
-        picture = re.search(rf"!\[{name} of functions from base\]\((.+)\)", report).group(1)
+    for title in ("EBFT less SFT .+", "rollouts of functions from base"):
+        picture = re.search(rf"!\[{title}\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
     assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
     assert "up to the end" not in report
     losses = {"cfm_loss": {"4": 0.3, "8": 0.2}, "cfm_loss_to_end": {"4": 0.3, "8": 0.1}}
     by_length = {"ended": {"4": 0.5, "8": 0.75}, **losses}
     stored.write_json(results / "after-end-functions.json", {"models": {"a-model": by_length}})
-    write_cell(results, "sft", 0, {"humaneval_greedy": 0.25, "humaneval_pass@1": 0.125}, file="humaneval")
     values = {"objective": -4.0, "ce_loss": 4.0, "cfm_loss": 0.3}
     tried = {"functions-sft": {"0.0003": values, "0.001": {**values, "objective": -3.0}}}
     report = report_of(tmp_path)
@@ -141,15 +139,12 @@ def test_the_report_has_all_parts(tmp_path):
     assert "| model |  | 8 tokens |" in table and "4 tokens" not in table
     assert "| `a-model` | share that ended | 0.750 |\n| `a-model` | loss, all tokens | 0.200 |" in table
     assert "| `a-model` | loss, up to the end | 0.100 |" in table
-    rows = report.split("Full completions:")[1].splitlines()
-    row = next(line for line in rows if line.startswith("| SFT, as many documents |"))
-    assert "| 0.20 ± " in row and "0.500" not in row.split("|")[3], "of the two problems"
     assert "Documents: 3 (cross-entropy; CFM loss; CFM loss, long; alignment)." in report
-    assert "Documents: 3 (names), 2 (HumanEval, greedy; HumanEval, pass@1)." in report
+    assert "Documents: 3 (names)." in report
     found = {"tried": tried, "by_hand": {}, "steps": 40, "chosen": {"functions-sft": 0.001}}
     stored.write_json(results / "sweep.json", found)
     report = report_of(tmp_path)
-    assert "`functions-base-sft-seed0`" in report.split("Missing,")[1].partition("\n")[0]
+    assert "`functions-base-sft-seed0`" in report.split("Still to come")[1].partition("\n")[0]
     assert "**-3.000 / 4.000 / 0.300**" in report and "at the edge of what was tried for functions-sft" in report
     with pytest.raises(ValueError, match="Run the study first"):
         write_report(tmp_path, tmp_path / "README.md", SCALE)
@@ -170,12 +165,8 @@ def test_verdict_by_hand():
         (about(0.1, 1e-16), "higher", OPEN, "what only rounding changes"),
         (about(0.0, 0.0), "higher", OPEN, "no difference at all is no gain"),
         (None, "higher", OPEN, ""),
-        (about(0.0, 0.04), "as high", HOLDS, ""),
-        (about(0.0, 0.06), "as high", OPEN, ""),
-        (about(-0.2, 0.04), "as high", FAILS, ""),
     ):
         assert verdict(estimate, claim) == expected, (estimate, claim, why)
-    assert verdict(about(0.0, 0.01), "as high", level=0.02) == OPEN, "rates near 0 cannot be lower by much"
 
 
 def test_numbers_show_two_digits_of_the_interval():
@@ -187,22 +178,6 @@ def test_numbers_show_two_digits_of_the_interval():
     assert number(about(0.5, float("nan"), 0.02)) == "0.500 ± 0.020¹", "one seed: over files alone"
     assert text.setting("mean ce 0").endswith("`temperature=1.0`, `ce_coef=0`"), "the last value of a key"
     assert text.setting("paper") == "*paper* is that file itself"
-
-
-def test_losses_by_length_are_compared_by_seed(tmp_path):
-    """At 8 tokens both lose 0.25 more with each seed, EBFT 0.125 more than SFT; at 16 their difference has a spread."""
-    results = tmp_path / "results"
-    stored.write_json(results / "documents.json", DOCUMENTS)
-    for seed in (0, 1, 2):
-        of_sft = [[8, 0.5 + 0.25 * seed], [16, 0.3]]
-        of_ebft = [[8, 0.625 + 0.25 * seed], [16, 0.24 + 0.01 * seed]]
-        for method, setting, curve in (("sft", "", of_sft), ("ebft", "mean", of_ebft)):
-            curves = {"cfm_loss": curve, "rollout_nll_base": [[0, 4.0], [1, 4.5]]}
-            write_cell(results, method, seed, METRICS, setting, rollouts=curves)
-    table = report_of(tmp_path).split("paired by seed; with an interval over seeds alone:")[1].split("\n\n")[1]
-    # Three seeds that differ by 0.01: 4.303 * 0.01 / sqrt(3) = 0.0248.
-    assert "| EBFT, mean | +0.125 | -0.050 ± 0.025 |  |  |  |" in table
-    assert "| SFT, as many documents |" not in table
 
 
 def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these_changed(tmp_path):

@@ -14,8 +14,14 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 # Every kind of cell; other settings of EBFT differ in their configs alone.
-FUNCTIONS = [f"functions-base-{method}-seed0*" for method in ("none", "sft", "sft_flops", "ebft-mean", "rlvr")]
-CELLS = (*FUNCTIONS, "translation-base-none*", "translation-warm-ebft-mean*", "raw-base-sft*")
+FUNCTIONS = [f"functions-base-{method}-seed0" for method in ("none", "sft", "sft_flops", "ebft-mean", "rlvr")]
+CELLS = (
+    *FUNCTIONS,
+    "translation-base-none*",
+    "translation-warm-ebft-mean-seed0",
+    "translation-base-sft_flops*",
+    "raw-base-sft-seed0",
+)
 
 
 def arguments_of(folder: Path, *arguments: str) -> list[str]:
@@ -40,9 +46,9 @@ def first_run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     swept = run_study(folder, "--sweep", "--only", "functions-base-sft*")
     assert swept[0] == 0, swept[1]
-    # What SFT at the FLOPs of EBFT needs on raw code was not asked for, so that this one cell cannot run.
+    # What SFT at the FLOPs of EBFT needs on translations was not asked for, so that this one cell cannot run.
     status, printed = run_study(folder, "--only", *CELLS)
-    assert status == 1 and "raw-base-sft_flops-seed0  failed: ValueError: its steps follow" in printed, printed
+    assert status == 1 and "translation-base-sft_flops-seed2  failed: ValueError: its steps follow" in printed, printed
     return folder
 
 
@@ -52,9 +58,6 @@ def test_every_kind_of_cell_is_measured(first_run):
     for name, cell in found.items():
         assert {"commit", "device", "python", "torch"} <= set(cell["machine"]) and cell["stamp"]
         assert cell["command"].startswith("python studies/smollm2/run.py --scale tiny --only")
-        if cell["cell"]["measures"] == "humaneval":
-            assert set(cell["metrics"]) == {"humaneval_greedy", "humaneval_pass@1", "humaneval_pass@N"}
-            continue
         assert {"ce_loss", "cfm_loss", "alignment", "diversity", "cfm_loss_long"} <= set(cell["per_document"])
         assert [x for x, _ in cell["rollouts"]["cfm_loss"]][:4] == [1, 2, 4, 8]
         wanted = {"functions": "parses_greedy", "translation": "chrf_pass@1", "raw": "ce_loss"}[cell["cell"]["task"]]
@@ -75,13 +78,13 @@ def test_costs_rates_and_the_report(first_run, monkeypatch, capsys):
     assert found["functions-base-sft-seed0"]["learning_rate"] == 0.002
     assert found["raw-base-sft-seed0"]["learning_rate"] == 0.001  # set by hand
     assert "| functions | SFT | −cross-entropy | **" in report
-    assert "EBFT, mean" in report and "`translation-base-sft-seed0`" in report.partition("Missing,")[2]
+    assert "EBFT, mean" in report and "`translation-base-sft-seed0`" in report.partition("Still to come")[2]
     (first_run / "README.md").unlink()
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--report"))
     assert run.main() == 0 and (first_run / "README.md").read_text() == report
-    monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--only", "translation-base-sft-*", "--hours", "0"))
+    monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--only", "translation-base-sft-seed0", "--hours", "0"))
     assert run.main() == 0 and "0 of 1 cells are finished already" in capsys.readouterr().out
     assert "translation-base-sft-seed0" not in results(first_run), "no cell starts after the hours"
 

@@ -1,17 +1,11 @@
-"""The verifiers and HumanEval: hand-made functions, and completions that try to pass without doing the work."""
+"""The verifiers: hand-made functions, and completions that try to pass without doing the work."""
 
 import time
 
-import corpus
-import humaneval
 import pytest
 import rewards
 import sandbox
-import sources
 import verifiers
-from rows import read_rows
-
-from ebft.errors import FetchError
 
 PROMPT = '''def double(x):
     """Return twice x.
@@ -22,7 +16,6 @@ PROMPT = '''def double(x):
     'aa'
     """'''
 ROW = {"output": "\n    return x + x\n", "has_doctest": True, "module": ""}
-PROBLEMS = read_rows(corpus.TINY / "problems.jsonl")
 
 
 def passes(completion: str, prompt: str = PROMPT) -> float | None:
@@ -153,40 +146,3 @@ def test_a_trivial_body_gets_no_reward():
 def test_answers_that_cannot_be_read_are_no_pass(answer):
     prompt = 'def f():\n    """Return one.\n\n    >>> f()\n    1\n    """'
     assert passes(f"\n    import os\n    {answer}\n    return 1\n", prompt) == 0.0
-
-
-def test_canonical_solutions_pass_and_samples_are_scored():
-    for problem in PROBLEMS:
-        assert humaneval.passes(problem, "\n" + problem["canonical_solution"])
-    right, wrong = "\n    return x + 1\n", "\n    return x\n"
-    found = humaneval.score(PROBLEMS[:1], [wrong], [[right, wrong, wrong, right]])
-    assert found == {"humaneval_greedy": [0.0], "humaneval_pass@1": [0.5], "humaneval_pass@N": [1.0]}
-    assert humaneval.prompt_of(PROBLEMS[0]).endswith('"""')  # the body begins with a newline
-
-
-@pytest.mark.slow
-def test_canonical_solutions_of_humaneval_pass_and_empty_bodies_do_not():
-    try:
-        problems = sources.humaneval()
-    except FetchError as error:
-        pytest.skip(f"HumanEval cannot be downloaded: {error}")
-    assert len(problems) == 164
-    for problem in problems[::8]:
-        assert humaneval.passes(problem, "\n" + problem["canonical_solution"]), problem["task_id"]
-        assert not humaneval.passes(problem, "\n    pass\n"), problem["task_id"]
-
-
-def test_broken_solutions_of_humaneval_fail(monkeypatch):
-    for body in (
-        "\n    return x +\n",
-        "",
-        "\n    raise SystemExit(0)\n",
-        "\n    import os\n    os._exit(0)\n",
-        "\n    import sys; sys.exit(0)\n",
-        "\n    global check\n    check = lambda candidate: None\n    return 0\n",
-    ):
-        assert not humaneval.passes(PROBLEMS[0], body), body
-    monkeypatch.setattr(humaneval, "SECONDS", 1)
-    started = time.monotonic()
-    assert not humaneval.passes(PROBLEMS[0], "\n    while True:\n        pass\n")
-    assert time.monotonic() - started < humaneval.SECONDS * sandbox.WALL_SECONDS + 5
