@@ -16,18 +16,17 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import REWRITE_BASE
-from ebft.models.weights import refuse_pickles
+from ebft.models.weights import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -87,13 +86,10 @@ def read_adapter_config(folder: Path) -> LoraConfig:
 
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's weights. Raises ModelError if they are damaged or not in safetensors format."""
-    refuse_pickles(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
-    check_tensors(path)
-    return load_file(path)
+    """The adapter's weights. Raises ModelError if they are damaged, or the file contains more than tensors."""
+    path = adapter_file(folder)
+    with WeightFiles([path]) as file:
+        return {name: file.read(name) for name in check_tensors(path)}
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -25,10 +25,9 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
-from ebft.models.weights import WeightFiles
+from ebft.models.weights import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
-    WEIGHTS,
     Adapter,
     BitsAndBytesRounding,
     attach,
@@ -167,7 +166,7 @@ def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: 
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {str(path.relative_to(base)): path.resolve().stat() for path in checkpoint.files}
     return {
-        "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
+        "adapter": [file_hash(path) for path in (source.adapter / CONFIG, adapter_file(source.adapter))],
         "base": [str(base), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "bits": [source.bits, str(source.dtype), source.quantised_experts],
         "shards": shards,
