@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from ebft.errors import ModelError
+from ebft.models.keys import ModelSettings
 from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.checkpoint import base_folder, parse_size, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
@@ -293,22 +294,32 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
     assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
 
 
-@pytest.mark.parametrize(("bits", "experts"), [(4, False), (8, False), (4, True)])
-def test_an_adapter_trained_on_quantised_weights(bits, experts, saved, tmp_path):
+def quantising(bits, **keys):
+    return ModelSettings(base_model="base", load_in_4bit=bits == 4, load_in_8bit=bits == 8, **keys)
+
+
+PLAIN, FP4 = {"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "experts", "kwargs"), [(4, False, {}), (8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)]
+)
+def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
     base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
-    source = MergeSource(adapter, str(base), bits=bits, quantised_experts=experts, dtype=torch.bfloat16)
-    merge_adapter(source, tmp_path / "merged")
+    settings = quantising(bits, quantize_moe_experts=experts, bnb_config_kwargs=kwargs, torch_dtype="bfloat16")
+    merge_adapter(MergeSource(adapter, str(base), quantised=settings), tmp_path / "merged")
+    options = {"quant_type": "fp4" if kwargs is FP4 else "nf4", "compress_statistics": kwargs is not PLAIN}
     expected = with_adapter(base, adapter)
     for weight in expected.parameters() if experts else ():
         if weight.dim() == 3:
-            stored = functional.quantize_4bit(weight.data.bfloat16(), quant_type="nf4", compress_statistics=True)
+            stored = functional.quantize_4bit(weight.data.bfloat16(), **options)
             weight.data = functional.dequantize_4bit(*stored).float()
     for name, module in expected.named_modules():
         if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
             weight = module.weight.data.bfloat16()
             if bits == 4:
-                stored = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+                stored = functional.quantize_4bit(weight, **options)
                 weight = functional.dequantize_4bit(*stored)
             else:
                 quantised, scale, _ = functional.int8_vectorwise_quant(weight.half())
@@ -322,4 +333,4 @@ def test_without_bitsandbytes_an_adapter_on_quantised_weights_is_refused(saved, 
     base, adapter = saved()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="requires the package bitsandbytes.*load_in_4bit=false"):
-        merge_adapter(MergeSource(adapter, str(base), bits=4), tmp_path / "merged")
+        merge_adapter(MergeSource(adapter, str(base), quantised=quantising(4)), tmp_path / "merged")

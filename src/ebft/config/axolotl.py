@@ -470,14 +470,6 @@ SINGLE = {
     "(vllm.tensor_parallel_size is that of a vLLM server)",
     "expert_parallel_size": "experts are not split over processes; shard the model with fsdp",
 }
-# Values of bnb_config_kwargs that describe how weights are quantised.
-BITSANDBYTES = {
-    "llm_int8_has_fp16_weight": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "load_in_4bit": True,
-    "load_in_8bit": True,
-}
 # Plugins of axolotl by the end of their names, and what takes their place.
 PLUGINS = {
     "liger.LigerPlugin": "liger_rope, liger_rms_norm, liger_glu_activation and liger_layer_norm are enough in SFT",

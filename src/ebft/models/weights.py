@@ -38,6 +38,7 @@ from ebft.errors import ModelError, cause, some_of
 from ebft.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS, exists, first_weights
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import read_object, refuse_classifier
+from ebft.models.quantised_experts import is_packed
 from ebft.models.sharded_index import WEIGHTS as PARTS
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
@@ -200,7 +201,7 @@ def _check_values(name: str, model: PreTrainedModel) -> None:
 
 def _is_plain(own: Tensor) -> bool:
     """Whether values can be compared: those of a whole tensor that is not quantised."""
-    is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1
+    is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1 and not is_packed(own)
     return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
 
 

@@ -25,6 +25,8 @@ from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.files import refuse_classifier
+from ebft.models.keys import ModelSettings
+from ebft.models.load import weights_dtype
 from ebft.models.pretrained import REWRITE_BASE
 from ebft.models.weights import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
@@ -285,15 +287,15 @@ WITHOUT = "Or merge into the weights without quantisation, with adapter=lora loa
 
 
 class BitsAndBytesRounding:
-    """Quantises and dequantises the linear layers of `model` that transformers loads in 4 or 8 bits, and its `experts`.
+    """Quantises and dequantises the weights of `model` that are loaded in 4 or 8 bits: linear layers, and experts.
 
     An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
-    is the one that was trained. `dtype` is the one that the weights were loaded in. Raises ModelError if bitsandbytes
-    does not run on this machine.
+    is the one that was trained. `settings`: the keys of the run. Raises ModelError if bitsandbytes does not run on this
+    machine.
     """
 
-    def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype, experts: bool = False) -> None:
-        self._bits, self._dtype = bits, dtype
+    def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
+        self._settings, self._dtype = settings, weights_dtype(settings)
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModelError(
                 "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
@@ -305,7 +307,7 @@ class BitsAndBytesRounding:
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
-        self._names |= {*fused_experts(model)} if experts else set()
+        self._names |= {*fused_experts(model)} if settings.quantize_moe_experts else set()
         self(torch.ones(64, 64))  # fails now where the operators do not exist
 
     def covers(self, name: str) -> bool:
@@ -316,12 +318,14 @@ class BitsAndBytesRounding:
         """The weight after quantisation, in its own dtype."""
         loaded = weight.to(self._dtype)
         try:
-            return (self._in_4_bits(loaded) if self._bits == 4 else self._in_8_bits(loaded)).to(weight.dtype)
+            return (self._in_4_bits(loaded) if self._settings.load_in_4bit else self._in_8_bits(loaded)).to(
+                weight.dtype
+            )
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(f"bitsandbytes cannot quantise weights on this machine: {error} {WITHOUT}") from error
 
     def _in_4_bits(self, weight: Tensor) -> Tensor:
-        quantised, state = self._functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        quantised, state = self._functional.quantize_4bit(weight, **self._settings.bnb_config_kwargs.four_bit)
         return self._functional.dequantize_4bit(quantised, state)
 
     def _in_8_bits(self, weight: Tensor) -> Tensor:
