@@ -63,3 +63,26 @@ def values(edit: Callable[[Any], Any], part: str = "", name: str = WEIGHTS) -> C
 def named(rename: Callable[[str], str | None], name: str = WEIGHTS) -> Change:
     """Rename tensors; those without a new name are left out."""
     return tensors(lambda found: {new: value for key, value in found.items() if (new := rename(key))}, name)
+
+
+def pickled(name: str, zipped: bool = True, **more: Any) -> Change:
+    """Save the tensors of a file, and `more`, with torch.save instead, and change the names of files in an index."""
+    new = lambda old: old.replace("model", "pytorch_model", old.startswith("model")).replace(".safetensors", ".bin")
+
+    def change(folder: Path) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        path = folder / name
+        to = path.with_name(new(path.name))
+        torch.save({**load_file(path), **more}, to, _use_new_zipfile_serialization=zipped)
+        path.unlink()
+        index = path.with_name(f"{WEIGHTS}.index.json")
+        if index.is_file():
+            found = json.loads(index.read_text())
+            found["weight_map"] = {key: new(file) for key, file in found["weight_map"].items()}
+            index.write_text(json.dumps(found))
+            if not any(path.parent.glob("*.safetensors")):
+                index.rename(path.with_name(new(index.name)))
+
+    return change

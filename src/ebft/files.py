@@ -365,15 +365,25 @@ def sample_hash(path: Path) -> str:
     return found.hexdigest()
 
 
+# Files of weights, in the order in which transformers and PEFT look for them.
+MODEL_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def first_weights(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first file of weights of these names in a folder, or its index; None if there is none."""
+    paths = (folder / f"{name}{ending}" for name in names for ending in ("", ".index.json"))
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _weight_files(folder: Path) -> list[Path]:
     """The files that transformers or PEFT load from a folder."""
-    for name in ("adapter_model.safetensors", "model.safetensors", "pytorch_model.bin", "adapter_model.bin"):
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return [folder / name]
-        if index.is_file():
-            return [folder / file for file in sorted(set(json_object(index)["weight_map"].values()))]
-    return sorted(folder.glob("*.safetensors"))
+    found = first_weights(folder, (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
+    if found is None:
+        return sorted(folder.glob("*.safetensors"))
+    if found.suffix != ".json":
+        return [found]
+    return [folder / file for file in sorted(set(json_object(found)["weight_map"].values()))]
 
 
 def _tensors_hash(files: list[Path]) -> str:

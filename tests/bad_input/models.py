@@ -12,6 +12,7 @@ from tests.file_edits import (
     cut,
     edited,
     named,
+    pickled,
     remove,
     settings,
     tensors,
@@ -230,7 +231,10 @@ MODELS = [
     model("index of one shard only", entries(lambda key, file: "-00001-" in file), "weights lack"),
     model("rope_theta is text", settings(rope_parameters={"rope_type": "default", "rope_theta": "1e4"}),
           "config.json: rope_parameters.rope_theta: invalid value '1e4'"),
-    model("pickle .bin", as_pickle("pytorch_model.bin"), "pytorch_model.bin", "safetensors"),
+    model("pickle with code", as_pickle("pytorch_model.bin"), "pytorch_model.bin contains io.open", "save_pretrained"),
+    model("pickle is text", then(remove(WEIGHTS), write("pytorch_model.bin", "version https://")), "model.bin is"),
+    model("pickle is cut off", then(pickled(WEIGHTS), cut("pytorch_model.bin", 5000)), "model.bin is truncated"),
+    model("pickle is nested", pickled(WEIGHTS, more={}), "pytorch_model.bin does not contain tensors by name"),
     model("pickle .pt", as_pickle("model.pt"), "model.pt", "safetensors"),
     model("pickle .pth", as_pickle("consolidated.00.pth"), "consolidated.00.pth", "safetensors"),
     model("code of a model", code("own.py", "config.json", model_type="own", auto_map={
@@ -284,7 +288,7 @@ ADAPTERS = [
     saved("more modules", unchanged, "k_proj", target_modules=["q_proj", "k_proj"]),
     saved("tensors renamed", named(lambda key: f"x.{key}", ADAPTER), "q_proj"),
     saved("half of the tensors", named(lambda key: key * ("layers.0" in key), ADAPTER), "layers.1"),
-    saved("pickle", as_pickle("adapter/adapter_model.bin", ADAPTER), "adapter_model.bin", "safetensors"),
+    saved("pickle with code", as_pickle("adapter/adapter_model.bin", ADAPTER), "adapter_model.bin contains io.open"),
 ]  # fmt: skip
 
 GENERATION_CONFIGS = [
@@ -339,6 +343,9 @@ VALID = [
     intact("buffers beside the weights", copied("layers.0.input_layernorm.weight",
                                                 "layers.0.self_attn.rotary_emb.inv_freq")),
     intact("safetensors beside a pickle", write("pytorch_model.bin", b"not read")),
+    intact("pickle", pickled(WEIGHTS), why="it contains tensors only, which are read without running code"),
+    intact("pickle of an old PyTorch", pickled(WEIGHTS, zipped=False)),
+    intact("adapter: pickle", then(adapter(), pickled(ADAPTER)), **SAVED),
     intact("a saved adapter", adapter(), **SAVED),
     intact("adapter: other settings in the config", adapter(), warns=("lora_r: 16 has no effect", "has 2"), **SAVED,
            lora_r=16),

@@ -6,8 +6,6 @@ import shutil
 import subprocess
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ebft.config.schema import load_config
@@ -16,6 +14,7 @@ from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
 from tests.cli.conftest import TERMINAL, flat
+from tests.file_edits import pickled
 from tests.inference.conftest import config_file, folders
 from tests.terminal import Terminal, ebft_command
 
@@ -102,21 +101,28 @@ def test_a_folder_with_checkpoints_alone_names_the_newest(folders, config_file, 
         assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
 
 
-@pytest.mark.parametrize(("kind", "name", "pickled"), [
-    ("adapter", "adapter_model", "adapter_model.bin"), ("full", "model", "pytorch_model.bin")])  # fmt: skip
-def test_weights_in_pickles_are_not_read(kind, name, pickled, folders, config_file, refused, tmp_path):
+@pytest.mark.parametrize(("kind", "name"), [("adapter", "adapter_model"), ("full", "model")])
+def test_weights_in_pickles(kind, name, folders, config_file, ebft, refused, tmp_path):
+    """They are read as tensors, by every command; in other files than those of transformers and PEFT, they are not."""
     old, rows = shutil.copytree(folders[kind], tmp_path / "old"), tmp_path / "rows.jsonl"
-    torch.save(load_file(old / f"{name}.safetensors"), old / pickled)
-    (old / f"{name}.safetensors").unlink()
+    pickled(f"{name}.safetensors")(old)
     rows.write_text("".join(json.dumps({"input": f"say {i}", "output": f"it is {i}"}) + "\n" for i in range(9)))
     entry = {"path": str(rows), "type": "ebft_strided_structured.transform_prompts"}
-    evaluated = ["evaluate", config_file(datasets=[entry], val_set_size=2), "--model", old]
-    merged = ["merge-lora", old]
+    evaluated = ["evaluate", config_file(datasets=[entry], val_set_size=2), "--model", old, "--output", tmp_path / "a"]
+    merged = ["merge-lora", old, "--output", tmp_path / "merged"]
     if kind == "full":
         merged = ["merge-lora", folders["adapter"], "--base-model", old, "--output", tmp_path / "merged"]
-    for arguments in (["inference", old, "--prompt", "a"], evaluated, merged):
+    asked = ["inference", old, "--prompt", "a", *OPTIONS]
+    for arguments in (asked, evaluated, merged):
+        result = ebft(*arguments)
+        assert result.exit_code == 0, (arguments, result.output)
+    assert ebft(*asked).stdout == ebft("inference", folders[kind], *asked[2:]).stdout
+    path = next(old.glob("*model.bin"))
+    path.rename(old / "weights.pt")
+    shutil.rmtree(tmp_path / "merged")
+    for arguments in (asked, evaluated, merged):
         message = refused(*arguments)
-        assert pickled in message and "pickle" in message and "save_pretrained" in message, (arguments, message)
+        assert "weights.pt" in message and "save_pretrained" in message, (arguments, message)
 
 
 def test_errors(folders, config_file, refused, tmp_path, monkeypatch):

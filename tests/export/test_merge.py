@@ -1,17 +1,21 @@
 """The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
 
+import shutil
+
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from ebft.errors import ModelError
+from ebft.models.keys import ModelSettings
 from ebft.models.pretrained import pretrained_model
-from ebft.tools.export.checkpoint import parse_size
+from ebft.tools.export.checkpoint import base_folder, parse_size, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
 from tests.export.models import gpt2, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
-from tests.file_edits import cut, named, settings, tensors
+from tests.file_edits import cut, named, pickled, settings, tensors
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 
 # PEFT remarks on adapters that are as unusual as these.
@@ -123,6 +127,42 @@ def test_tied_weights(target, saved, tmp_path):
         assert torch.equal(other.weight, plain)
 
 
+@pytest.mark.parametrize("zipped", [True, False])  # False: as PyTorch saved files before 1.6
+@pytest.mark.parametrize("max_shard_size", ["40KB", "1GB"])
+def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size, saved, tmp_path):
+    base, adapter = saved(mixtral(), max_shard_size=max_shard_size, target_parameters=EXPERTS)
+    source = MergeSource(adapter, str(base))
+    merge_adapter(source, tmp_path / "expected")
+    for path in [*base.glob("*.safetensors"), adapter / WEIGHTS.partition("/")[2]]:
+        pickled(path.name, zipped)(path.parent)
+    merge_adapter(source, tmp_path / "merged")
+    files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("expected", "merged")]
+    assert files[0] == files[1] and len(files[0]) > (2 if max_shard_size == "1GB" else 4)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_pickles_are_downloaded_where_there_are_no_safetensors(kind, saved, tmp_path, monkeypatch):
+    base, to, asked = saved()[0], tmp_path / "cache", []
+    for path in base.glob("*.safetensors") if kind == "bin" else ():
+        pickled(path.name)(base)
+
+    def download(name, revision, ignore_patterns=(), allow_patterns="*"):
+        asked.append((name, revision))
+        kept = filter_repo_objects(
+            sorted(path.name for path in base.iterdir()), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        to.mkdir(exist_ok=True)
+        for name in kept:
+            shutil.copyfile(base / name, to / name)
+        return str(to)
+
+    monkeypatch.setattr("ebft.tools.export.checkpoint.locate", lambda *name: None)
+    monkeypatch.setattr("ebft.tools.export.checkpoint.snapshot_download", download)
+    found = read_checkpoint(base_folder("owner/name", "v2"))
+    assert found.weights.keys() == read_checkpoint(base).weights.keys()
+    assert asked == [("owner/name", "v2")] * (2 if kind == "bin" else 1)
+
+
 @pytest.mark.parametrize(("size", "limit"), [("15KB", 15e3), ("1GB", 1e9)])
 def test_shards_of_another_size(size, limit, saved, tmp_path):
     base, adapter = saved(mixtral(), target_parameters=EXPERTS)
@@ -186,7 +226,7 @@ def rename(old, new):
     return lambda folder: (folder / old).rename(folder / new)
 
 
-PICKLE = "adapter_model.bin in .* may be a pickle.*save_pretrained"
+PICKLE = "adapter_model.pt in .* is none of the files that weights are read from.*save_pretrained"
 TRUNCATED = "adapter_model.safetensors is truncated or not a safetensors file"
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
 
@@ -202,8 +242,11 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (cut(WEIGHTS, 100), TRUNCATED),
         (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
          "has no weight for model.layers.1.self_attn.q_proj.weight"),
-        (rename(WEIGHTS, "adapter/adapter_model.bin"), PICKLE),
-        (rename("base/model.safetensors", "base/pytorch_model.bin"), PICKLE.replace("adapter", "pytorch")),
+        (rename(WEIGHTS, "adapter/adapter_model.pt"), PICKLE),
+        (rename("base/model.safetensors", "base/pytorch_model.pt"), PICKLE.replace("adapter", "pytorch")),
+        (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
+        (pickled("base/model.safetensors", code=open), "pytorch_model.bin contains io.open, which may run code"),
+        (pickled(WEIGHTS, number=1), "adapter_model.bin does not contain tensors by name"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
@@ -251,22 +294,32 @@ def test_the_other_files(tiny_llama_dir, tmp_path):
     assert merged("def f(x):")["input_ids"] == tokenizer("def f(x):")["input_ids"]
 
 
-@pytest.mark.parametrize(("bits", "experts"), [(4, False), (8, False), (4, True)])
-def test_an_adapter_trained_on_quantised_weights(bits, experts, saved, tmp_path):
+def quantising(bits, **keys):
+    return ModelSettings(base_model="base", load_in_4bit=bits == 4, load_in_8bit=bits == 8, **keys)
+
+
+PLAIN, FP4 = {"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}
+
+
+@pytest.mark.parametrize(
+    ("bits", "experts", "kwargs"), [(4, False, {}), (8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)]
+)
+def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
     base, adapter = saved(mixtral(), target_parameters=EXPERTS) if experts else saved()
-    source = MergeSource(adapter, str(base), bits=bits, quantised_experts=experts, dtype=torch.bfloat16)
-    merge_adapter(source, tmp_path / "merged")
+    settings = quantising(bits, quantize_moe_experts=experts, bnb_config_kwargs=kwargs, torch_dtype="bfloat16")
+    merge_adapter(MergeSource(adapter, str(base), quantised=settings), tmp_path / "merged")
+    options = {"quant_type": "fp4" if kwargs is FP4 else "nf4", "compress_statistics": kwargs is not PLAIN}
     expected = with_adapter(base, adapter)
     for weight in expected.parameters() if experts else ():
         if weight.dim() == 3:
-            stored = functional.quantize_4bit(weight.data.bfloat16(), quant_type="nf4", compress_statistics=True)
+            stored = functional.quantize_4bit(weight.data.bfloat16(), **options)
             weight.data = functional.dequantize_4bit(*stored).float()
     for name, module in expected.named_modules():
         if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
             weight = module.weight.data.bfloat16()
             if bits == 4:
-                stored = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+                stored = functional.quantize_4bit(weight, **options)
                 weight = functional.dequantize_4bit(*stored)
             else:
                 quantised, scale, _ = functional.int8_vectorwise_quant(weight.half())
@@ -280,4 +333,4 @@ def test_without_bitsandbytes_an_adapter_on_quantised_weights_is_refused(saved, 
     base, adapter = saved()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="requires the package bitsandbytes.*load_in_4bit=false"):
-        merge_adapter(MergeSource(adapter, str(base), bits=4), tmp_path / "merged")
+        merge_adapter(MergeSource(adapter, str(base), quantised=quantising(4)), tmp_path / "merged")

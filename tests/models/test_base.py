@@ -21,6 +21,7 @@ from ebft.models.load import (
     warn_of_lost_steps,
     weights_dtype,
 )
+from ebft.models.quantised_experts import unpacked_size
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import forward_flops
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
@@ -116,6 +117,36 @@ def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ModelError, match=r"load_in_4bit requires the package .*: pip install 'ebft\[qlora\]'"):
         quantisation_config(config)
+
+
+FOUR_BITS = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+BITSANDBYTES = {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "bfloat16"}
+
+
+def test_settings_of_bitsandbytes(make_config, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    found = quantisation_config(make_config(**FOUR_BITS, bnb_config_kwargs={**BITSANDBYTES, "blocksize": 64}))
+    assert (found.bnb_4bit_use_double_quant, found.bnb_4bit_quant_type) == (False, "fp4")
+    assert (found.bnb_4bit_quant_storage, found.bnb_4bit_compute_dtype) == (torch.bfloat16, torch.float32)
+    found = quantisation_config(make_config(**FOUR_BITS, bnb_config_kwargs={"bnb_4bit_compute_dtype": "bfloat16"}))
+    assert (found.bnb_4bit_use_double_quant, found.bnb_4bit_quant_type) == (True, "nf4")
+    assert (found.bnb_4bit_quant_storage, found.bnb_4bit_compute_dtype) == (torch.uint8, torch.bfloat16)
+    keys = {"adapter": "lora", "load_in_8bit": True, "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+    found = quantisation_config(make_config(**keys, bnb_config_kwargs={"llm_int8_threshold": 5.0}))
+    assert found.load_in_8bit and found.llm_int8_threshold == 5.0
+
+
+def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
+    functional = pytest.importorskip("bitsandbytes").functional
+    layer = lambda model: model.get_base_model().model.layers[0].mlp.up_proj
+    dense = load_model(make_config(**{**FOUR_BITS, "adapter": "lora", "load_in_4bit": False}), tokenizer)
+    model = load_model(make_config(**FOUR_BITS, bnb_config_kwargs=BITSANDBYTES), tokenizer)
+    weight = layer(model).weight
+    assert weight.dtype == torch.bfloat16 and unpacked_size(weight) == layer(dense).weight.numel()
+    stored = functional.quantize_4bit(layer(dense).weight.data, quant_type="fp4", compress_statistics=False)
+    found = functional.dequantize_4bit(weight.data, weight.quant_state)
+    assert torch.equal(found, functional.dequantize_4bit(*stored))
+    assert forward_flops(model, 7, 3) == forward_flops(dense, 7, 3)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])

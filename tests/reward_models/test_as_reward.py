@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from ebft import RunConfig, load_config, train
 from ebft.errors import ConfigError, EBFTError, ModelError
-from ebft.models.adapter import WEIGHTS
+from ebft.files import ADAPTER_WEIGHTS
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
 from ebft.run.training import load_data
@@ -158,7 +158,7 @@ def test_training_continues_from_a_reward_model_or_its_adapter(reward_dirs, make
     trained = AutoModelForSequenceClassification.from_pretrained(reward_dirs["full"])
     model = train(make("outcome", base_model=str(reward_dirs["full"]), **steps)).trainer.model
     torch.testing.assert_close(model.score.weight, trained.score.weight)
-    saved = load_file(reward_dirs["lora"] / WEIGHTS)["base_model.model.score.weight"]
+    saved = load_file(reward_dirs["lora"] / ADAPTER_WEIGHTS[0])["base_model.model.score.weight"]
     model = train(make("outcome", **LORA, lora_model_dir=str(reward_dirs["lora"]), **steps)).trainer.model
     torch.testing.assert_close(model.base_model.model.score.modules_to_save["default"].weight.data, saved)
     with pytest.raises(ModelError, match="has a head with 2 labels, but 3 are needed"):

@@ -7,6 +7,7 @@ errors, unless they are empty or false. Other keys have another name here.
 import warnings
 from collections.abc import Container
 from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
@@ -33,7 +34,6 @@ _UNSUPPORTED = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
     "unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
-    "quantization": "ebft quantize quantises a trained model. Remove it",
     "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
@@ -282,7 +282,6 @@ _IGNORED = (
     ("cls_model_config", (), "the class is determined by the model's config"),
     ("base_model_ignore_patterns", (), "only the files that are needed are downloaded"),
     ("qlora_sharded_model_loading", (False,), "see fsdp_config.cpu_ram_efficient_loading"),
-    ("merge_method", ("memory_efficient",), "ebft merge-lora reads one part of the weights at a time"),
     ("merge_lora", (False,), "use ebft merge-lora after training"),
     ("tokenizer_legacy", (), "the tokenizer's files determine this"),
     (
@@ -378,7 +377,13 @@ _IGNORED = (
         "rows are always prepared: in every run, or once with dataset_prepared_path",
         bool,
     ),
-    ("save_safetensors", (True,), "models are always saved as safetensors", bool),
+    ("save_safetensors", (True,), "transformers 5 writes safetensors only, which PEFT and vLLM read, too", bool),
+    (
+        "merge_method",
+        ("memory_efficient",),
+        "ebft merge-lora uses memory_efficient, one part of the weights at a time, which has the result of legacy",
+        Literal["legacy", "memory_efficient"] | None,
+    ),
     ("fsdp_version", (2,), "fsdp is not set", int | None),
     ("strict", (True, False), "unknown keys are always errors", bool),
     ("model_type", _CLASSES, "the class is determined by the model's config", str | None),
@@ -488,14 +493,6 @@ SINGLE = {
     "tensor_parallel_size": "layers are not split over processes; shard the model with fsdp "
     "(vllm.tensor_parallel_size is that of a vLLM server)",
     "expert_parallel_size": "experts are not split over processes; shard the model with fsdp",
-}
-# Values of bnb_config_kwargs that describe how weights are quantised.
-BITSANDBYTES = {
-    "llm_int8_has_fp16_weight": False,
-    "bnb_4bit_quant_type": "nf4",
-    "bnb_4bit_use_double_quant": True,
-    "load_in_4bit": True,
-    "load_in_8bit": True,
 }
 # Plugins of axolotl by the end of their names, and what takes their place.
 PLUGINS = {

@@ -21,7 +21,6 @@ from peft import (
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
 )
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -31,7 +30,7 @@ from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import read_object, refuse_classifier, refuse_values
-from ebft.models.weights import read_header, refuse_pickles
+from ebft.models.weights import WeightFiles, adapter_file
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -148,7 +147,6 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
     return loaded
 
 
-WEIGHTS = "adapter_model.safetensors"
 # A warning of PEFT about the rank of fused experts, which it applies, but looks for among modules.
 UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any targeted module.*gate_up_proj"
 
@@ -183,10 +181,9 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises ModelError if the file is damaged, or a weight is an integer, NaN or infinite (training diverged).
     """
-    stored = read_header(path)
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensor = file.get_tensor(name)
+    with WeightFiles([path]) as file:
+        for name in file.weights:
+            tensor = file.read(name)
             if ".lora_" in name and not tensor.is_floating_point():
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise ModelError(
@@ -198,15 +195,15 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
                     f"{path} contains NaN or infinite values ({name}), so the model would generate random text. Use "
                     "an earlier checkpoint, or train again with a lower learning_rate"
                 )
-    return stored
+    return file.weights
 
 
 def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
     """`model` with the adapter in the folder `name`; `options` are those of `PeftModel.from_pretrained`.
 
     The embeddings are resized to those of the adapter, with a row for each of the `tokens` of the tokenizer; without
-    the number, the embeddings of the model never shrink. Raises ModelError if files are damaged or pickles, or if the
-    adapter does not fit the model in all its layers.
+    the number, the embeddings of the model never shrink. Raises ModelError if files are damaged or contain more than
+    tensors, or if the adapter does not fit the model in all its layers.
     """
     name = lasting_name(name)
     folder, stored = Path(name), {}
@@ -219,11 +216,9 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
                 f"{folder / ADAPTER_CONFIG}: adapters with trainable_token_indices cannot be trained further, since "
                 "`ebft merge-lora` merges whole weights. Train a new one with lora_modules_to_save: [embed_tokens]"
             )
-        refuse_pickles(folder)
-        if not (folder / WEIGHTS).is_file():
-            raise ModelError(f"{folder} has no {WEIGHTS}. Give the folder of a completely saved adapter.")
-        stored = check_tensors(folder / WEIGHTS)
-        _fit_to_adapter(model, folder / WEIGHTS, stored, tokens)
+        path = adapter_file(folder)
+        stored = check_tensors(path)
+        _fit_to_adapter(model, path, stored, tokens)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)

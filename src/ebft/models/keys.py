@@ -35,6 +35,33 @@ class ConfigOverrides(Section):
     )
 
 
+class BitsAndBytesKeys(Section):
+    """The section `bnb_config_kwargs:`."""
+
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="Data type of 4-bit weights.")
+    bnb_4bit_use_double_quant: bool = Field(True, description="Also quantise the scales of 4-bit weights.")
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="dtype of products with 4-bit weights. If unset, that of other weights (torch_dtype, bf16)."
+    )
+    bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] = Field(
+        "uint8", description="dtype of the tensors that the 4-bit weights of linear layers are packed into."
+    )
+    blocksize: Literal[64] = Field(
+        64, description="Number of 4-bit weights with the same scale; transformers has no setting for another one."
+    )
+    llm_int8_threshold: float = Field(
+        6.0, ge=0, description="Magnitude of inputs above which their products with 8-bit weights are in 16 bits."
+    )
+    llm_int8_has_fp16_weight: Literal[False] = Field(False, description="No effect: the base weights are not trained.")
+    load_in_4bit: Literal[True] | None = Field(None, description="Accepted with load_in_4bit: true of the config.")
+    load_in_8bit: Literal[True] | None = Field(None, description="Accepted with load_in_8bit: true of the config.")
+
+    @property
+    def four_bit(self) -> dict[str, Any]:
+        """Arguments of bitsandbytes' `quantize_4bit` that determine the values."""
+        return {"quant_type": self.bnb_4bit_quant_type, "compress_statistics": self.bnb_4bit_use_double_quant}
+
+
 class ModelKeys(Section):
     """Base model and tokenizer."""
 
@@ -111,10 +138,9 @@ class ModelKeys(Section):
         description="For models that are stored in MXFP4, such as gpt-oss: their weights are dequantised when they are "
         "loaded, with or without this key.",
     )
-    bnb_config_kwargs: dict[str, Any] | None = Field(
-        None,
-        description="Settings of bitsandbytes. Only those are accepted that are used anyway: bnb_4bit_quant_type: nf4, "
-        "bnb_4bit_use_double_quant: true, llm_int8_has_fp16_weight: false.",
+    bnb_config_kwargs: BitsAndBytesKeys = Field(
+        default_factory=BitsAndBytesKeys,
+        description="Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats.",
     )
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
     quantize_moe_experts: bool = Field(

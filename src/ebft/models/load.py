@@ -57,7 +57,11 @@ def load_model(
     if config.adapter is not None:
         tell("pre_lora_load", base)
     model = attach_adapter(base, config)
-    if config.quantize_moe_experts and quantises(base) and not quantise_experts(model):
+    if (
+        config.quantize_moe_experts
+        and quantises(base)
+        and not quantise_experts(model, **config.bnb_config_kwargs.four_bit)
+    ):
         warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
@@ -408,7 +412,7 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
 
 
 def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
-    """Settings for 4-bit (NF4, double quantisation) or 8-bit weights, or None without quantisation.
+    """Settings for 4-bit or 8-bit weights, or None without quantisation.
 
     None, with a warning, on a machine without a GPU and without bitsandbytes. Raises ModelError if it is missing.
     """
@@ -425,11 +429,13 @@ def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
             stacklevel=2,
         )
         return None
-    if config.load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
+    given = config.bnb_config_kwargs
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=weights_dtype(config),
+        load_in_4bit=config.load_in_4bit,
+        load_in_8bit=config.load_in_8bit,
+        llm_int8_threshold=given.llm_int8_threshold,
+        bnb_4bit_quant_type=given.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=given.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=given.bnb_4bit_compute_dtype or weights_dtype(config),
+        bnb_4bit_quant_storage=given.bnb_4bit_quant_storage,
     )

@@ -31,7 +31,14 @@ from ebft.errors import ModelError, cause
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import key_with, read_object, refuse_values, wrong_values
-from ebft.models.weights import check_readable, load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
+from ebft.models.weights import (
+    check_readable,
+    load_complete,
+    load_gguf_config,
+    load_gguf_model,
+    load_gguf_tokenizer,
+    other_content,
+)
 from ebft.transformers_internals import QuantizationMethod
 
 GENERATION_CONFIG = "generation_config.json"
@@ -141,6 +148,8 @@ def explained(error: Exception, settings: Mapping[str, Any] | None = None) -> st
     """
     if isinstance(error, ModelError):
         return str(error)
+    if (other := other_content(error)) is not None:  # of a model on the Hub
+        return f"a file of its weights {other}"
     if "trust_remote_code" in str(error):
         return (
             "it needs Python code from its repository, which is not run by default. If you have read the code and "

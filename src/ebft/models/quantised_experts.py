@@ -1,4 +1,4 @@
-"""Fused experts in 4 bits (NF4): bitsandbytes quantises linear layers, and most experts are stacked parameters.
+"""Fused experts in 4 bits: bitsandbytes quantises linear layers, and most experts are stacked parameters.
 
 A weight (E, O, I), of E experts, is stored as bytes (E, O, I / 2), and dequantised while its module runs. With gradient
 checkpointing, one layer's experts are dequantised at a time.
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 PACKED = torch.uint8
 
 
-def quantise_experts(model: nn.Module) -> int:
-    """Quantise the frozen fused experts of a model in place, and return their number.
+def quantise_experts(model: nn.Module, **options: Any) -> int:
+    """Quantise the frozen fused experts of a model in place, with `options` of `quantize_4bit`; return their number.
 
     To be called with the adapter attached: PEFT takes the shapes of experts when it adapts them.
     """
@@ -35,7 +35,7 @@ def quantise_experts(model: nn.Module) -> int:
         for name, weight in list(module.named_parameters(recurse=False)):
             if not is_fused_experts(module, weight) or weight.requires_grad or weight.shape[-1] % 2:
                 continue
-            packed, states[name] = quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
+            packed, states[name] = quantize_4bit(weight.data, **options)
             _replace(module, name, packed.view(*weight.shape[:-1], -1))
         if states:
             around = outermost.get(id(module), module)
@@ -57,7 +57,12 @@ def is_fused_experts(module: nn.Module, weight: Tensor) -> bool:
 
 def unpacked_size(weight: Tensor) -> int:
     """The number of elements that a weight stands for."""
-    return weight.numel() * (2 if type(weight).__name__ == "Params4bit" or weight.dtype == PACKED else 1)
+    return weight.nbytes * 2 if is_packed(weight) else weight.numel()
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a weight has 4 bits per element, two in each byte."""
+    return type(weight).__name__ == "Params4bit" or weight.dtype == PACKED
 
 
 def _dequantise(module: nn.Module, states: Mapping[str, Any], *call: Any) -> None:

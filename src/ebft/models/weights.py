@@ -1,4 +1,4 @@
-"""Checks of weight files: every tensor of the model must be in them, with usable values, and no pickle is read.
+"""Checks of weight files: every tensor of the model must be in them, with usable values, and no code.
 
 What can be seen in the headers is read from them; all values must be finite, and a few rows of each tensor are looked
 at more closely.
@@ -12,11 +12,13 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,13 +35,13 @@ from transformers import (
 
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, cause, some_of
-from ebft.files import exists
+from ebft.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS, exists, first_weights
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import read_object, refuse_classifier
+from ebft.models.quantised_experts import is_packed
 from ebft.models.sharded_index import WEIGHTS as PARTS
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _SAMPLED = 64  # rows of a tensor whose values are checked
 _LARGEST = 1e19  # the square of a larger value overflows in float32, so norms give zeros
@@ -54,17 +56,15 @@ def load_complete(
     """The model `name`, with every tensor from its weight files; `options` are those of `from_pretrained`.
 
     With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
-    ModelError for other tensors that are missing or have another shape, and for weights that are pickles. Tensors that
-    the model does not have give a warning, unless they are the head that is replaced. With the configuration of the
-    text model of a multimodal one, its text model is loaded alone.
+    ModelError for other tensors that are missing or have another shape, and for files with more than tensors. Tensors
+    that the model does not have give a warning, unless they are the head that is replaced. With the configuration of
+    the text model of a multimodal one, its text model is loaded alone.
     """
     if head is LANGUAGE:
         refuse_classifier(Path(name))
     stored: dict[str, Tensor] = {}
     if "gguf_file" not in options:
-        refuse_pickles(Path(name))
         stored = WeightFiles(weight_files(Path(name))).weights
-        options["use_safetensors"] = True
     # Quantised tensors have other shapes until they are converted.
     reports = options.get("quantization_config") is None
     with _without_report() as reported:
@@ -201,7 +201,7 @@ def _check_values(name: str, model: PreTrainedModel) -> None:
 
 def _is_plain(own: Tensor) -> bool:
     """Whether values can be compared: those of a whole tensor that is not quantised."""
-    is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1
+    is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1 and not is_packed(own)
     return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
 
 
@@ -214,15 +214,16 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads from a folder; none if there are none, or `folder` is a Hub id.
+    """The files that transformers reads from a folder; none if there are none, or `folder` is a Hub id.
 
-    Raises ModelError for an index that cannot be used, and for files that are missing.
+    Raises ModelError for an index that cannot be used, for files that are missing, and for other formats.
     """
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
+    path, again = first_weights(folder, MODEL_WEIGHTS), "Copy or download it again"
+    if path is None:
+        refuse_other_formats(folder)
         return []
-    path, again = folder / INDEX, "Copy or download it again"
+    if path.suffix != ".json":
+        return [path]
     index = read_object(path, again)
     for key in ("metadata", "weight_map"):
         if not isinstance(index.get(key), dict):
@@ -241,39 +242,29 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
-    """The weights in a safetensors file, on the meta device, in the order of the file.
-
-    Raises ModelError if it is truncated or not in this format.
-    """
-    try:
-        with safe_open(path, framework="pt") as file, torch.device("meta"):
-            dtypes: dict[str, torch.dtype] = {}
-            return {key: _meta(file, key, dtypes) for key in file.offset_keys()}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"{path} is truncated or not a safetensors file ({cause(error)}). Copy or download it again"
-        ) from error
-
-
-def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
-    view = file.get_slice(key)
-    shape, name = view.get_shape(), view.get_dtype()
-    if name not in dtypes:  # that of an empty slice: safetensors has names of its own for dtypes
-        dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
-    return torch.empty(shape, dtype=dtypes[name], device="meta")
+def adapter_file(folder: Path) -> Path:
+    """The file of the weights of the adapter in a folder. Raises ModelError if there is none."""
+    path = first_weights(folder, ADAPTER_WEIGHTS)
+    if path is None:
+        refuse_other_formats(folder)
+        raise ModelError(f"{folder} has no {ADAPTER_WEIGHTS[0]}. Give the folder of a completely saved adapter.")
+    return path
 
 
 class WeightFiles:
-    """The weights in safetensors files, of which single ones are read while it is open as a context manager.
+    """The weights in files, of which single ones are read while it is open as a context manager.
 
-    `files`: for each file, its weights on the meta device, in the order of the file.
+    `files`: for each file, its weights on the meta device, in the order of the file. Raises ModelError for a file that
+    is truncated, or contains more than tensors.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self.files = {path: read_header(path) for path in paths}
+        paths = list(paths)
+        # PyTorch reads these, as it saved them before 1.6, only as a whole.
+        self._whole = {path: _unpickled(path) for path in paths if _is_pickle(path) and not is_zipfile(path)}
+        self.files = {path: _header(path, self._whole.get(path)) for path in paths}
         self._path_of = {key: path for path, weights in self.files.items() for key in weights}
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, Callable[[str], Tensor]] = {}
         self._stack = ExitStack()
 
     @property
@@ -292,25 +283,82 @@ class WeightFiles:
         """A weight; its file stays open."""
         path = self._path_of[key]
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        return self._open[path].get_tensor(key)
+            if _is_pickle(path):
+                self._open[path] = (self._whole.get(path) or _unpickled(path)).__getitem__
+            else:
+                self._open[path] = self._stack.enter_context(safe_open(path, framework="pt")).get_tensor
+        return self._open[path](key)
 
 
-def refuse_pickles(folder: Path) -> None:
-    """Raise ModelError for a folder without safetensors whose weights are pickles, which can run code when loaded."""
-    if (folder / PARTS).is_dir() and not any(folder.glob("*.safetensors")):
+def _is_pickle(path: Path) -> bool:
+    return path.suffix == ".bin"
+
+
+def _header(path: Path, loaded: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """The weights in a file, on the meta device, in the order of the file."""
+    if _is_pickle(path):
+        weights = _unpickled(path) if loaded is None else loaded
+        return {key: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for key, weight in weights.items()}
+    try:
+        with safe_open(path, framework="pt") as file, torch.device("meta"):
+            dtypes: dict[str, torch.dtype] = {}
+            return {key: _meta(file, key, dtypes) for key in file.offset_keys()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path} is truncated or not a safetensors file ({cause(error)}). Copy or download it again"
+        ) from error
+
+
+def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
+    view = file.get_slice(key)
+    shape, name = view.get_shape(), view.get_dtype()
+    if name not in dtypes:  # that of an empty slice: safetensors has names of its own for dtypes
+        dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
+    return torch.empty(shape, dtype=dtypes[name], device="meta")
+
+
+_TRUSTED = (
+    "If you trust its source, load it in Python with weights_only=False, and save the model with "
+    "save_pretrained(FOLDER), which writes safetensors"
+)
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file of torch.save, which are mapped into memory if it is not an old one."""
+    try:
+        found = torch.load(str(path), "cpu", mmap=is_zipfile(path), weights_only=True)
+    except Exception as error:  # damaged pickles raise errors of any type, such as MemoryError
+        other = other_content(error)
+        if other is not None:
+            raise ModelError(f"{path} {other}") from error
+        raise ModelError(f"{path} is truncated or not a file of torch.save. Copy or download it again") from error
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ModelError(f"{path} does not contain tensors by name. {_TRUSTED}")
+    return {key: value.detach() for key, value in found.items()}
+
+
+def other_content(error: Exception) -> str | None:
+    """What to say of a file with more than tensors, if this is an error of torch.load for one."""
+    found = re.search(r"GLOBAL (\S+) was not", str(error)) if isinstance(error, UnpicklingError) else None
+    if found is None:
+        return None
+    return f"contains {found[1]}, which may run code when it is loaded, so it is not read. {_TRUSTED}"
+
+
+def refuse_other_formats(folder: Path) -> None:
+    """Raise ModelError for a folder whose weights are in other files than those that transformers and PEFT read."""
+    if not folder.is_dir() or first_weights(folder, (*MODEL_WEIGHTS, *ADAPTER_WEIGHTS)) is not None:
+        return
+    if (folder / PARTS).is_dir():
         raise ModelError(
             f"{folder} is a checkpoint that FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use the "
             "folder that it prints"
         )
-    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
-        return
     found = pickles(folder)
     if found:
         raise ModelError(
-            f"{some_of(found)} in {folder} may be a pickle, which can run code when it is loaded, so it is not read. "
-            "If you trust its source, load it in Python with transformers or PEFT, and save it with "
-            "save_pretrained(FOLDER), which writes safetensors"
+            f"{some_of(found)} in {folder} is none of the files that weights are read from: "
+            f"{', '.join((*MODEL_WEIGHTS, *ADAPTER_WEIGHTS))}. {_TRUSTED}"
         )
 
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator
 
 from ebft.catalog import as_folder, is_gguf
-from ebft.config.axolotl import BITSANDBYTES, PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
+from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
 from ebft.config.checks.data import chat_templates, entry_conflicts, stream_problems
 from ebft.config.checks.processes import fsdp_problems
 from ebft.config.rules import NEFTUNE
+from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection
 from ebft.run.keys import RATE_KEYS
@@ -271,12 +272,10 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
     for key, reason in SINGLE.items():
         if getattr(config, key) not in (None, 1):
             yield f"{key}: {getattr(config, key)} is not supported: {reason}. Set it to 1, or remove it."
-    for key, value in (config.bnb_config_kwargs or {}).items():
-        if key not in BITSANDBYTES or value != BITSANDBYTES[key]:
-            yield (
-                f"bnb_config_kwargs.{key}: {value} is not supported: weights are quantised to nf4 with double "
-                "quantisation, or to int8, which `ebft merge-lora` repeats. Remove it."
-            )
+    for key, value in changed_keys(config.bnb_config_kwargs):
+        bits = key if key.startswith("load_in_") else f"load_in_{'4' if key.startswith('bnb_4bit') else '8'}bit"
+        if not getattr(config, bits):
+            yield f"bnb_config_kwargs.{key}: {value} has no effect without {bits}: true. Add it, or remove {key}."
     given = [key for key in RATE_KEYS if getattr(config, key) is not None]
     if given and config.deepspeed is not None:
         yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."

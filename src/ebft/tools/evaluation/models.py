@@ -20,7 +20,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config
 from ebft.models.pretrained import find_model, pretrained_tokenizer
-from ebft.models.weights import refuse_pickles
+from ebft.models.weights import refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def check_positions(config: RunConfig, names: list[str], longest: int | None) ->
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ModelError for a folder that has only checkpoints, or whose weights are pickles."""
+    """Raise ModelError for a folder that has only checkpoints, or weights in another format."""
     has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
     if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
         raise ModelError(f"--model {folder} contains no model. {hint}")
     with prefixed(f"--model {folder}"):
-        refuse_pickles(folder)
+        refuse_other_formats(folder)
 
 
 def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:

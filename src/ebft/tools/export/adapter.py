@@ -16,18 +16,19 @@ from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dic
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebft.errors import ModelError, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
-from ebft.models.adapter import UNMATCHED_RANK, WEIGHTS, check_tensors, not_whole, saved_layers, saved_rows
+from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.files import refuse_classifier
+from ebft.models.keys import ModelSettings
+from ebft.models.load import weights_dtype
 from ebft.models.pretrained import REWRITE_BASE
-from ebft.models.weights import refuse_pickles
+from ebft.models.weights import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 
@@ -87,13 +88,10 @@ def read_adapter_config(folder: Path) -> LoraConfig:
 
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:
-    """The adapter's weights. Raises ModelError if they are damaged or not in safetensors format."""
-    refuse_pickles(folder)
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ModelError(f"{folder} contains no adapter weights ({WEIGHTS}).")
-    check_tensors(path)
-    return load_file(path)
+    """The adapter's weights. Raises ModelError if they are damaged, or the file contains more than tensors."""
+    path = adapter_file(folder)
+    with WeightFiles([path]) as file:
+        return {name: file.read(name) for name in check_tensors(path)}
 
 
 def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -289,15 +287,15 @@ WITHOUT = "Or merge into the weights without quantisation, with adapter=lora loa
 
 
 class BitsAndBytesRounding:
-    """Quantises and dequantises the linear layers of `model` that transformers loads in 4 or 8 bits, and its `experts`.
+    """Quantises and dequantises the weights of `model` that are loaded in 4 or 8 bits: linear layers, and experts.
 
     An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
-    is the one that was trained. `dtype` is the one that the weights were loaded in. Raises ModelError if bitsandbytes
-    does not run on this machine.
+    is the one that was trained. `settings`: the keys of the run. Raises ModelError if bitsandbytes does not run on this
+    machine.
     """
 
-    def __init__(self, model: PreTrainedModel, bits: int, dtype: torch.dtype, experts: bool = False) -> None:
-        self._bits, self._dtype = bits, dtype
+    def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
+        self._settings, self._dtype = settings, weights_dtype(settings)
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModelError(
                 "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
@@ -309,7 +307,7 @@ class BitsAndBytesRounding:
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
-        self._names |= {*fused_experts(model)} if experts else set()
+        self._names |= {*fused_experts(model)} if settings.quantize_moe_experts else set()
         self(torch.ones(64, 64))  # fails now where the operators do not exist
 
     def covers(self, name: str) -> bool:
@@ -320,12 +318,14 @@ class BitsAndBytesRounding:
         """The weight after quantisation, in its own dtype."""
         loaded = weight.to(self._dtype)
         try:
-            return (self._in_4_bits(loaded) if self._bits == 4 else self._in_8_bits(loaded)).to(weight.dtype)
+            return (self._in_4_bits(loaded) if self._settings.load_in_4bit else self._in_8_bits(loaded)).to(
+                weight.dtype
+            )
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(f"bitsandbytes cannot quantise weights on this machine: {error} {WITHOUT}") from error
 
     def _in_4_bits(self, weight: Tensor) -> Tensor:
-        quantised, state = self._functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        quantised, state = self._functional.quantize_4bit(weight, **self._settings.bnb_config_kwargs.four_bit)
         return self._functional.dequantize_4bit(quantised, state)
 
     def _in_8_bits(self, weight: Tensor) -> Tensor:

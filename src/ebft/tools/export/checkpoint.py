@@ -1,4 +1,4 @@
-"""Reading a safetensors checkpoint without loading it, and writing one shard by shard, weight by weight."""
+"""Reading a checkpoint without loading it, and writing one shard by shard, weight by weight."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from torch import Tensor
 
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError
-from ebft.files import file_hash, publish, write_text
-from ebft.models.weights import INDEX, SINGLE, WeightFiles, refuse_pickles, weight_files
+from ebft.files import MODEL_WEIGHTS, file_hash, first_weights, publish, write_text
+from ebft.models.weights import WeightFiles, weight_files
 
+SINGLE = MODEL_WEIGHTS[0]
+INDEX = f"{SINGLE}.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
 
 
 def read_checkpoint(folder: Path) -> WeightFiles:
-    """The weights of the model in a folder. Raises ModelError if it is not in safetensors format."""
-    refuse_pickles(folder)
+    """The weights of the model in a folder. Raises ModelError if there are none."""
     files = weight_files(folder)
     if not files:
-        raise ModelError(f"{folder} contains no weights ({SINGLE} or {INDEX}).")
+        raise ModelError(f"{folder} contains no weights ({' or '.join(MODEL_WEIGHTS)}, or their index).")
     return WeightFiles(files)
 
 
 def base_folder(name: str, revision: str | None = None) -> Path:
-    """The folder of the model `name` (a folder, a fetched model or a Hub id), without downloading pickled weights."""
+    """The folder of the model `name` (a folder, a fetched model or a Hub id)."""
     if is_gguf(name):
         raise ModelError(
             f"{name} is a GGUF file, but weights are merged in safetensors format. Convert it once with "
@@ -44,7 +45,10 @@ def base_folder(name: str, revision: str | None = None) -> Path:
     if locate(name, "model", "base_model") is not None:
         return Path(lasting_name(name))
     try:
-        return Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
+        folder = Path(snapshot_download(name, revision=revision, ignore_patterns=[*OTHER_FORMATS]))
+        if first_weights(folder, MODEL_WEIGHTS[:1]) is None:
+            snapshot_download(name, revision=revision, allow_patterns=["pytorch_model*.bin"])
+        return folder
     except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ModelError(f"base_model: {name!r} cannot be downloaded from the Hub: {error}") from error
 
@@ -98,9 +102,8 @@ class ShardFolder:
             self._finished = self._recorded()
             for temporary in folder.glob("*.tmp"):
                 temporary.unlink()
-        elif present:
-            raise ModelError(f"{folder} is not empty. Remove it, or choose another folder with --output.")
         else:
+            check_free(folder)
             self._record()
 
     def has(self, name: str) -> bool:

@@ -6,9 +6,7 @@ At any time, the adapter, the weights of one part (usually one weight), and what
 from __future__ import annotations
 
 import json
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +21,12 @@ from ebft.catalog import MARK, lasting_name
 from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
+from ebft.models.keys import ModelSettings
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
-from ebft.models.weights import WeightFiles
+from ebft.models.weights import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
-    WEIGHTS,
     Adapter,
     BitsAndBytesRounding,
     attach,
@@ -63,8 +61,8 @@ _NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "READM
 class MergeSource:
     """An adapter and the base model that it was trained on, both folders or Hub ids.
 
-    `tokenizer`: folder whose tokenizer files replace those of the base model. `bits` (4 or 8): the base weights were
-    quantised by bitsandbytes in training, loaded in `dtype`; `quantised_experts`: fused experts as well.
+    `tokenizer`: folder whose tokenizer files replace those of the base model. `quantised`: the keys of a run in which
+    bitsandbytes quantised the base weights.
     """
 
     adapter: Path
@@ -72,9 +70,7 @@ class MergeSource:
     revision: str | None = None
     trust_remote_code: bool = False
     tokenizer: Path | None = None
-    bits: int | None = None
-    quantised_experts: bool = False
-    dtype: torch.dtype = torch.float32
+    quantised: ModelSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -106,9 +102,7 @@ def merge_adapter(
     base_config = _base_config(base, source)
     checkpoint, text_config = read_checkpoint(base), text_model_config(base_config)
     plain = empty_model(text_config, source.trust_remote_code)
-    rounding = None
-    if source.bits is not None:
-        rounding = BitsAndBytesRounding(plain, source.bits, source.dtype, source.quantised_experts)
+    rounding = None if source.quantised is None else BitsAndBytesRounding(plain, source.quantised)
     adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
@@ -166,10 +160,12 @@ def _layout(merge: Merge, checkpoint: WeightFiles, max_size: int | None) -> dict
 def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> dict[str, Any]:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {str(path.relative_to(base)): path.resolve().stat() for path in checkpoint.files}
+    run = source.quantised
     return {
-        "adapter": [file_hash(source.adapter / name) for name in (CONFIG, WEIGHTS)],
+        "adapter": [file_hash(path) for path in (source.adapter / CONFIG, adapter_file(source.adapter))],
         "base": [str(base), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
-        "bits": [source.bits, str(source.dtype), source.quantised_experts],
+        "quantised": run
+        and [*(run.load_in_4bit, run.quantize_moe_experts, run.bnb_config_kwargs.four_bit, str(weights_dtype(run)))],
         "shards": shards,
     }
 
@@ -366,16 +362,13 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
     if not (folder / CONFIG).is_file():
         hint = checkpoint_hint(folder, "ebft merge-lora CONFIG --lora-model-dir {}") or "Train the config first."
         raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
-    bits = 4 if config.load_in_4bit else 8 if config.load_in_8bit else None
     return MergeSource(
         folder,
         lasting_name(base) if base else find_base_model(config),
         config.revision_of_model if base is None else None,
         config.trust_remote_code,
         tokenizer=folder,
-        bits=bits,
-        quantised_experts=config.quantize_moe_experts,
-        dtype=weights_dtype(config),
+        quantised=config if config.load_in_4bit or config.load_in_8bit else None,
     )
 
 
@@ -406,9 +399,3 @@ def _was_quantised(folder: Path) -> bool:
             continue
     card = folder / "README.md"
     return card.is_file() and "QLoRA adapter" in card.read_text(encoding="utf-8", errors="replace")
-
-
-def peak_bytes() -> int:
-    """The largest resident memory of this process so far, in bytes; it includes pages of files that are mapped."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -24,7 +24,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
 from ebft.models.load import load_base_model
 from ebft.models.tokenizer import load_tokenizer
-from ebft.models.weights import pickles, refuse_pickles
+from ebft.models.weights import pickles, refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.run_files import run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
@@ -108,7 +108,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     if not _is_model(folder):
         hint = checkpoint_hint(folder, "ebft inference {}")
         raise ModelError(f"{name} is neither a config file nor a folder with a model or an adapter. {hint}".rstrip())
-    refuse_pickles(folder)
+    refuse_other_formats(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
     base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
     has_tokenizer = any(folder.glob("tokenizer*"))
@@ -156,7 +156,7 @@ def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerB
     """The model in `folder`; an adapter is attached to the base model of the settings."""
     if (folder / ADAPTER_FILE).is_file():
         with prefixed(f"The adapter in {folder} cannot be loaded on {settings.base_model}"):
-            refuse_pickles(folder)
+            refuse_other_formats(folder)
             model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder), len(tokenizer))
     else:
         own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
