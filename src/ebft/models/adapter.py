@@ -70,10 +70,9 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
             return get_peft_model(model, settings)
     except ValueError as error:  # for example a module that PEFT cannot adapt, such as a norm
         if config.lora_target_parameters is None and "ParamWrapper" in str(error):
-            key = "lora_target_linear: true" if config.lora_target_linear else "lora_target_modules"
             raise ModelError(
-                f"{key} also selects the fused experts of this model, but PEFT cannot adapt them with these settings "
-                f"({error}). Remove the setting, or list other modules in lora_target_modules: {', '.join(names)}."
+                "lora_target_modules also selects the fused experts of this model, but PEFT cannot adapt them with "
+                f"these settings ({error}). Remove the setting, or list other modules: {', '.join(names)}."
             ) from error
         raise ModelError(
             f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
