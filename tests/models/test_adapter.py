@@ -197,7 +197,7 @@ def mixture(make_config, make_base):
     def make(kind, **keys):
         settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
         config = AutoConfig.for_model(kind, **_SIZES, **settings, **MIXTURES[kind])
-        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **LORA, **keys)
+        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **{**LORA, **keys})
 
     return make
 
@@ -327,6 +327,27 @@ def test_names_are_compared_from_the_start(make_config):
     assert len(trained(adapted(make_config(special_tokens=PAD)))) == 21
     with pytest.raises(ModelError, match="unfrozen_parameters: 'layers' matches no parameter. Names are compared from"):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
+
+
+def test_names_in_the_checkpoint(mixture, make_config):
+    sparse, parts = (
+        r"model.layers.[01].block_sparse_moe",
+        [".gate.weight", ".experts.gate_up_proj", ".experts.down_proj"],
+    )
+    choose = lambda kind, pattern: trained(adapted(mixture(kind, adapter=None, unfrozen_parameters=[pattern])))
+    assert choose("mixtral", rf"^{sparse}.gate.weight$") == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
+    assert choose("mixtral", sparse) == [f"model.layers.{i}.mlp{part}" for i in range(2) for part in parts]
+    for pattern, message in (
+        (
+            rf"{sparse}.experts.\d.w1",
+            r"experts.0.w1.weight, .* and 2 more, which are parts of one parameter, .*gate_up",
+        ),
+        (rf"{sparse}.gat$", r"matches no parameter. Names .* such as model.layers.\d.(mlp|block_sparse_moe).gat"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            choose("mixtral", pattern)
+    whole = {"special_tokens": PAD, "unfrozen_parameters": [r"model.language_model.layers.1.self_attn.(q|k)_proj"]}
+    assert trained(adapted(make_config(**whole))) == [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk"]
 
 
 def test_a_tied_output_layer_is_named(make_config, make_base):
