@@ -306,6 +306,16 @@ def test_linear_layers_that_have_the_names_of_experts(mixture):
     assert adapted_layers(model) == ATTENTION and not model.targeted_parameter_names
 
 
+def test_linear_layers_that_peft_cannot_adapt_beside_others(mixture):
+    names = ["q_proj", "shared_experts.up_proj", "shared_experts.down_proj"]
+    message = (
+        "names up_proj, down_proj for the fused experts, .*: shared_experts.down_proj, shared_experts.up_proj are not"
+    )
+    with pytest.warns(UserWarning, match=message):
+        model = adapted(mixture("glm4_moe", lora_target_modules=names))
+    assert adapted_layers(model) == ["q_proj"] and not model.targeted_parameter_names
+
+
 @pytest.mark.parametrize(
     "others",
     [

@@ -58,11 +58,15 @@ def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -
             return _as_list(model, wanted, found, parts)
         return wanted if any(re.fullmatch(wanted, name) for name in found) else found
     found = _present(model, wanted, parts, is_alone)
-    for given in found:
-        if given.rpartition(".")[2] in parts:
-            _check_experts(model, given)
-    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in found])
-    return found
+    of_linear = [given for given in found if given.rpartition(".")[2] in parts and not _names_experts(model, given)]
+    chosen = [given for given in found if given not in of_linear]
+    if of_linear and is_alone and not chosen:
+        raise ModelError(_of_all_layers(model, of_linear[0]))
+    skipped = [name for given in of_linear for name in _matching(model, given, False)]
+    parts_of = {given.rpartition(".")[2] for given in of_linear}
+    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in parts_of], skipped)
+    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in chosen])
+    return chosen
 
 
 def _present(model: PreTrainedModel, wanted: list[str], parts: list[str], is_alone: bool) -> list[str]:
@@ -203,11 +207,18 @@ def _as_list(model: PreTrainedModel, expression: str, found: list[str], parts: l
     return [*(name for name in modules if name not in skipped), *sorted(chosen)]
 
 
-def _check_experts(model: PreTrainedModel, given: str) -> None:
-    """Raise ModelError for a name that PEFT takes for the experts of all layers, but that is not the name of all."""
+def _names_experts(model: PreTrainedModel, given: str) -> bool:
+    """Whether a name that PEFT takes for the experts of all layers is that of experts, and not of linear layers only.
+
+    Raises ModelError if it is not the name of all.
+    """
     part = given.rpartition(".")[2]
-    if not all(f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)):
+    named = [f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)]
+    if all(named):
+        return True
+    if any(named) or not _matching(model, given, False):
         raise ModelError(_of_all_layers(model, given))
+    return False
 
 
 def _warn_of_skipped(model: PreTrainedModel, key: str, parts: list[str], within: list[str] | None = None) -> None:
