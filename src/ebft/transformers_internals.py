@@ -200,6 +200,12 @@ def forget_text_names(model: PreTrainedModel) -> bool:
     return len(kept) < len(before)
 
 
+def stored_names(model: PreTrainedModel) -> dict[str, list[str]]:
+    """For each parameter of a model, the names of the weights in its checkpoints that it is made of."""
+    revert = lambda name, own: list(revert_weight_conversion(model, {name: own.to("meta")}))
+    return {name: revert(name, own) for name, own in model.named_parameters()}
+
+
 def weight_groups(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[WeightGroup]:
     """Group the weights of a checkpoint (on the meta device) as `from_pretrained` converts them for `model`."""
     conversions = get_model_conversion_mapping(model, TEXT_NAMES)

@@ -47,6 +47,10 @@ ALL = {"lora_target_linear": True}
         ({"lora_target_linear_modules": [r"self_attn\.(q|v)_proj"]}, ["q_proj", "v_proj"]),
         ({"lora_target_linear_modules": [r"language_model\.model\.layers\.\d+\.self_attn\.q_proj"]}, ["q_proj"]),
         ({"lora_target_linear_modules": ["o_proj"], "lora_target_modules": ["q_proj"]}, ["o_proj", "q_proj"]),
+        (
+            {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
+            ["q_proj", "up_proj"],
+        ),
     ],
 )
 def test_targets(make_config, keys, layers):
@@ -125,8 +129,7 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
         ({**ALL, "lora_modules_to_save": ["nope"]},
          "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
         *(({"lora_target_modules": wanted}, "q_prj' matches no module. The linear layers are down_proj, gate_proj")
-          for wanted in (["q_proj", "q_prj"], ".*q_prj")),
-        ({**ALL, "lora_target_modules": ["q_prj"]}, "'q_prj' matches no module"),
+          for wanted in (["k_prj", "q_prj"], ".*q_prj")),
         ({**ALL, "peft_layers_to_transform": [0, 2]},
          "peft_layers_to_transform: 2 is not a layer of the model, whose 2 layers"),
         ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
@@ -194,7 +197,7 @@ def mixture(make_config, make_base):
     def make(kind, **keys):
         settings = {"vocab_size": 512, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
         config = AutoConfig.for_model(kind, **_SIZES, **settings, **MIXTURES[kind])
-        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **LORA, **keys)
+        return make_config(base_model=make_base(AutoModelForCausalLM.from_config(config)), **{**LORA, **keys})
 
     return make
 
@@ -219,9 +222,9 @@ SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.u
 @pytest.mark.parametrize(
     ("kind", "keys", "expected"),
     [
-        ("qwen3_moe", ALL, [*FUSED, *ATTENTION]),
-        ("mixtral", {**ALL, "lora_target_modules": ["q_proj"]}, [*FUSED, *ATTENTION]),
-        ("mixtral", {**ALL, "lora_target_modules": ["embed_tokens"]}, [*FUSED, *ATTENTION, "embed_tokens"]),
+        ("qwen3_moe", {**ALL, "lora_dropout": 0.1}, ATTENTION),
+        ("mixtral", {**ALL, "lora_target_modules": ["w1", "w2", "w3"]}, [*FUSED, *ATTENTION]),
+        ("mixtral", {**ALL, "lora_target_modules": ["embed_tokens"]}, [*ATTENTION, "embed_tokens"]),
         ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
         ("phimoe", {**ALL, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
         ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
@@ -253,7 +256,7 @@ def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, 
 
 
 def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
-    config = mixture("qwen3_moe", lora_target_linear=True)
+    config = mixture("qwen3_moe", lora_target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     first, ids = adapted(config).eval(), torch.arange(3, 20)[None]
     torch.manual_seed(0)
     for weight in first.parameters():
@@ -291,16 +294,39 @@ def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
 
 @pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
 def test_settings_with_which_experts_cannot_be_adapted(mixture, keys):
-    message = "lora_target_linear: true also selects the fused experts.*k_proj, lm_head"
+    message = "lora_target_modules also selects the fused experts.*k_proj, lm_head"
     with pytest.raises(ModelError, match=message):
-        adapted(mixture("mixtral", **ALL, **keys))
+        adapted(mixture("mixtral", lora_target_modules=["w1", "w2", "w3"], **keys))
 
 
 def test_linear_layers_that_have_the_names_of_experts(mixture):
-    message = "fused experts as .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
+    message = "for the fused experts, and .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
     with pytest.warns(UserWarning, match=message):
         model = adapted(mixture("glm4_moe", **ALL))
-    assert not any("shared" in name or "layers.0.mlp" in name for name in model.targeted_module_names)
+    assert adapted_layers(model) == ATTENTION and not model.targeted_parameter_names
+
+
+def test_linear_layers_that_peft_cannot_adapt_beside_others(mixture):
+    names = ["q_proj", "shared_experts.up_proj", "shared_experts.down_proj"]
+    message = (
+        "names up_proj, down_proj for the fused experts, .*: shared_experts.down_proj, shared_experts.up_proj are not"
+    )
+    with pytest.warns(UserWarning, match=message):
+        model = adapted(mixture("glm4_moe", lora_target_modules=names))
+    assert adapted_layers(model) == ["q_proj"] and not model.targeted_parameter_names
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"lora_target_modules": ["q_prj", "v_proj"]},
+        {"lora_target_modules": ["q_prj"], "lora_target_linear_modules": ["v_proj"]},
+    ],
+)
+def test_a_name_that_selects_nothing_is_left_out(make_config, others):
+    with pytest.warns(UserWarning, match="lora_target_modules: 'q_prj' matches no module. The linear layers are down_"):
+        model = adapted(make_config(**LORA, **others))
+    assert adapted_layers(model) == ["v_proj"] and "q_prj" not in model.peft_config["default"].target_modules
 
 
 def test_names_are_compared_from_the_start(make_config):
@@ -311,6 +337,27 @@ def test_names_are_compared_from_the_start(make_config):
     assert len(trained(adapted(make_config(special_tokens=PAD)))) == 21
     with pytest.raises(ModelError, match="unfrozen_parameters: 'layers' matches no parameter. Names are compared from"):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
+
+
+def test_names_in_the_checkpoint(mixture, make_config):
+    sparse, parts = (
+        r"model.layers.[01].block_sparse_moe",
+        [".gate.weight", ".experts.gate_up_proj", ".experts.down_proj"],
+    )
+    choose = lambda kind, pattern: trained(adapted(mixture(kind, adapter=None, unfrozen_parameters=[pattern])))
+    assert choose("mixtral", rf"^{sparse}.gate.weight$") == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
+    assert choose("mixtral", sparse) == [f"model.layers.{i}.mlp{part}" for i in range(2) for part in parts]
+    for pattern, message in (
+        (
+            rf"{sparse}.experts.\d.w1",
+            r"experts.0.w1.weight, .* and 2 more, which are parts of one parameter, .*gate_up",
+        ),
+        (rf"{sparse}.gat$", r"matches no parameter. Names .* such as model.layers.\d.(mlp|block_sparse_moe).gat"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            choose("mixtral", pattern)
+    whole = {"special_tokens": PAD, "unfrozen_parameters": [r"model.language_model.layers.1.self_attn.(q|k)_proj"]}
+    assert trained(adapted(make_config(**whole))) == [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk"]
 
 
 def test_a_tied_output_layer_is_named(make_config, make_base):

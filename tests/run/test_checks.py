@@ -89,5 +89,5 @@ def test_adapters_of_experts_exclude_what_replaces_weights(make):
     check_adapted_experts(make(**keys, fsdp=True), model)
     model = get_peft_model(model, LoraConfig(target_modules=["w1", "w2", "w3"]))
     check_adapted_experts(make(**keys), model)
-    with pytest.raises(ConfigError, match="lora_target_linear: true, which adapts the fused experts .* with fsdp"):
+    with pytest.raises(ConfigError, match="lora_target_modules, which adapts the fused experts .* with fsdp"):
         check_adapted_experts(make(**keys, fsdp=True), model)

@@ -36,8 +36,6 @@ def test_it_trains_a_step(path, tiny_llama_dir, tmp_path):
     keys |= {"output_dir": tmp_path / "out", "max_steps": 1, "sequence_len": 128, "chat_template": "tokenizer_default"}
     keys |= {"dataset_prepared_path": "", "optimizer": "adamw_torch", "special_tokens.pad_token": "<|end|>"}
     keys |= {"evals_per_epoch": "", "saves_per_epoch": "", "wandb_project": ""}
-    if kind != "gemma4":  # documents of one row cannot be separated in layers that keep a state
-        keys["sample_packing"] = False
     result = train(load_config(path, [f"{key}={value}" for key, value in keys.items()]))
     assert result.metrics["train_loss"] > 0
     saved = (tmp_path / "out" / "adapter_model.safetensors").read_bytes()

@@ -10,7 +10,7 @@ from transformers import TrainingArguments
 
 from ebft.data.batches import JoiningCollator, pack_rows
 from ebft.errors import ModelError
-from ebft.sft.packed import check_layers, check_separation, model_inputs
+from ebft.sft.packed import has_label, in_own_rows, in_packed_rows, model_inputs, why_not_separated
 from ebft.sft.trainer import SFTTrainer
 from tests.strided.families import RUNNING_STATE, tiny_model
 
@@ -156,43 +156,72 @@ def test_rows_that_come_packed_are_trained_as_such(tmp_path):
     row = {"input_ids": [token for each in rows for token in each["input_ids"]], "seq_lengths": LENGTHS}
     row["labels"] = [label for each in rows for label in (-100, *each["labels"][1:])]
     assert step(make_trainer(tmp_path, model, [row]), [[row]])[0] == pytest.approx(expected.item(), rel=1e-5)
-    with pytest.raises(ModelError, match="state passes from one document of a row to the next"):
-        step(make_trainer(tmp_path, tiny_model("lfm2"), [row]), [[row]])
 
 
 def test_documents_that_see_one_another_are_noticed(tmp_path, monkeypatch):
-    """With a mask that ignores the positions, the comparison before the first step fails; with bf16, it passes."""
+    """With a mask that ignores the positions, the comparison before the first step differs; with bf16, it does not."""
     packed = pack_rows(documents(), 16)
     trainer = make_trainer(tmp_path, tiny_model("llama"), packed, bf16=True)
     assert trainer.train().metrics["train_loss"] > 0
     model = tiny_model("llama")
     plain = model.forward
     monkeypatch.setattr(model, "forward", lambda *args, position_ids=None, **kwargs: plain(*args, **kwargs))
-    trainer = make_trainer(tmp_path, model, packed)
-    with pytest.raises(ModelError, match="LlamaForCausalLM does not separate the documents of a packed row.*eager"):
-        trainer.train()
+    message = "LlamaForCausalLM does not separate the documents of a packed row.*eager"
+    with pytest.warns(UserWarning, match=message):
+        make_trainer(tmp_path, model, packed).train()
+    with pytest.raises(ModelError, match=f"{message}.*Remove batch_flattening"):
+        make_trainer(tmp_path, model, documents(), batch_flattening=True).train()
 
 
-@pytest.mark.parametrize("family", ["opt", "llama4_text"])
-def test_masks_that_do_not_depend_on_positions_are_refused(family):
-    model = tiny_model(family)
-    check_layers(model)
-    with pytest.raises(ModelError, match="does not separate the documents.*Remove sample_packing"):
-        check_separation(model, model, padding_free=False)
+KEEP_STATE = "state passes from one document of a row to the next"
+OWN_ATTENTION = "does not support the attention interface"
+JOINED = {
+    **dict.fromkeys(("opt", "llama4_text", "gpt_oss"), "does not separate the documents of a packed row"),
+    **dict.fromkeys(("bloom", "mpt", "falcon", "gptj", "codegen", "gpt_neo", "stablelm"), OWN_ATTENTION),
+    **dict.fromkeys(RUNNING_STATE, f"{KEEP_STATE}|{OWN_ATTENTION}"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*the documents of packed rows are computed as separate rows:UserWarning")
+@pytest.mark.parametrize("family", JOINED)
+def test_documents_that_share_no_row_are_computed_separately(family, tmp_path):
+    """Every family: values and gradients of each document alone, of several rows and micro-batches, and held out."""
+    model, rows = tiny_model(family, **({"dropout": 0.0} if family == "opt" else {})).eval(), documents()
+    expected, count = oracle(model, rows)
+    expected.backward()
+    wanted, packed = gradients(model), pack_rows(rows, 16)
+    with pytest.warns(UserWarning, match=JOINED[family]):
+        trainer = make_trainer(tmp_path, model, packed, packed)
+        trainer._check_once(model, trainer.data_collator([packed[0]]))
+    loss, found, tokens = step(trainer, [[packed[0], packed[3]], [packed[1], packed[2]]])
+    assert tokens == count and loss == pytest.approx(expected.item(), rel=1e-4)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5 + 1e-4 * value.abs().max().item(), rtol=0, msg=name)
+    assert trainer.evaluate()["eval_ce_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    trainer.budget.gather(trainer.accelerator)
+    assert trainer.budget.totals["documents"] == 8
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_row_for_each_document(divided):
+    """No batch has more tokens with padding than the packed rows, 2 x 16 here, if they are divided."""
+    row = {"documents": [{"input_ids": list(range(3, 3 + length))} for length in (9, 3, 2)]}
+    batch = JoiningCollator(0)([row, {"documents": [{"input_ids": list(range(20, 36))}]}])
+    parts = in_own_rows(batch, divided)
+    assert [part["input_ids"].shape for part, _ in parts] == ([(2, 16), (2, 3)] if divided else [(4, 16)])
+    assert parts[-1][0]["input_ids"][-1, :3].tolist() == [3, 4, 0]
+    assert parts[-1][0]["labels"][-1, :3].tolist() == [-100, 4, -100]
+    assert parts[-1][0]["attention_mask"][-1, :3].tolist() == [1, 1, 0]
+    losses = [part["input_ids"][:, 1:].float() for part, _ in parts]
+    back = in_packed_rows(losses, [places for _, places in parts], batch["attention_mask"])
+    assert back.tolist() == batch["input_ids"][:, 1:].masked_fill(~has_label(batch), 0).tolist()
 
 
 @pytest.mark.parametrize("family", RUNNING_STATE)
-def test_layers_with_a_running_state_are_refused(family, tmp_path):
-    reason = "state passes from one document of a row to the next|does not support the attention interface"
-    with pytest.raises(ModelError, match=rf"({reason}).*Remove sample_packing"):
-        make_trainer(tmp_path, tiny_model(family), pack_rows(documents(), 16))
-    make_trainer(tmp_path, tiny_model(family), documents())
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "gptj", "codegen", "gpt_neo", "stablelm"])
-def test_attention_outside_the_interface_is_refused(family):
-    with pytest.raises(ModelError, match="ForCausalLM does not support the attention interface"):
-        check_layers(tiny_model(family))
+def test_flattened_batches_of_layers_with_a_running_state_are_refused(family, tmp_path):
+    with pytest.raises(ModelError, match=rf"({KEEP_STATE}|{OWN_ATTENTION}).*Remove batch_flattening"):
+        make_trainer(tmp_path, tiny_model(family), documents(), batch_flattening=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,7 +229,7 @@ def test_attention_outside_the_interface_is_refused(family):
 def test_the_comparison_leaves_the_model_as_it_was(dtype, padding_free):
     model = tiny_model("llama").to(dtype).train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    check_separation(model, model, padding_free)
+    assert why_not_separated(model, model, padding_free) is None
     assert model.training and torch.get_rng_state().equal(state)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import train
-from ebft.errors import ConfigError, DataError, ModelError
+from ebft.errors import ConfigError, DataError
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.sft.stream import StreamTrainer
 
@@ -130,15 +130,15 @@ def test_a_wrong_column_is_reported_before_the_model_is_loaded(make, corpus):
         train(make(pretraining_dataset=[{"path": corpus[0], "text_column": "body"}]))
 
 
-def test_a_recurrent_model_needs_rows_as_one_text(make, tiny_llama_dir, tmp_path, capsys):
+def test_a_recurrent_model_gets_each_document_in_a_row(make, tiny_llama_dir, tmp_path, capsys):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
     MambaForCausalLM(MambaConfig(**sizes)).save_pretrained(tmp_path / "mamba")
     tokenizer.save_pretrained(tmp_path / "mamba")
     keys = {"base_model": tmp_path / "mamba", "max_steps": 1}
-    with pytest.raises(ModelError, match="MambaForCausalLM .* pretrain_multipack_attn: false"):
-        train(make(**keys))
+    with pytest.warns(UserWarning, match="MambaForCausalLM .*documents of packed rows are computed as separate rows"):
+        assert train(make(**keys)).trainer.state.global_step == 1
     assert train(make(**keys, pretrain_multipack_attn=False)).trainer.state.global_step == 1
     printed = capsys.readouterr().err
     assert "Data: a stream, none held out" in printed and "Steps: 1 (128 tokens each)" in printed

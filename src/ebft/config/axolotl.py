@@ -6,7 +6,6 @@ errors, unless they are empty or false. Other keys have another name here.
 
 import warnings
 from collections.abc import Container
-from typing import Any, NamedTuple
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model, model_validator

@@ -5,6 +5,7 @@ The embeddings may have been resized before training: an adapter has to have all
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import warnings
@@ -27,10 +28,18 @@ from transformers import PreTrainedModel
 from ebft.catalog import is_gguf, lasting_name
 from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
-from ebft.models.adapter_targets import adapted_routers, linear_names, matching, target_modules, target_parameters
+from ebft.models.adapter_targets import (
+    adapted_routers,
+    in_whole_models,
+    linear_names,
+    matching,
+    target_modules,
+    target_parameters,
+)
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import read_object, refuse_classifier, refuse_values
 from ebft.models.weights import WeightFiles, adapter_file
+from ebft.transformers_internals import stored_names
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
@@ -69,10 +78,9 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
             return get_peft_model(model, settings)
     except ValueError as error:  # for example a module that PEFT cannot adapt, such as a norm
         if config.lora_target_parameters is None and "ParamWrapper" in str(error):
-            key = "lora_target_linear: true" if config.lora_target_linear else "lora_target_modules"
             raise ModelError(
-                f"{key} also selects the fused experts of this model, but PEFT cannot adapt them with these settings "
-                f"({error}). Remove the setting, or list other modules in lora_target_modules: {', '.join(names)}."
+                "lora_target_modules also selects the fused experts of this model, but PEFT cannot adapt them with "
+                f"these settings ({error}). Remove the setting, or list other modules: {', '.join(names)}."
             ) from error
         raise ModelError(
             f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
@@ -261,7 +269,8 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters whose names match one of `patterns` from the start are trained.
 
-    None: all parameters stay trained. Raises ModelError if a pattern matches no parameter.
+    None: all parameters stay trained. A pattern that matches no name is compared with the names in checkpoints. Raises
+    ModelError if it matches none of these either.
     """
     if patterns is None:
         return model
@@ -269,17 +278,34 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
     trained: set[str] = set()
     for pattern in patterns:
         found = matching(re.match, pattern, names, "unfrozen_parameters")
-        trained.update(found)
         if not found:
             _refuse_tied(model, pattern)
-            examples = " and ".join(dict.fromkeys((names[len(names) // 2], names[-1])))
-            raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-                f"{examples}."
-            )
+        trained.update(found or _by_stored_name(model, pattern))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     return model
+
+
+def _by_stored_name(model: PreTrainedModel, pattern: str) -> list[str]:
+    """The parameters whose names in a checkpoint, or in that of a multimodal model, match `pattern` from the start."""
+    stored = stored_names(model)
+    aliases = in_whole_models(key for keys in stored.values() for key in keys)
+    matched = {aliases[alias] for alias in matching(re.match, pattern, list(aliases), "unfrozen_parameters")}
+    for name, keys in stored.items():
+        if not matched.isdisjoint(keys) and not matched.issuperset(keys):
+            raise ModelError(
+                f"unfrozen_parameters: {pattern!r} matches {some_of(matched.intersection(keys), 2)}, which are parts "
+                f"of one parameter, {name}, that is trained as a whole. Name it instead."
+            )
+    if not matched:
+        wanted = re.sub(r"[\^$\\]", "", pattern)
+        near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
+        examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
+        raise ModelError(
+            f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
+            f"{' and '.join(examples)}."
+        )
+    return [name for name, keys in stored.items() if matched.issuperset(keys)]
 
 
 def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:

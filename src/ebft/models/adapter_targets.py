@@ -11,8 +11,8 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from peft import LoraConfig
@@ -39,26 +39,48 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
     wanted = config.lora_target_modules
     if config.lora_target_linear:
         return _all_linear_and(model, config, wanted if isinstance(wanted, list) else [])
-    if config.lora_target_linear_modules is not None:
-        others = [] if wanted is None else _selected(model, wanted)
-        return [*others, *_linear_layers(model, config.lora_target_linear_modules)]
+    others = config.lora_target_linear_modules, config.lora_target_parameters
     # With lora_target_parameters alone, none: with None, PEFT would choose modules by the model's type.
-    return [] if wanted is None else _selected(model, wanted)
+    selected = [] if wanted is None else _selected(model, wanted, is_alone=not any(others))
+    if config.lora_target_linear_modules is None:
+        return selected
+    return [*selected, *_linear_layers(model, config.lora_target_linear_modules)]
 
 
-def _selected(model: PreTrainedModel, wanted: str | list[str]) -> str | list[str]:
-    """What `lora_target_modules` selects."""
+def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -> str | list[str]:
+    """What `lora_target_modules` selects; `is_alone`: no other key selects anything."""
     parts = names_of_experts(model)
     if isinstance(wanted, str):
         found = _matching(model, wanted, is_expression=True, parts=parts)
-        return _as_list(model, wanted, found, parts) if parts else wanted
-    for given in wanted:
-        if given.rpartition(".")[2] in parts:
-            _check_experts(model, given)
-        else:
-            _matching(model, given, is_expression=False)
-    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in wanted])
-    return wanted
+        if not found:
+            _refuse_all(model, [wanted])
+        if parts:
+            return _as_list(model, wanted, found, parts)
+        return wanted if any(re.fullmatch(wanted, name) for name in found) else found
+    found = _present(model, wanted, parts, is_alone)
+    of_linear = [given for given in found if given.rpartition(".")[2] in parts and not _names_experts(model, given)]
+    chosen = [given for given in found if given not in of_linear]
+    if of_linear and is_alone and not chosen:
+        raise ModelError(_of_all_layers(model, of_linear[0]))
+    skipped = [name for given in of_linear for name in _matching(model, given, False)]
+    parts_of = {given.rpartition(".")[2] for given in of_linear}
+    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in parts_of], skipped)
+    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in chosen])
+    return chosen
+
+
+def _present(model: PreTrainedModel, wanted: list[str], parts: list[str], is_alone: bool) -> list[str]:
+    """The elements of `lora_target_modules` that select something; the others are named in a warning.
+
+    Raises ModelError if none does and the list `is_alone`.
+    """
+    found = [given for given in wanted if given.rpartition(".")[2] in parts or _matching(model, given, False)]
+    missing = [given for given in wanted if given not in found]
+    if missing and is_alone and not found:
+        _refuse_all(model, missing)
+    if missing:
+        warnings.warn(f"{_unmatched(model, missing)}. The other modules are adapted.", stacklevel=2)
+    return found
 
 
 def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
@@ -67,7 +89,7 @@ def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
     An expression may also name them as in a multimodal model, whose text model is trained alone.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
-    aliases = {alias: name for name in names for alias in (f"language_model.{name}", _in_whole_model(name), name)}
+    aliases = in_whole_models(names)
     key, chosen = "lora_target_linear_modules", dict[str, None]()
     for expression in expressions:
         found = matching(re.fullmatch, rf"(.*\.)?(?:{expression})", list(aliases), key)
@@ -84,8 +106,10 @@ def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
     return list(chosen)
 
 
-def _in_whole_model(name: str) -> str:
-    return re.sub(r"^model\.", "model.language_model.", name)
+def in_whole_models(names: Iterable[str]) -> dict[str, str]:
+    """The `names`, and other names that they have in a multimodal model, each with the name in its text model."""
+    whole = lambda name: (f"language_model.{name}", re.sub(r"^model\.", "model.language_model.", name), name)
+    return {alias: name for name in names for alias in whole(name)}
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
@@ -146,23 +170,25 @@ def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[
 
 
 def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[str]) -> str | list[str]:
-    """All linear layers except the output layer and routers, the fused experts if PEFT knows them, and `wanted`."""
-    output, routers = model.get_output_embeddings(), adapted_routers(model, config)
+    """All linear layers except the output layer and routers, and `wanted`, which may name fused experts.
+
+    PEFT takes the names of some models' experts for the experts only, so that linear layers of these names are left.
+    """
+    output, routers, parts = model.get_output_embeddings(), adapted_routers(model, config), names_of_experts(model)
     linear = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, _LINEAR) and module is not output and name not in routers
     }
-    parts = [] if config.peft_layers_to_transform is not None else names_of_experts(model)
     others = [
         given
-        for given in wanted
-        if given not in parts and any(name.rpartition(".")[2] not in linear for name in _matching(model, given, False))
+        for given in _present(model, wanted, parts, is_alone=False)
+        if given in parts or any(name.rpartition(".")[2] not in linear for name in _matching(model, given, False))
     ]
     _warn_of_skipped(model, "lora_target_linear: true", parts)
     if not parts and not others and config.peft_layers_to_transform is None:
         return "all-linear"
-    return [*sorted({*linear, *parts}), *others]
+    return [*sorted(linear.difference(parts)), *others]
 
 
 def _as_list(model: PreTrainedModel, expression: str, found: list[str], parts: list[str]) -> list[str]:
@@ -181,11 +207,18 @@ def _as_list(model: PreTrainedModel, expression: str, found: list[str], parts: l
     return [*(name for name in modules if name not in skipped), *sorted(chosen)]
 
 
-def _check_experts(model: PreTrainedModel, given: str) -> None:
-    """Raise ModelError for a name that PEFT takes for the experts of all layers, but that is not the name of all."""
+def _names_experts(model: PreTrainedModel, given: str) -> bool:
+    """Whether a name that PEFT takes for the experts of all layers is that of experts, and not of linear layers only.
+
+    Raises ModelError if it is not the name of all.
+    """
     part = given.rpartition(".")[2]
-    if not all(f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)):
+    named = [f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)]
+    if all(named):
+        return True
+    if any(named) or not _matching(model, given, False):
         raise ModelError(_of_all_layers(model, given))
+    return False
 
 
 def _warn_of_skipped(model: PreTrainedModel, key: str, parts: list[str], within: list[str] | None = None) -> None:
@@ -197,8 +230,8 @@ def _warn_of_skipped(model: PreTrainedModel, key: str, parts: list[str], within:
     ]
     if skipped:
         warnings.warn(
-            f"{key}: in this model, PEFT adapts the fused experts as {', '.join(parts)}, and no linear layers of these "
-            f"names: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
+            f"{key}: in this model, PEFT takes the names {', '.join(parts)} for the fused experts, and for no linear "
+            f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
             stacklevel=2,
         )
 
@@ -219,7 +252,7 @@ def _of_all_layers(model: PreTrainedModel, given: str) -> str:
 def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
     """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
 
-    Raises ModelError if there are none.
+    An expression that selects none may name them as in a multimodal model, whose text model is trained alone.
     """
     # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
     pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
@@ -228,16 +261,24 @@ def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Se
         *(f"{name}.{part}" for name in _stacks(model) for part in parts),
     ]
     found = matching(re.fullmatch, pattern, names, "lora_target_modules")
-    if not found:
-        experts = _short(fused_experts(model))
-        fused = (
-            f" The fused experts are adapted with lora_target_parameters: [{', '.join(experts)}]." if experts else ""
-        )
-        raise ModelError(
-            f"lora_target_modules: {given!r} matches no module. The linear layers are "
-            f"{', '.join(linear_names(model))}; choose from them, or set lora_target_linear: true.{fused}"
-        )
-    return found
+    if found or not is_expression:
+        return found
+    aliases = in_whole_models(names)
+    return list(
+        dict.fromkeys(aliases[alias] for alias in matching(re.fullmatch, pattern, list(aliases), "lora_target_modules"))
+    )
+
+
+def _unmatched(model: PreTrainedModel, given: list[str]) -> str:
+    names = ", ".join(map(repr, given))
+    return f"lora_target_modules: {names} matches no module. The linear layers are {', '.join(linear_names(model))}"
+
+
+def _refuse_all(model: PreTrainedModel, given: list[str]) -> NoReturn:
+    """Raise ModelError for elements of `lora_target_modules` of which none selects anything."""
+    experts = _short(fused_experts(model))
+    fused = f" The fused experts are adapted with lora_target_parameters: [{', '.join(experts)}]." if experts else ""
+    raise ModelError(f"{_unmatched(model, given)}; choose from them, or set lora_target_linear: true.{fused}")
 
 
 def _short(names: list[str]) -> list[str]:

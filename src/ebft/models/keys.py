@@ -151,8 +151,8 @@ class ModelKeys(Section):
 
     unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
-        description="Regular expressions of parameter names, compared from the start of the name: without an adapter, "
-        "only the parameters that match one are trained. If unset, all are.",
+        description="Regular expressions of parameter names, or of their names in the checkpoint, compared from the "
+        "start of the name: without an adapter, only the parameters that match one are trained. If unset, all are.",
     )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
@@ -229,15 +229,15 @@ class AdapterKeys(Section):
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
-        description="Modules to adapt: a list of name suffixes, or one regular expression. With lora_target_linear, a "
-        "list is adapted in addition to the linear layers. all-linear is an alias for lora_target_linear: true. For "
-        "many mixtures of experts, PEFT takes gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) for the fused "
-        "experts.",
+        description="Modules to adapt: a list of name suffixes, or one regular expression, which may name them as in a "
+        "multimodal model whose text model is trained. With lora_target_linear, a list is adapted in addition to the "
+        "linear layers. all-linear is an alias for lora_target_linear: true. For many mixtures of experts, PEFT takes "
+        "gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) for the fused experts.",
     )
     lora_target_linear: bool = Field(
         False,
-        description="Adapt every linear layer except the output layer and routers, and the fused experts of models "
-        "whose experts PEFT knows by module names. The first lines of a run name what is adapted.",
+        description="Adapt every linear layer except the output layer and routers. Fused experts are not linear "
+        "layers; see lora_target_parameters. The first lines of a run name what is adapted.",
     )
     lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,

@@ -361,6 +361,5 @@ def check_adapted_experts(config: RunConfig, model: nn.Module) -> None:
 
     if config.lora_target_parameters is None and any(isinstance(module, ParamWrapper) for module in model.modules()):
         key = "lora_model_dir" if config.lora_model_dir is not None else "lora_target_modules"
-        key = "lora_target_linear: true" if config.lora_target_linear else key
         for problem in expert_problems(config, f"{key}, which adapts the fused experts of this model,"):
             raise ConfigError(problem)

@@ -1,9 +1,11 @@
 """Forward passes of a plain causal LM over rows of several documents, which do not attend to each other.
 
 transformers separates documents by their positions, which start at 0 in each of them, if there is no attention mask:
-flash attention receives their boundaries, and other implementations a mask of the document of each token.
+flash attention receives their boundaries, and other implementations a mask of the document of each token. For models
+that do not separate them, each document of a packed row becomes a row.
 
     B  rows    S  tokens of the longest row    T  tokens of all rows, without padding
+    D  documents    L  tokens of the longest document
 """
 
 from __future__ import annotations
@@ -17,16 +19,11 @@ from transformers import PreTrainedModel
 
 from ebft.data.batches import JoiningCollator
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ModelError
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.prefix.forward import recurrent_layers
 from ebft.prefix.parity import difference_and_tolerance
 from ebft.transformers_internals import attention_of, has_flash_attention, takes_attention_functions
 
-_REMEDY = (
-    "Remove sample_packing, eval_sample_packing and batch_flattening, or with streaming set pretrain_multipack_attn: "
-    "false"
-)
 _LENGTHS = (11, 7), (8, 5)  # tokens of the documents of two rows, which are compared with separate documents
 
 
@@ -42,6 +39,42 @@ def model_inputs(batch: dict[str, Tensor], padding_free: bool) -> dict[str, Any]
         real = mask.bool()
         inputs = {name: value[real][None] for name, value in inputs.items()}
     return {**inputs, "use_cache": False}  # with a cache, transformers does not separate documents
+
+
+def in_own_rows(batch: dict[str, Tensor], divided: bool) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """A batch of packed rows (B, S) with a row for each document, padded on the right, as one batch (D, L) or several.
+
+    If it is `divided`, documents of similar lengths are together, so that none of the batches has more tokens with
+    padding than the packed rows. Each batch comes with the places (D, L) of its tokens among those of the packed rows,
+    -1 for padding.
+    """
+    real = batch["attention_mask"].bool()
+    columns = batch["position_ids"][real]
+    rows = columns.eq(0).cumsum(0) - 1
+    lengths = rows.bincount()
+    places = columns.new_full((len(lengths), int(lengths.max())), -1)
+    places[rows, columns] = real.flatten().nonzero().squeeze(1)
+    found, groups = lengths.tolist(), list[list[int]]()
+    for document in sorted(range(len(found)), key=lambda index: -found[index]):
+        if groups and (not divided or (len(groups[-1]) + 1) * found[groups[-1][0]] <= real.numel()):
+            groups[-1].append(document)
+        else:
+            groups.append([document])
+    return [(_taken(batch, own), own) for own in (places[group, : found[group[0]]] for group in groups)]
+
+
+def _taken(batch: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
+    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
+    return {name: batch[name].flatten()[places.clamp_min(0)].masked_fill(places < 0, filling[name]) for name in filling}
+
+
+def in_packed_rows(losses: list[Tensor], places: list[Tensor], mask: Tensor) -> Tensor:
+    """Losses (D, L - 1) of the batches of `in_own_rows`, in the packed rows of mask (B, S): (B, S - 1)."""
+    rows = losses[0].new_zeros(mask.numel())
+    for own, where in zip(losses, places):
+        is_real = where[:, 1:] >= 0
+        rows[where[:, 1:][is_real]] = own[is_real]
+    return rows.view_as(mask)[:, 1:]
 
 
 def has_label(batch: dict[str, Tensor]) -> Tensor:
@@ -75,24 +108,24 @@ def needs_one_row(model: nn.Module) -> bool:
     return has_flash_attention(causal_lm) or routed
 
 
-def check_layers(model: nn.Module) -> None:
-    """Raise ModelError for a model whose layers carry information from one document of a row to the next."""
+def why_not_joined(model: nn.Module) -> str | None:
+    """Why layers of a model carry information from one document of a row to the next; None if none is known to."""
     causal_lm = unwrap_adapter(model)
     name, found = type(causal_lm).__name__, recurrent_layers(causal_lm)
     if found:
-        raise ModelError(
+        return (
             f"{name} has state-space, convolution or linear-attention layers ({', '.join(found)}), whose state passes "
-            f"from one document of a row to the next. {_REMEDY}"
+            "from one document of a row to the next"
         )
     if not takes_attention_functions(causal_lm):
-        raise ModelError(
-            f"{name} does not support the attention interface of transformers, which separates the documents of a row. "
-            f"{_REMEDY}"
+        return (
+            f"{name} does not support the attention interface of transformers, which separates the documents of a row"
         )
+    return None
 
 
-def check_separation(model: nn.Module, causal_lm: PreTrainedModel, padding_free: bool) -> None:
-    """Raise ModelError if documents in packed rows get other log-probabilities than each document alone.
+def why_not_separated(model: nn.Module, causal_lm: PreTrainedModel, padding_free: bool) -> str | None:
+    """How much the log-probabilities of documents in packed rows differ from those of each document alone, if they do.
 
     `model` is `causal_lm` as it is wrapped for training; with several processes, all of them must call this.
     """
@@ -106,12 +139,12 @@ def check_separation(model: nn.Module, causal_lm: PreTrainedModel, padding_free:
     for ours, expected in zip(together.split(lengths), alone):
         difference, tolerance = difference_and_tolerance(causal_lm, "log-probabilities", (ours - expected).abs())
         if not difference <= tolerance:
-            raise ModelError(
+            return (
                 f"{type(causal_lm).__name__} does not separate the documents of a packed row with the attention "
                 f"{attention_of(causal_lm)}: their log-probabilities differ from those of separate "
-                f"documents by {difference:.2g} (tolerance: {tolerance:g}). {_REMEDY}, or set another "
-                "attn_implementation"
+                f"documents by {difference:.2g} (tolerance: {tolerance:g})"
             )
+    return None
 
 
 def _logps(model: nn.Module, causal_lm: PreTrainedModel, rows: list[dict[str, Any]], padding_free: bool) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ebft.data.batches import JoiningCollator
 from ebft.data.stream import SKIPPED, Position
 from ebft.errors import ConfigError
-from ebft.sft.packed import check_layers, count_documents
+from ebft.sft.packed import count_documents, why_not_joined
 from ebft.sft.trainer import SFTTrainer
 
 _SAVED_AS = "Stream"  # among the `stateful_callbacks` of trainer_state.json
@@ -32,7 +32,7 @@ class StreamTrainer(SFTTrainer):
         self.position = Position()
         self.add_callback(_KeepPosition(self, order))
         if packs:
-            check_layers(self.model)
+            self._unpack_if(why_not_joined(self.model))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self.position = inputs.pop("position")

@@ -5,6 +5,7 @@ B  rows   S  tokens   V  vocabulary
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,13 +24,15 @@ from ebft.prefix.forward import take_programs
 from ebft.scores import perplexities
 from ebft.sft.cross_entropy import check_chunks, summed_cross_entropy, token_cross_entropies, why_not_in_chunks
 from ebft.sft.packed import (
-    check_layers,
-    check_separation,
     count_documents,
     has_label,
+    in_own_rows,
+    in_packed_rows,
     in_rows,
     model_inputs,
     needs_one_row,
+    why_not_joined,
+    why_not_separated,
 )
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import has_flash_attention
@@ -57,8 +60,9 @@ class SFTTrainer(OverTrainer):
     """Supervised fine-tuning with the cross-entropy loss.
 
     Rows may be packed (`pack_rows`) if the collator is a JoiningCollator; `batch_flattening` joins the rows of each
-    batch into one without padding, with "auto" only if the model has flash attention. Raises ModelError for models
-    that do not separate documents in a row.
+    batch into one without padding, with "auto" only if the model has flash attention. For models that do not separate
+    documents in a row, each document of a packed row is computed as a row, with a warning, and `batch_flattening`
+    raises ModelError.
 
     chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
     all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
@@ -80,10 +84,10 @@ class SFTTrainer(OverTrainer):
         has_flash = has_flash_attention(unwrap_adapter(self.model))
         self._flattens: bool = has_flash if batch_flattening == "auto" else bool(batch_flattening)
         self._joins_packed = needs_one_row(self.model)
-        self._is_unchecked = True
+        self._is_unchecked, self._unpacks = True, False
         packs = any(isinstance(rows, PackedRows) for rows in (self.train_dataset, self.eval_dataset))
         if packs or self._flattens:
-            check_layers(self.model)
+            self._unpack_if(why_not_joined(self.model))
         self.offloading: AbstractContextManager[Any] = nullcontext()
         if activation_offloading:
             from trl.models import get_act_offloading_ctx_manager  # other runs do not need TRL
@@ -107,8 +111,19 @@ class SFTTrainer(OverTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         self._check_once(model, inputs)
         self.budget.add(documents=count_documents(inputs))
-        with self.offloading:
-            return super().training_step(model, inputs, num_items_in_batch)
+        parts = [inputs]
+        if self._unpacks and "position_ids" in inputs:
+            counts = self.model_accepts_loss_kwargs and num_items_in_batch is not None  # else, losses are means
+            parts = [part for part, _ in in_own_rows(inputs, counts and self._may_divide())]
+        loss = torch.zeros((), device=self.args.device)
+        for part in parts:
+            with self.offloading:
+                loss = loss + super().training_step(model, part, num_items_in_batch)
+        return loss
+
+    def _may_divide(self) -> bool:
+        """Whether a batch may have several passes: processes with other numbers of passes would wait for each other."""
+        return self.args.world_size == 1 and not self.is_deepspeed_enabled
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -174,6 +189,25 @@ class SFTTrainer(OverTrainer):
     ) -> tuple[Tensor | None, None, None]:
         self._check_once(model, inputs)
         inputs = self._prepare_inputs(inputs)
+        if self._unpacks and "position_ids" in inputs:
+            parts, places = zip(*in_own_rows(inputs, self._may_divide()))
+            losses, nlls, router_losses = zip(*(self._held_out_losses(model, part) for part in parts))
+            nll, loss = in_packed_rows(nlls, places, inputs["attention_mask"]), torch.stack(losses).mean()
+            router_loss = None if router_losses[0] is None else torch.stack(router_losses).mean()
+        else:
+            loss, nll, router_loss = self._held_out_losses(model, inputs)
+        real = has_label(inputs)
+        masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
+        for name, mask in masks.items():
+            counts = mask.sum(-1)
+            self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
+        if router_loss is not None:
+            counts = masks["ce_loss"].sum(-1)
+            self._held_out["router_loss"].add({"router_loss": router_loss.expand(len(counts))}, counts)
+        return loss.detach(), None, None
+
+    def _held_out_losses(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The loss of a batch (B, S), the losses (B, S - 1) of its tokens, and that of routers if the model adds it."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
         padding_free = self.is_padding_free(inputs)
@@ -184,16 +218,7 @@ class SFTTrainer(OverTrainer):
             targets = given["labels"].where(given["labels"].ne(IGNORE), given["input_ids"])
             nll = token_losses(outputs["logits"], targets)
         nll = in_rows(nll, inputs["attention_mask"]) if padding_free else nll
-        real = has_label(inputs)
-        masks = {"ce_loss": real & inputs["labels"][:, 1:].ne(IGNORE), "ce_loss_all": real}
-        for name, mask in masks.items():
-            counts = mask.sum(-1)
-            self._held_out[name].add({name: (nll * mask).sum(-1) / counts.clamp_min(1)}, counts)
-        router_loss = self.router_loss(outputs)
-        if router_loss is not None:
-            counts = masks["ce_loss"].sum(-1)
-            self._held_out["router_loss"].add({"router_loss": router_loss.expand(len(counts))}, counts)
-        return loss.detach(), None, None
+        return loss, nll, self.router_loss(outputs)
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         """Compare chunks with the model's own logits before the first batch, when the model is placed and sharded, and
@@ -203,14 +228,30 @@ class SFTTrainer(OverTrainer):
             with self.accelerator.autocast():
                 check_chunks(model, unwrap_adapter(self.model))
             self._checks_chunks = False
-        if not self._is_unchecked or not (self._flattens or "position_ids" in inputs):
+        if not self._is_unchecked or self._unpacks or not (self._flattens or "position_ids" in inputs):
             return
-        check_layers(self.model)
-        # A compiled model would be compiled for the rows of the comparison.
-        model = self.model if self.args.torch_compile else model
-        with self.accelerator.autocast():
-            check_separation(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
+        reason = why_not_joined(self.model)
+        if reason is None:
+            # A compiled model would be compiled for the rows of the comparison.
+            model = self.model if self.args.torch_compile else model
+            with self.accelerator.autocast():
+                reason = why_not_separated(model, unwrap_adapter(self.model), self.is_padding_free(inputs))
+        self._unpack_if(reason)
         self._is_unchecked = False
+
+    def _unpack_if(self, reason: str | None) -> None:
+        """Compute the documents of packed rows as separate rows if there is a `reason` why they cannot share a row."""
+        if reason is None:
+            return
+        if self._flattens:
+            raise ModelError(f"{reason}. Remove batch_flattening, or set another attn_implementation")
+        self._unpacks = True
+        warnings.warn(
+            f"{reason}. So the documents of packed rows are computed as separate rows: the results are those of "
+            "separate documents, but a step takes more time than with one row"
+            f"{'' if self._may_divide() else ', and memory, since all are padded to the longest'}.",
+            stacklevel=2,
+        )
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
