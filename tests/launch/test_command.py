@@ -89,7 +89,7 @@ def test_the_file_for_accelerate_is_one_that_it_reads():
         ("--num-proceses 2", "Unknown option '--num-proceses'. Did you mean --num-processes?"),
         ("--num_processes=2", "Unknown option '--num_processes'. Did you mean --num-processes?"),
         ("--launcher torchrn", "Did you mean torchrun?"),
-        ("--learning-rate=1", "overrides are written without dashes: learning_rate=1"),
+        ("--learning-rate=x", "learning_rate: invalid value 'x'"),
         ("ddp=true", "ddp: true, but only one process runs"),
         ("ddp=false TWO", "ddp: false, but 2 processes were launched"),
         ("TWO -- --no-such-option", "Options after --: accelerate does not accept them: unr"),
