@@ -170,6 +170,7 @@ OTHER_NAMES = {
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "sequence_parallel_degree": "context_parallel_size",
     "max_new_tokens": "trl.max_completion_length",
+    "vllm_importance_sampling_clip_max": "trl.vllm_importance_sampling_cap",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
     "per_device_train_batch_size": "micro_batch_size",
