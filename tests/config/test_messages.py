@@ -324,6 +324,8 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"early_stopping_patience": 2, "val_set_size": 2}, None),
     ({"ebft": {"mode": "strided"}}, f"ebft: {SFT}. Set rl: ebft..."),
     (structured(use_liger_loss=True), "trl.use_liger_loss has no effect: the log-probabilities are computed in..."),
+    ({"tui": {"enabled": True, "refresh_rate": 4}}, "tui.refresh_rate: no effect: the dashboard has no settings."),
+    ({"tui": True}, None), ({"tui": {}}, None),
     (structured(use_liger_loss=False), None), (structured(use_liger_loss=None), None),
     ({**VLLM, "trl": {**VLLM["trl"], **IGNORED_RATIO}}, "trl.vllm_importance_sampling_clip_min: no effect with..."),
     ({"ebft": {"stride": 4}, "trl": {"beta": 0.1}, "vllm": {"port": 8000}}, f"ebft, trl, vllm: {SFT}. Set rl: ebft..."),

@@ -326,7 +326,6 @@ _IGNORED = (
     ("gc_steps", (-1,), "the caching allocator frees memory when it is needed"),
     ("gpu_memory_limit", (), "use device_map to place the model"),
     ("include_tokens_per_second include_tkps", (True, False), "the throughput is always logged"),
-    ("tui", ({}, {"enabled": False}, False), "start training with `ebft train --tui`"),
     (
         "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature",
         (),

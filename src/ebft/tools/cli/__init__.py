@@ -15,8 +15,10 @@ from ebft.processes import watch_parent
 from ebft.tools.cli.arguments import ConfigCommand, key_overview
 from ebft.tools.cli.console import (
     FAILED,
+    listing,
     name_remaining_threads,
     say_error,
+    set_log_level,
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
@@ -70,6 +72,7 @@ def options(
     ] = False,
 ) -> None:
     """Energy-based fine-tuning of language models."""
+    listing(set_log_level)()
 
 
 def main() -> None:

@@ -197,9 +197,11 @@ def train(
     words = [str(config), *(overrides or [])]
     options = options_of(context)
     if sweep is not None:
+        os.environ[DASHBOARD] = "0"  # in its runs
         status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
+    tui = tui or (not dry_run and wants_dashboard(run_config.tui.enabled))
     if dry_run:
         from ebft.tools.launch.agent import command_line
 
@@ -291,6 +293,7 @@ def leave_process_group() -> None:
         distributed.destroy_process_group()
 
 
+DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
@@ -317,11 +320,28 @@ def tui(folder: RunFolder) -> None:
     Dashboard(folder).run()
 
 
+def wants_dashboard(in_config: bool) -> bool:
+    """Whether the environment or the config asks for the dashboard, and it can be shown."""
+    asked = {name: os.environ[name].lower() for name in (DASHBOARD, "AXOLOTL_TUI") if os.environ.get(name)}
+    name, value = next(iter(asked.items()), ("tui.enabled", str(in_config).lower()))
+    if value not in ("1", "true", "yes", "on") or is_launched():
+        return False
+    if not is_terminal():
+        warnings.warn(f"{name}: {value} has no effect: training was not started in a terminal.", stacklevel=2)
+        return False
+    return True
+
+
+def is_terminal() -> bool:
+    """Whether the command was started in a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def check_terminal(command: str) -> None:
     """Raise RunError if the dashboard cannot be shown."""
     if find_spec("textual") is None:
         raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not is_terminal():
         raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
 
 
