@@ -383,7 +383,8 @@ class ReportingKeys(Section):
         None,
         description="Training steps that are profiled, counted from 1, or their number, starting after "
         "profiler_steps_start. The trace of each is a file in the folder profiler of output_dir, for chrome://tracing "
-        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one.",
+        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one, for which "
+        "a snapshot of its memory is written as well.",
     )
     profiler_steps_start: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Number of steps before the first profiled one, if profiler_steps is a number. If unset, 0."
