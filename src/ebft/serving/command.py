@@ -150,11 +150,6 @@ def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Map
 
 
 def _warn_without_effect(vllm: VLLMSection) -> None:
-    if vllm.serve_module is not None:
-        warnings.warn(
-            f"vllm.serve_module: {vllm.serve_module} has no effect, because vLLM's OpenAI server is always used.",
-            stacklevel=3,
-        )
     if vllm.device not in ("auto", "cpu", "cuda"):
         warnings.warn(
             f"vllm.device: {vllm.device} has no effect. vLLM selects its device itself; supported values are auto, cpu "

@@ -172,6 +172,7 @@ def train(
             "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
         ),
     ] = None,
+    cloud: Annotated[str | None, typer.Option("--cloud", hidden=True)] = None,
 ) -> None:
     """Train a model with the settings of a config.
 
@@ -193,6 +194,11 @@ def train(
 
     ebft train run.yaml --sweep sweep.yaml
     """
+    if cloud is not None:
+        raise ConfigError(
+            "--cloud is not supported: ebft starts no machines. Run this command on the machine, with --num-machines "
+            "on several, or set use_ray: true for a cluster of Ray."
+        )
     join_launch()
     words = [str(config), *(overrides or [])]
     options = options_of(context)
