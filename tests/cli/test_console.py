@@ -75,6 +75,18 @@ def test_variables_of_the_user_stay(monkeypatch):
     assert console.os.environ["TQDM_DISABLE"] == "" and console.os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
 
+@pytest.mark.parametrize("name", ["EBFT_LOG_LEVEL", "AXOLOTL_LOG_LEVEL"])
+def test_the_log_level_is_that_of_all_libraries(name):
+    code = "from ebft.tools.cli import app; import sys; sys.argv = ['ebft', 'config', 'tui'];\n"
+    code += "try: app()\nfinally:\n import logging, os, transformers\n"
+    code += " print(logging.getLogger().level, transformers.logging.get_verbosity(), os.environ.get('EBFT_DEBUG'))"
+    run = lambda level: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                                       env={**ENVIRONMENT, name: level})  # fmt: skip
+    for level, found in (("DEBUG", "10 10 1"), ("error", "40 40 None")):
+        assert run(level).stdout.splitlines()[-1] == found
+    assert f"{name}: invalid value 'verbose'; expected debug, info, warning or error." in run("verbose").stderr
+
+
 @pytest.mark.parametrize(("keys", "expected"), [
     (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
     (["bf16=true", "torch_dtype=float32"], "features are computed in bfloat16"),

@@ -65,6 +65,27 @@ def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
             tui.train_with_dashboard([], tmp_path)
 
 
+@pytest.mark.parametrize(("keys", "variables", "is_shown"), [
+    (["tui=true"], {}, True), (["tui.enabled=true"], {}, True), ([], {"EBFT_TUI": "1"}, True), ([], {}, False),
+    ([], {"AXOLOTL_TUI": "true"}, True), (["tui=true"], {"EBFT_TUI": "0", "AXOLOTL_TUI": "1"}, False),
+    (["tui=true", "--dry-run"], {}, False), (["tui=true"], {"WORLD_SIZE": "1"}, False),
+])  # fmt: skip
+def test_a_config_and_the_environment_start_the_dashboard(ebft, run_file, monkeypatch, keys, variables, is_shown):
+    for name, value in {"EBFT_TUI": "", "AXOLOTL_TUI": "", **variables}.items():
+        monkeypatch.setenv(name, value)
+    calls = []
+    monkeypatch.setattr(tui, "train_here", lambda *given: calls.append(False))
+    monkeypatch.setattr(tui, "train_with_dashboard", lambda *given: calls.append(True) or 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(tui, "is_terminal", lambda: True)
+        assert ebft("train", run_file, *keys).exit_code == 0
+    assert calls == ([] if "--dry-run" in keys else [is_shown])
+    if is_shown:
+        with pytest.warns(UserWarning, match="has no effect: training was not started in a terminal"):
+            assert ebft("train", run_file, *keys).exit_code == 0
+        assert calls == [True, False]
+
+
 def test_a_log_that_cannot_be_written_and_one_of_the_user(tmp_path):
     (tmp_path / "train.log").mkdir()
     with pytest.raises(RunError, match="Training cannot be started with its log in .*train.log"):

@@ -65,7 +65,9 @@ def test_a_wrong_config_is_one_message(refused, tmp_path, monkeypatch):
     for arguments, message in (
         (["vllm.prot=1"], "vllm.port"), (["lora_r=600"], "exceeds the maximum of 512"),
         (["vllm.python=/nowhere/python"], "vllm.python: /nowhere/python is not an executable"),
-        (["--port=1"], "written without dashes"), (trained, "nowhere/python"),
+        (["--port", "x"], "vllm.port: invalid value 'x'"),
+        (["--prt=1"], "Did you mean --port?"), (["--tensor-parallel-size=0"], "vllm.tensor_parallel_size: invalid"),
+        (["--learning-rate=x"], "learning_rate: invalid"), (trained, "nowhere/python"),
     ):  # fmt: skip
         said = refused("vllm-serve", "run.yaml", *arguments)
         assert message in said and "no effect" not in said

@@ -140,10 +140,12 @@ def structured(**keys):
 def test_keys_reach_trls_arguments():
     made = structured(ebft={"use_whitening": True, "adaptive_max_tokens": False, "feature_layers": [0.5]},
                         trl={"num_generations": 4, "temperature": 0.9, "vllm_importance_sampling_cap": 2.0,
+                             "vllm_importance_sampling_clip_min": 0.5,
                              "vllm_guided_decoding_regex": "a+", "vllm_sync_interval": 3, "scale_rewards": False},
                         micro_batch_size=2)  # fmt: skip
     found = made.method.own_arguments(made)
     wanted = {"num_generations": 4, "temperature": 0.9, "vllm_importance_sampling_clip_max": 2.0,
+              "vllm_importance_sampling_clip_min": 0.5,
               "vllm_structured_outputs_regex": "a+", "vllm_sync_interval": 3, "scale_rewards": False,
               "loss_type": "grpo", "use_whitening": True, "adaptive_max_tokens": False, "feature_layers": [0.5],
               "per_device_eval_batch_size": 4}  # fmt: skip

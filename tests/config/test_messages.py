@@ -14,6 +14,7 @@ LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": 
 EXPERTS = {**LORA, "lora_target_parameters": ["mlp.experts.down_proj"]}
 PROMPTS = {"datasets": [{"path": "some/rows", "type": "ebft_opencode.transform"}], "rl": "ebft", "micro_batch_size": 8}
 VLLM = {**PROMPTS, "trl": {"use_vllm": True, "vllm_mode": "managed"}}
+IGNORED_RATIO = {"vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_min": 0.5}
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}
 FEATURES = {**PROMPTS, "rl": "grpo", "trl": {"reward_funcs": ["feature_matching"]}}
 PREFERENCES = {"datasets": [{"path": "a", "type": "chatml.intel"}], "micro_batch_size": 2}
@@ -35,6 +36,7 @@ def structured(**trl):
 
 
 @pytest.mark.parametrize(("keys", "message"), [
+    (structured(vllm_importance_sampling_clip_max=3.0), "Use 'trl.vllm_importance_sampling_cap' instead"),
     # Adapters and weights
     ({"adapter": "lora"}, "adapter: lora needs lora_r"),
     ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
@@ -277,6 +279,7 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     (structured(reward_funcs=["nomodule.f"]),
      "'nomodule.f' refers to function 'f'.* Run the command in the folder of nomodule, or add "),
     (structured(vllm_guided_decoding_regex="a"), "vllm_guided_decoding_regex requires vLLM"),
+    (structured(vllm_importance_sampling_clip_min=3.0), "clip_min: 3 must be less than .*_cap: 3, for example 0.33"),
     (structured(sync_ref_model=True), "sync_ref_model requires a reference model"),
     ({**structured(use_vllm=True), **LORA, "lora_modules_to_save": ["lm_head"]}, "lora_modules_to_save"),
     (structured(generation_batch_size=12), "generation_batch_size: 12 is not a multiple of trl.num_generations: 8"),
@@ -326,6 +329,12 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"eval_strategy": "epoch", "val_set_size": 2}, None), ({"evals_per_epoch": 4, "val_set_size": 2}, None),
     ({"early_stopping_patience": 2, "val_set_size": 2}, None),
     ({"ebft": {"mode": "strided"}}, f"ebft: {SFT}. Set rl: ebft..."),
+    (structured(use_liger_loss=True), "trl.use_liger_loss has no effect: the log-probabilities are computed in..."),
+    ({"tui": {"enabled": True, "refresh_rate": 4}}, "tui.refresh_rate: no effect: the dashboard has no settings."),
+    ({**VLLM, "vllm": {"serve_module": "own.serve"}}, "vllm.serve_module: own.serve has no effect, because vLLM's..."),
+    ({"tui": True}, None), ({"tui": {}}, None),
+    (structured(use_liger_loss=False), None), (structured(use_liger_loss=None), None),
+    ({**VLLM, "trl": {**VLLM["trl"], **IGNORED_RATIO}}, "trl.vllm_importance_sampling_clip_min: no effect with..."),
     ({"ebft": {"stride": 4}, "trl": {"beta": 0.1}, "vllm": {"port": 8000}}, f"ebft, trl, vllm: {SFT}. Set rl: ebft..."),
     ({"ebft": {"mask_thinking_ce": True}, "trl": {"beta": 0.1}}, f"trl: {SFT}. Set rl: ebft..."),
     ({"ebft": {"mask_thinking_ce": True}}, None),

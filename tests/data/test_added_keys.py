@@ -65,6 +65,8 @@ def test_calls_and_tools_have_the_keys_of_their_row(texts):
     assert texts(renamed, "parquet", **names) == expected
     rows = [CHATS[0] | {"tools": [tool(a=1)]}, CHATS[1] | {"tools": [tool(b=2)]}]
     assert texts(rows, "parquet") == texts(rows, "jsonl")
+    nested = [{"messages": row["messages"], "meta": {"id": None, "tools": row["tools"]}} for row in rows]
+    assert texts(nested, "parquet", field_tools="meta.tools") == texts(rows, "jsonl")
     as_text = [row | {"tools": json.dumps([tool(a={"default": None})])} for row in CHATS]
     for kind in ("parquet", "jsonl"):
         assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
@@ -77,6 +79,12 @@ def test_arguments_as_text_are_those_of_objects(texts):
         function = row["messages"][1]["tool_calls"][0]["function"]
         function["arguments"] = json.dumps(function["arguments"])
     assert texts(rows, "parquet") == texts(rows, "jsonl") == expected
+    flat = [row["messages"][0] for row in rows]
+    flat = [
+        {"messages": [asked, assistant("", tool_calls=[row["messages"][1]["tool_calls"][0]["function"]])]}
+        for asked, row in zip(flat, rows)
+    ]
+    assert texts(flat, "parquet") == expected
     older = []
     for row in rows:
         asked, reply = row["messages"]

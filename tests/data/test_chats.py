@@ -111,8 +111,8 @@ ARGUMENTS = '{"a":1}'
         ({"tool_calls": [json.dumps(call(json.dumps(ARGUMENTS)))]}, call(ARGUMENTS)),
         ({"tool_calls": [{"function": json.dumps(call(ARGUMENTS)["function"])}]},
          {"function": call(ARGUMENTS)["function"]}),
-        ({"tool_calls": [{"name": "add", "arguments": json.dumps(ARGUMENTS), "function": None}]},
-         {"name": "add", "arguments": ARGUMENTS, "function": None}),
+        ({"tool_calls": [{"name": "add", "arguments": json.dumps(ARGUMENTS), "function": None}]}, call(ARGUMENTS)),
+        ({"tool_calls": [{"name": "add", "arguments": ARGUMENTS, "id": "c1"}]}, {"id": "c1", **call(ARGUMENTS)}),
         ({"function_call": call(json.dumps(ARGUMENTS))["function"]}, call(ARGUMENTS)),
         ({"function_call": json.dumps(call(ARGUMENTS)["function"]), "tool_calls": None}, call(ARGUMENTS)),
     ],
@@ -144,6 +144,7 @@ ENCODED = {"type": "function", "function": {"name": "add", "parameters": '{"a": 
 def test_tools(row, tools):
     assert tools_of(row, entry()) == tools
     assert tools_of({"mine": row.get("tools")}, entry(field_tools="mine")) == tools
+    assert tools_of({"meta": row}, entry(field_tools="meta.tools")) == tools
 
 
 def calling(calls):

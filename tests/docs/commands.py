@@ -66,7 +66,8 @@ def check_command(arguments: list[str], incomplete: bool = False) -> None:
     assert given[0] in COMMANDS, f"unknown command {given[0]}"
     try:
         context = COMMANDS[given[0]].make_context(given[0], given[1:])
-    except typer.Exit:  # --help
+    except typer.Exit as ended:
+        assert ended.exit_code == 0, "unknown option"  # 0: --help
         return
     except Exception as error:
         missing = type(error).__name__ == "MissingParameter" or "requires an argument" in str(error)

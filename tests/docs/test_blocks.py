@@ -90,11 +90,11 @@ def test_programs_define_their_names(page):
 def test_wrong_commands_and_configs_are_found():
     for line, message in (
         ("ebft tarin run.yaml", "unknown command tarin"),
-        ("ebft evaluate run.yaml --modle x", "NoSuchOption"),
+        ("ebft evaluate run.yaml --modle x", "unknown option"),
         ("ebft train run.yaml ebft.strid=4", "ebft.strid"),
         ("ebft train run.yaml ebft.stride=four", "ebft.stride"),
         ("CUDA_VISIBLE_DEVICES=1 torchrun -m ebft train run.yaml lr=1", "lr"),
-        ("echo x | ebft inference run.yaml --temprature 1", "NoSuchOption"),
+        ("echo x | ebft inference run.yaml --temprature 1", "unknown option"),
         ("ls $(ebft fecth smollm2-135m)", "unknown command fecth"),
         ("ebft report", "MissingParameter"),
     ):

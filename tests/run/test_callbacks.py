@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import pytest
 from safetensors.torch import load_file
 
 from ebft import train
+from ebft.run import callbacks
 from ebft.run.callbacks import profiled_steps
 from tests.run.conftest import assert_equal
 
@@ -66,6 +69,22 @@ def test_profiled_steps(make, out):
     [path] = (out / "profiler").iterdir()
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert path.name == "rank0.step2.pt.trace.json" and {"aten::mm", "[memory]"} <= names
+
+
+def test_a_profiled_step_has_a_snapshot_of_the_memory_of_a_gpu(monkeypatch, tmp_path):
+    gpu, profiled = Mock(), Mock()
+    monkeypatch.setattr(callbacks, "profile", lambda **options: profiled)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        monkeypatch.setattr(f"torch.cuda.memory.{name}", getattr(gpu, name))
+    callback, args = callbacks.ProfileSteps([2]), SimpleNamespace(output_dir=tmp_path, process_index=1)
+    for step in range(3):
+        callback.on_step_begin(args, SimpleNamespace(global_step=step), None)
+        callback.on_step_end(args, SimpleNamespace(global_step=step + 1), None)
+    path = str(tmp_path / "profiler" / "rank1.step2.memory.pickle")
+    wanted = [call._record_memory_history(max_entries=1_000_000), call._dump_snapshot(path)]
+    assert gpu.mock_calls == [*wanted, call._record_memory_history(enabled=None)]
+    assert len(profiled.export_chrome_trace.mock_calls) == 1
 
 
 def test_peak_memory_of_a_gpu(make, monkeypatch):

@@ -1,6 +1,7 @@
 """The loss of EBFTTrainer and its gradients against the naive oracle, and what counts in the cross-entropy."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -38,6 +39,25 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, build,
     for name, gradient in expected.items():
         assert F.cosine_similarity(gradient.flatten(), gradients[name].flatten(), dim=0) > 0.9999
         assert (gradient - gradients[name]).abs().max() < 1e-3 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 3.0), (0.8, None), (0.9, 1.1)])
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_ratios_of_stale_samples_have_a_floor_and_a_cap(build, mode, bounds):
+    low, high = bounds
+    names = ("mode", "clip_min", "clip_max")
+    trainer = build(**{f"vllm_importance_sampling_{name}": value for name, value in zip(names, (mode, low, high))})
+    torch.manual_seed(0)
+    now, then = torch.randn(2, 5, 4).mul(0.5).unbind()
+
+    def weight(ratio):
+        if mode.endswith("mask"):
+            return 0.0 if low is not None and ratio < low or high is not None and ratio > high else ratio
+        return min(max(ratio, low or 0.0), high or math.inf)
+
+    tokens = [[math.exp(a - b) for a, b in zip(*rows)] for rows in zip(now.tolist(), then.tolist())]
+    wanted = [[weight(r) for r in (row if mode.startswith("token") else [math.prod(row)])] for row in tokens]
+    torch.testing.assert_close(trainer.importance_ratio(now - then), torch.tensor(wanted))
 
 
 def test_rollouts_reward_and_cross_entropy_share_one_rendering(build, monkeypatch):

@@ -206,7 +206,8 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_stale_samples_are_corrected(base, port, tmp_path, mode):
-    options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.05, "max_steps": 2}
+    bounds = {"vllm_importance_sampling_clip_max": 1.05, "vllm_importance_sampling_clip_min": 0.96}
+    options = {"vllm_importance_sampling_mode": mode, "max_steps": 2, **bounds}
     trainer = make(base, arguments(tmp_path, port, vllm_sync_interval=1000, **BY_REFERENCE, **options))
     batches = []
     scored = trainer._generate_and_score_completions
@@ -227,10 +228,12 @@ def test_stale_samples_are_corrected(base, port, tmp_path, mode):
         assert (sampled - then).abs().max() < AGREE  # the server still samples from the base model
         difference = now - then if mode.startswith("token") else (now - then).sum(-1, keepdim=True)
         ratio = difference.exp()
-        wanted = ratio.clamp(max=1.05) if mode.endswith("truncate") else torch.where(ratio > 1.05, 0.0, ratio)
+        outside = (ratio > 1.05) | (ratio < 0.96)
+        wanted = ratio.clamp(0.96, 1.05) if mode.endswith("truncate") else torch.where(outside, 0.0, ratio)
         found = batch["importance_sampling_ratio"][number][: len(wanted)]
         close = (found - wanted).abs() < 2e-3
-        assert (close | ((ratio - 1.05).abs() < 1e-2)).all()  # at the cap rounding decides
+        at_bound = torch.minimum((ratio - 1.05).abs(), (ratio - 0.96).abs()) < 1e-2
+        assert (close | at_bound).all()  # there, rounding decides
         assert count > 0
     assert (batch["importance_sampling_ratio"] - 1).abs().max() > 0.03
     difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]) * batch["completion_mask"]

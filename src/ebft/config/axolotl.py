@@ -172,6 +172,7 @@ OTHER_NAMES = {
     "noisy_embedding_alpha": "neftune_noise_alpha",
     "sequence_parallel_degree": "context_parallel_size",
     "max_new_tokens": "trl.max_completion_length",
+    "vllm_importance_sampling_clip_max": "trl.vllm_importance_sampling_cap",
     "max_seq_len": "sequence_len",
     "max_seq_length": "sequence_len",
     "per_device_train_batch_size": "micro_batch_size",
@@ -331,7 +332,6 @@ _IGNORED = (
     ("gc_steps", (-1,), "the caching allocator frees memory when it is needed"),
     ("gpu_memory_limit", (), "use device_map to place the model"),
     ("include_tokens_per_second include_tkps", (True, False), "the throughput is always logged"),
-    ("tui", ({}, {"enabled": False}, False), "start training with `ebft train --tui`"),
     (
         "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature",
         (),

@@ -203,11 +203,14 @@ class PolicyLossKeys(Section):
         Literal["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"] | None
     ) = Field(
         None,
-        description="Level of the vLLM importance sampling correction, and whether ratios above the cap are masked or "
-        "truncated (sequence_mask if unset).",
+        description="Level of the vLLM importance sampling correction, and whether ratios above the cap, or below the "
+        "floor, are masked or truncated (sequence_mask if unset).",
     )
     vllm_importance_sampling_cap: Positive | None = Field(
         None, description="Cap of the ratio in the vLLM importance sampling correction (3 if unset)."
+    )
+    vllm_importance_sampling_clip_min: Positive | None = Field(
+        None, description="Floor of the ratio in the vLLM importance sampling correction (none if unset)."
     )
     off_policy_mask_threshold: Positive | None = Field(
         None, description="Divergence above which off-policy sequences are excluded from the loss."
@@ -262,6 +265,10 @@ class RolloutServerKeys(Section):
     )
     use_data_producer: bool | None = Field(
         None, description="No effect: generation and prefetching do not use a data producer."
+    )
+    use_liger_loss: bool | None = Field(
+        None,
+        description="No effect: log-probabilities are computed in chunks, without the logits of all tokens in memory.",
     )
     log_completions: bool | None = Field(
         None,

@@ -110,13 +110,13 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     names = list(owner.model_fields) if owner else []
     name = str(path[-1])
     parent = prefix + "".join(f"{part}." for part in path[:-1])
-    elsewhere = [dotted for dotted in _dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
+    elsewhere = [dotted for dotted in dotted_keys(model, prefix) if dotted.split(".")[-1] == name]
     dotted = ".".join(map(str, path))
     if dotted in UNSUPPORTED_KEYS:
         return f"{key} is not supported: {UNSUPPORTED_KEYS[dotted]}."
     if name in UNSUPPORTED_IN_DATASETS and path[0] in ("datasets", "test_datasets") and len(path) == 3:
         return f"{key} is not supported: {UNSUPPORTED_IN_DATASETS[name]}."
-    if OTHER_NAMES.get(name) in _dotted_keys(model, prefix):
+    if OTHER_NAMES.get(name) in dotted_keys(model, prefix):
         return f"Unknown key {key!r}. Use {OTHER_NAMES[name]!r} instead."
     name = name[:_SHOWN]
     near = difflib.get_close_matches(name, names, n=1, cutoff=_SLIP) or [
@@ -127,13 +127,13 @@ def _unknown_key(key: str, path: tuple, model: type[BaseModel], prefix: str) -> 
     return f"Unknown key {key!r}. Run `ebft config` to list all keys."
 
 
-def _dotted_keys(model: type[BaseModel], prefix: str) -> Iterator[str]:
+def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key of `model` and of its sections, except sections inside lists."""
     for name, info in model.model_fields.items():
         yield prefix + name
         section = section_of(info.annotation)
         if section is not None and get_origin(info.annotation) is not list:
-            yield from _dotted_keys(section, f"{prefix}{name}.")
+            yield from dotted_keys(section, f"{prefix}{name}.")
 
 
 def model_at(model: type[BaseModel], path: tuple) -> type[BaseModel] | None:

@@ -348,11 +348,16 @@ def _cleaner(feature: Any, calls: Names) -> Clean | None:
 
 
 def _of_mapping(features: Mapping[str, Any], whole: Names, calls: Names) -> Clean | None:
-    """The same for mappings, in which everything below the keys `whole` is cleaned."""
-    found = {
-        key: _cleaner(feature, calls) if key not in whole else without_missing if _has_struct(feature) else None
-        for key, feature in features.items()
-    }
+    """The same for mappings, in which everything below the keys `whole` is cleaned; `a.b` is the key b of a."""
+    found = {}
+    for key, feature in features.items():
+        below = {name.partition(".")[2] for name in whole if name and name.startswith(f"{key}.")}
+        if key in whole:
+            found[key] = without_missing if _has_struct(feature) else None
+        elif below and isinstance(feature, Mapping):
+            found[key] = _of_mapping(feature, below | calls, calls)
+        else:
+            found[key] = _cleaner(feature, calls)
     parts = {key: clean for key, clean in found.items() if clean is not None}
     if not parts:
         return None

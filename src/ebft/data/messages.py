@@ -76,13 +76,19 @@ def _with_calls(message: Message, number: int) -> Message:
     return {key: value for key, value in message.items() if key != _CALL} | {"tool_calls": calls}
 
 
-def _call(call: Any, what: str) -> Any:
+def _call(call: Any, what: str, is_inner: bool = False) -> Any:
+    """A call as chat templates read it: its name and arguments are below `function`, which data may leave out."""
     call = _unpacked(call, what)
     if not isinstance(call, Mapping):
         raise DataError(f"{what} must be objects with the name and the arguments of a function, got {call!r:.60}.")
     if call.get("function") is not None:
-        return {**call, "function": _call(call["function"], what)}
-    return {**call, "arguments": _arguments(call["arguments"], what)} if "arguments" in call else call
+        return {**call, "function": _call(call["function"], what, is_inner=True)}
+    if "arguments" in call:
+        call = {**call, "arguments": _arguments(call["arguments"], what)}
+    if is_inner or not isinstance(call.get("name"), str):
+        return call
+    inner = {key: call[key] for key in ("name", "arguments") if key in call}
+    return {"type": "function", **{key: call[key] for key in call if key not in inner}, "function": inner}
 
 
 def _arguments(value: Any, what: str) -> Any:
@@ -373,7 +379,7 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
 
 def _json_column(example: Mapping[str, Any], column: str, where: str) -> Any:
     """The value of a column, or of the JSON text in it; None if it is missing or an empty text."""
-    found = example.get(column)
+    found = value_of(example, column) if has_column(example, column) else None
     if not isinstance(found, str):
         return found
     try:

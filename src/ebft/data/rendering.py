@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from os.path import commonprefix
 from traceback import walk_tb
 from typing import Any
@@ -188,21 +188,23 @@ class ChatTemplate:
             message = self._with_thinking(message)
         if not isinstance(message.get("tool_calls"), list):
             return message
-        convert, no_content = self._reads_calls
-        calls = [_with_arguments(call, convert) for call in message["tool_calls"]]
+        read, no_content = self._reads_calls
+        calls = [read(call) for call in message["tool_calls"]]
         content = message.get("content") or no_content
         return {**message, "content": content, "tool_calls": calls}
 
     @cached_property
     def _reads_calls(self) -> tuple[Callable[[Any], Any], str | None]:
-        """How the template reads arguments, and the content of turns that only call tools."""
-        for convert in (_as_object, _as_text):
-            for content in ("", None):
-                calls = [_with_arguments(_CALL, convert)]
-                text = self._text([_ASKED, {"role": "assistant", "content": content, "tool_calls": calls}])
-                if _CALL["function"]["name"] in text and "'a'" not in text:  # Python's text of an object
-                    return convert, content
-        return (lambda arguments: arguments), ""
+        """How the template reads calls, and the content of turns that only call tools."""
+        for is_flat in (False, True):  # a few templates read calls without the level of the function
+            for convert in (_as_object, _as_text):
+                read = partial(_as_read, convert, is_flat)
+                for content in ("", None):
+                    calls = [read(_CALL)]
+                    text = self._text([_ASKED, {"role": "assistant", "content": content, "tool_calls": calls}])
+                    if _CALL["function"]["name"] in text and "'a'" not in text:  # Python's text of an object
+                        return read, content
+        return (lambda call: call), ""
 
     @property
     def ends_with_next_turn(self) -> bool:
@@ -290,6 +292,13 @@ def _starts_with_thinking(content: str) -> bool:
     """Whether a content is a thinking block followed by an answer."""
     spans = thinking_spans(content)
     return len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
+
+
+def _as_read(convert: Callable[[Any], Any], is_flat: bool, call: Any) -> Any:
+    call = _with_arguments(call, convert)
+    if is_flat and isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        return {key: call[key] for key in call if key != "function"} | call["function"]
+    return call
 
 
 def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:

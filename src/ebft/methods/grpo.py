@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from ebft.methods.views import RowView
 
 FEATURE_MATCHING = "feature_matching"
+_CAP, _FLOOR = "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min"
+_TRLS_CAP = 3.0  # where the first is unset
 # Keys of `trl:` that are arguments of TRL's GRPOConfig under another name.
 _OTHER_NAME = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    _CAP: "vllm_importance_sampling_clip_max",
 }
 
 
@@ -70,9 +72,10 @@ class GRPO(Method):
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
+        words = {"keys": _keys_of_vllm(config), "bounds": _bounds_of_ratio(config), "module": config.vllm.serve_module}
         for applies, message in _IDLE:
             if applies(config):
-                warnings.warn(message.format(keys=_keys_of_vllm(config)), stacklevel=2)
+                warnings.warn(message.format(**words), stacklevel=2)
         if config.torch_compile:
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
@@ -238,6 +241,15 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         "trl.use_data_producer has no effect: generation and prefetching do not use a data producer.",
     ),
     (
+        lambda c: c.trl.use_liger_loss,
+        "trl.use_liger_loss has no effect: the log-probabilities are computed in chunks without it, so that the logits "
+        "of all tokens are never in memory.",
+    ),
+    (
+        lambda c: c.trl.use_vllm and c.trl.vllm_importance_sampling_correction is False and _bounds_of_ratio(c),
+        "{bounds}: no effect with trl.vllm_importance_sampling_correction: false.",
+    ),
+    (
         lambda c: not c.trl.use_vllm and _keys_of_vllm(c),
         "{keys}: no effect without use_vllm: true.",
     ),
@@ -290,6 +302,10 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same result.",
     ),
     (
+        lambda c: not (c.vllm.serve_module or "axolotl.").startswith("axolotl."),  # whose module does the same
+        "vllm.serve_module: {module} has no effect, because vLLM's OpenAI server is always used.",
+    ),
+    (
         lambda c: "vllm" in c.model_fields_set and not c.trl.use_vllm,
         "vllm: has no effect without trl.use_vllm: true.",
     ),
@@ -299,6 +315,10 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
 def _keys_of_vllm(config: MethodConfig) -> str:
     given = sorted(key for key in config.trl.model_fields_set if key.startswith("vllm_"))
     return ", ".join(f"trl.{key}" for key in given if key != "vllm_guided_decoding_regex")
+
+
+def _bounds_of_ratio(config: MethodConfig) -> str:
+    return ", ".join(f"trl.{key}" for key in (_CAP, _FLOOR) if getattr(config.trl, key) is not None)
 
 
 def _batches(config: MethodConfig) -> Iterator[str]:
@@ -389,6 +409,9 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
         rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config),
     )
     yield from filter(None, shared)
+    floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
+    if floor is not None and floor >= cap:
+        yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
     if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
         yield (
             "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "

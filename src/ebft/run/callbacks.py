@@ -22,6 +22,7 @@ from ebft.printed import say
 from ebft.processes import has_failed, is_main_process, signal_handler
 from ebft.trainer import OverTrainer
 
+_ALLOCATIONS = 1_000_000  # of a profiled step that its snapshot has
 _PATIENCE = 3  # of loss_watchdog_threshold
 
 
@@ -36,7 +37,7 @@ def callbacks_of(config: RunConfig) -> Iterator[TrainerCallback]:
 
 
 class ProfileSteps(TrainerCallback):
-    """Writes a trace of each of these steps, on every process."""
+    """Writes a trace of each of these steps, on every process, and with CUDA a snapshot of the memory."""
 
     def __init__(self, steps: Collection[int]) -> None:
         self.steps = frozenset(steps)
@@ -53,6 +54,8 @@ class ProfileSteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 in self.steps:
+            if torch.cuda.is_available():
+                torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
             self._profiler = profile(record_shapes=True, profile_memory=True)
             self._profiler.start()
 
@@ -63,7 +66,11 @@ class ProfileSteps(TrainerCallback):
         profiler.stop()
         folder = Path(args.output_dir) / "profiler"
         folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / f"rank{args.process_index}.step{state.global_step}.pt.trace.json"))
+        name = f"rank{args.process_index}.step{state.global_step}"
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        profiler.export_chrome_trace(str(folder / f"{name}.pt.trace.json"))
 
 
 def profiled_steps(steps: int | list[int] | None, start: int | None) -> Collection[int]:

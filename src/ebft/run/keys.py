@@ -1,5 +1,6 @@
 """Config keys of a run: optimizer, batches, precision, memory, processes, checkpoints, logs, the Hub."""
 
+import warnings
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -337,6 +338,28 @@ class HubKeys(Section):
 Step = Annotated[int, Field(ge=1)]
 
 
+class DashboardSection(Section):
+    """The section `tui:`, which may also be true or false."""
+
+    enabled: bool = Field(
+        False,
+        description="Show the dashboard of `ebft train --tui`, if training is started in a terminal. The environment "
+        "variable EBFT_TUI=1 does the same for all configs, and EBFT_TUI=0 the opposite.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_settings(cls, data: Any) -> Any:
+        """Accept the settings of axolotl's dashboard, which this one does not have."""
+        if isinstance(data, bool):
+            return {"enabled": data}
+        others = [f"tui.{key}" for key in data if key != "enabled"] if isinstance(data, dict) else []
+        if others:
+            warnings.warn(f"{', '.join(others)}: no effect: the dashboard has no settings.", stacklevel=2)
+            return {key: value for key, value in data.items() if key == "enabled"}
+        return data
+
+
 class ReportingKeys(Section):
     """Logs and trackers."""
 
@@ -361,11 +384,13 @@ class ReportingKeys(Section):
         None,
         description="Training steps that are profiled, counted from 1, or their number, starting after "
         "profiler_steps_start. The trace of each is a file in the folder profiler of output_dir, for chrome://tracing "
-        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one.",
+        "and TensorBoard: operators and memory, of the CPU and of a CUDA GPU if there is one, for which "
+        "a snapshot of its memory is written as well.",
     )
     profiler_steps_start: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Number of steps before the first profiled one, if profiler_steps is a number. If unset, 0."
     )
+    tui: DashboardSection = Field(DashboardSection(), description="The terminal dashboard of training.")
     plugins: list[str] = Field(
         [],
         description="Classes (module.Class) that follow the run: a transformers.TrainerCallback, a class with a "

@@ -82,6 +82,7 @@ _NOT_COMPARED = {
     "it only affects where servers run": """
         trl.vllm_mode trl.vllm_server_host trl.vllm_server_port trl.vllm_server_timeout trl.vllm_lora_sync
         trl.vllm_enable_sleep_mode trl.vllm_logp_diff_warn trl.vllm_logp_diff_stop trl.use_data_producer
+        trl.use_liger_loss
         vllm.python vllm.env vllm.host vllm.port vllm.device vllm.tensor_parallel_size vllm.data_parallel_size
         vllm.gpu_memory_utilization vllm.enable_prefix_caching vllm.enforce_eager vllm.serve_module
         vllm.worker_extension_cls nemo_gym_auto_clone nemo_gym_auto_start nemo_gym_head_port nemo_gym_server_timeout

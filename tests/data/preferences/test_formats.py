@@ -109,6 +109,15 @@ def test_chats(converted, row, entry):
     assert converted(row, **{"type": "chat_template.default", **entry}) == expected
 
 
+def test_replies_as_json_text(converted):
+    rows = {"messages": [ASKED], "chosen": json.dumps([ASKED, RIGHT]), "rejected": json.dumps(WRONG)}
+    expected = {"prompt": [ASKED], "chosen": [RIGHT], "rejected": [WRONG]}
+    assert converted(rows, type="chat_template.default") == expected
+    for text in ('{"a": 1}', "[1, 2]", "[]", "{not JSON", '["role"]'):  # an answer in JSON is one
+        found = converted({**rows, "chosen": text}, type="chat_template.default")
+        assert found["chosen"] == [{"role": "assistant", "content": text}]
+
+
 def test_a_system_message_of_a_column(converted):
     found = converted(SHAREGPT, type="chat_template.default", field_system="rule", **ROLES)
     assert found["prompt"] == [{"role": "system", "content": "Be brief."}, ASKED]

@@ -9,6 +9,7 @@ from tests.data.conftest import assistant, user
 SYSTEM, HI = {"role": "system", "content": "Be kind."}, user("Hi")
 GREETED = [SYSTEM, assistant("Welcome."), HI, assistant("Hello"), user("2+2?"), assistant("4"), user("Bye")]
 CALL = [{"name": "add"}]
+WHOLE = [{"type": "function", "function": CALL[0]}]
 CALLED = [user("2+2?"), assistant(None, tool_calls=CALL, name=None), {"role": "tool", "content": "4"}, assistant("4.")]
 PARTS = [HI, assistant([{"type": "text", "text": "Hello"}, " you"])]
 EARLIER = assistant("<reasoning>warm up</reasoning>\n1")
@@ -42,7 +43,7 @@ def run(make_config, chatml):
          None),
         (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
         (MULTITURN, [HI, assistant("Hello"), user("Bye")], [HI], "Hello", []),
-        (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": CALL}, CALLED[2]], "4.", []),
+        (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
         (f"{MULTITURN}_last_turn", GREETED, GREETED[:5], "4", None),
         (f"{MULTITURN}_last_turn", PARTS, [HI], "Hello you", None),
         (f"{MULTITURN}_all_turns", GREETED, [GREETED[:3], GREETED[:5]], ["Hello", "4"], None),

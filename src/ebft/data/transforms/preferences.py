@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -184,17 +185,30 @@ def _chat(example: Row, name: str, normal: Normaliser | None = None) -> list[Mes
 def _reply(example: Row, name: str, asked: list[Message], normal: Normaliser) -> list[Message]:
     """The messages that a column adds to `asked`: a text, one message, or several, with or without `asked`.
 
-    The last one must be an assistant turn.
+    Messages may be JSON text. The last one must be an assistant turn.
     """
-    value = _column(example, name)
+    value = _messages_in(_column(example, name))
     if value is None:
         return []
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}] if value.strip() else []
-    messages = _chat({name: [value]} if isinstance(value, Mapping) else example, name, normal)
+    messages = _chat({name: [value] if isinstance(value, Mapping) else value}, name, normal)
     added = messages[len(asked) :] if messages[: len(asked)] == asked else messages
     _split_reply(added, name)  # raises
     return added
+
+
+def _messages_in(value: Any) -> Any:
+    """The message or messages in a JSON text, which have roles; another value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    each = found if isinstance(found, list) else [found]
+    has_role = lambda message: isinstance(message, Mapping) and ("role" in message or "from" in message)
+    return found if each and all(map(has_role, each)) else value
 
 
 def _split_reply(messages: list[Message], name: str) -> tuple[list[Message], list[Message]]:

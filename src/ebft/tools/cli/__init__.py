@@ -12,15 +12,17 @@ import typer
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
-from ebft.tools.cli.arguments import key_overview
+from ebft.tools.cli.arguments import ConfigCommand, key_overview
 from ebft.tools.cli.console import (
     FAILED,
+    listing,
     name_remaining_threads,
     say_error,
+    set_log_level,
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
-from ebft.tools.cli.models import fetch, merge_lora, merge_sharded, quantize, vllm_serve
+from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
 from ebft.tools.cli.training import LaunchingCommand, train, tui
@@ -40,25 +42,24 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
-# Unknown options are parsed as overrides, whose error message shows the correct syntax.
-_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+_OVERRIDES: dict[str, Any] = {"cls": ConfigCommand}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
-    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview(), **_OVERRIDES}),
-    (preprocess, "Prepare and show the rows of a config.", {}),
-    (evaluate, "Evaluate models on held-out data.", {}),
-    (inference, "Sample from a trained model.", {}),
-    (merge_lora, "Merge an adapter into its base model.", {}),
+    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview()}),
+    (preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
+    (evaluate, "Evaluate models on held-out data.", _OVERRIDES),
+    (inference, "Sample from a trained model.", _OVERRIDES),
+    (merge_lora, "Merge an adapter into its base model.", _OVERRIDES),
     (merge_sharded, "Merge a checkpoint that was saved in parts.", {}),
-    (quantize, "Quantise a trained model.", {}),
+    (quantize, "Quantise a trained model.", _OVERRIDES),
     (show, "Show the rollouts of a run.", {}),
     (report, "Write an HTML report of a run.", {}),
     (tui, "Follow a run in a terminal dashboard.", {}),
-    (vllm_serve, "Serve a model with vLLM.", _OVERRIDES),
+    (vllm_serve, "Serve a model with vLLM.", {"cls": ServingCommand}),
     (config, "List all config keys, or check a config file.", _OVERRIDES),
     (fetch, "Download a model, or copy the examples.", {}),
-    (env, "Show versions and machine for a bug report.", {}),
-    (doctor, "Check the installation, and a config before training.", {}),
+    (env, "Show versions and machine for a bug report.", _OVERRIDES),
+    (doctor, "Check the installation, and a config before training.", _OVERRIDES),
 )
 for _command, _summary, _settings in _COMMANDS:
     app.command(_command.__name__.replace("_", "-"), short_help=_summary, **_settings)(_command)
@@ -71,6 +72,7 @@ def options(
     ] = False,
 ) -> None:
     """Energy-based fine-tuning of language models."""
+    listing(set_log_level)()
 
 
 def main() -> None:

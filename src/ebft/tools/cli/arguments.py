@@ -2,7 +2,8 @@
 
 Names of options, in all commands:
 
-- CONFIG, FOLDER, CONFIG|FOLDER: what the command reads, as its first argument. Overrides (key=value) follow a config.
+- CONFIG, FOLDER, CONFIG|FOLDER: what the command reads, as its first argument. Overrides (key=value) follow a config;
+  they may also be written as options (--key value), unless the command has an option of that name.
 - `--output`: the file or folder in which the command writes its result. Further files are named after their contents
   (`--plot`, `--html`).
 - `--model`: a model of any kind, a name, folder or Hub id; `--base-model`: the one that an adapter or a trained model
@@ -13,25 +14,100 @@ Names of options, in all commands:
 An option that was renamed keeps its former name as a hidden option (`hidden=True`), which `renamed` merges with it.
 """
 
+import difflib
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
 from ebft.catalog import MODELS, is_gguf, lasting_name, locate
+from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.checks.processes import FETCH
 from ebft.config.reference import choices_of, option_groups
 from ebft.config.schema import RunConfig, load_config
+from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
+from ebft.tools.cli.console import WRONG_INPUT, say_error
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 
 COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`
 _SAMPLES_READ = 50  # of a log of rollouts, for the names of its terms
 _CONFIGS = (".yaml", ".yml")
+_SLIP = 0.75  # similarity of an unknown option to a known one that is suggested
+
+
+class ConfigCommand(TyperCommand):
+    """A command whose overrides may also be written as options: `--learning-rate 1e-4`, `--ebft.stride=4`, `--bf16`."""
+
+    section = ""  # of the config, whose keys need no prefix
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            args = list(self._as_overrides(ctx, deque(args)))
+        except ConfigError as error:
+            if not ctx.resilient_parsing:  # of an unfinished line, for the Tab key
+                say_error(str(error))
+                raise typer.Exit(WRONG_INPUT) from None
+        return super().parse_args(ctx, args)
+
+    def _as_overrides(self, ctx: Any, left: deque[str]) -> Iterator[str]:
+        """The words of a command line, with `key=value` in place of options that are not the command's."""
+        own = {name: each for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+        while left:
+            word = left.popleft()
+            name, equals, value = word.partition("=")
+            if name in own or name == "--" or not name.startswith("--"):
+                yield word
+                if name == "--":
+                    yield from left
+                    return
+                if name in own and not equals and left and not getattr(own[name], "is_flag", True):
+                    yield left.popleft()
+                continue
+            key, is_negated = self._key_of(name[2:].replace("-", "_"))
+            if key is None:
+                near = self._nearest(name.replace("_", "-"), list(own))
+                raise ConfigError(f"Unknown option {name!r:.100}. {near or 'Run `ebft config` to list all keys.'}")
+            choices = choices_of(key)
+            if not equals and "true" in choices and (is_negated or not (left and left[0] in choices)):
+                value = str(not is_negated).lower()
+            elif not equals:
+                if not left or left[0].startswith("--"):
+                    raise ConfigError(f"{name} requires a value: {name} VALUE.")
+                value = left.popleft()
+            yield f"{key}={value}"
+
+    def _key_of(self, name: str) -> tuple[str | None, bool]:
+        """The key that an option names, or None, and whether it is `--no-KEY` of a key that is true or false."""
+        section = model_at(RunConfig, (self.section,)) if self.section else None
+        if section is not None and name in section.model_fields:
+            return f"{self.section}.{name}", False
+        known = (
+            RunConfig.model_fields,
+            SAME_KEYS,
+            OTHER_NAMES,
+            UNSUPPORTED_KEYS,
+        )  # the last have messages of their own
+        if any(name.partition(".")[0] in keys for keys in known):
+            return name, False
+        if name.startswith("no_"):
+            key, _ = self._key_of(name.removeprefix("no_"))
+            return (key, True) if key is not None and "true" in choices_of(key) else (None, False)
+        return None, False
+
+    def _nearest(self, name: str, own: list[str]) -> str | None:
+        """A sentence with the option of the command, or of a key, that is most similar to `name`."""
+        keys = [f"--{key.replace('_', '-')}" for key in dotted_keys(RunConfig)]
+        keys = [*(key.replace(f"--{self.section}.", "--") for key in keys), *keys] if self.section else keys
+        same = (key for key in keys if key.rpartition(".")[2] == name[2:])
+        near = next(same, None) or next(iter(difflib.get_close_matches(name, own + keys, n=1, cutoff=_SLIP)), None)
+        return near and f"Did you mean {near}?"
 
 
 def complete_config(incomplete: str) -> list[str]:
@@ -149,7 +225,10 @@ ConfigOrFolder = Annotated[
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, argument("[KEY=VALUE]...", "Values that override the config file.", complete=complete_override)
+    list[str] | None,
+    argument(
+        "[KEY=VALUE]...", "Values that override the config file, also as --key VALUE.", complete=complete_override
+    ),
 ]
 BaseModel = Annotated[
     str | None,

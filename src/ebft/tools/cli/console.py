@@ -17,12 +17,13 @@ import typer
 from rich.text import Text
 
 from ebft.config.user_code import place_of, what_happened
-from ebft.errors import LONGEST_MESSAGE, EBFTError, LaunchError, shortened
+from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened
 from ebft.printed import go_on_without_output, safe_console, without_secrets_in_text
 from ebft.processes import is_main_process, leave_traceback, reports_failure
 
 FAILED = 1
 WRONG_INPUT = 2
+LOG_LEVEL = "EBFT_LOG_LEVEL"  # environment variable
 DEBUG = "EBFT_DEBUG"  # environment variable; if it is set, errors are printed with their tracebacks and in full
 INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
@@ -106,6 +107,25 @@ def show_warnings() -> None:
     # transformers imports torchao where it is installed, and torchao logs each CUDA library that cannot be loaded.
     for name in ("torchao", "torch.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def set_log_level() -> None:
+    """Log what EBFT_LOG_LEVEL asks for, also of the libraries; debug adds tracebacks. Raises ConfigError.
+
+    Must be called before the libraries are imported, which read these variables then, as started processes do.
+    """
+    name = next((name for name in (LOG_LEVEL, "AXOLOTL_LOG_LEVEL") if os.environ.get(name)), None)
+    if name is None:
+        return
+    level = os.environ[name].lower()
+    if level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"{name}: invalid value {level!r:.60}; expected debug, info, warning or error.")
+    for library in ("TRANSFORMERS_VERBOSITY", "DATASETS_VERBOSITY", "HF_HUB_VERBOSITY", "ACCELERATE_LOG_LEVEL"):
+        os.environ.setdefault(library, level)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", level.upper())
+    if level == "debug":
+        os.environ.setdefault(DEBUG, "1")
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
 def show_progress_bars_in_terminals_only() -> None:

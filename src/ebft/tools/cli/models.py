@@ -25,6 +25,7 @@ from ebft.printed import say
 from ebft.tools.cli.arguments import (
     COPIED,
     BaseModel,
+    ConfigCommand,
     ConfigFile,
     ConfigOrFolder,
     FormerTo,
@@ -326,6 +327,12 @@ class Stopped(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
+class ServingCommand(ConfigCommand):
+    """`ebft vllm-serve`, whose options are the keys of the server: `--port` is `vllm.port`."""
+
+    section = "vllm"
+
+
 @polite
 def vllm_serve(
     config: ConfigFile,
@@ -341,6 +348,8 @@ def vllm_serve(
     ebft vllm-serve run.yaml
 
     ebft vllm-serve run.yaml vllm.port=8001 vllm.max_model_len=4096
+
+    ebft vllm-serve run.yaml --port 8001 --max-model-len 4096
 
     CUDA_VISIBLE_DEVICES=1 ebft vllm-serve run.yaml vllm.python=vllm-env/bin/python
     """

@@ -150,9 +150,6 @@ def config(
         return
     console = safe_console(soft_wrap=check is not None)
     if check is None:
-        unknown = next((word for word in words or [] if word.startswith("-")), None)
-        if unknown is not None:
-            raise ConfigError(f"No such option: {unknown}. See `ebft config --help`.")
         search = " ".join(words or [])
         found = list(option_listing(search))
         if not found:

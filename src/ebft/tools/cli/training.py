@@ -1,6 +1,5 @@
 """`ebft train CONFIG [key=value ...]`, its sweeps and its dashboard, which is also that of `ebft tui FOLDER`."""
 
-import difflib
 import os
 import shlex
 import sys
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
@@ -24,18 +22,17 @@ from ebft.printed import safe_console, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
-from ebft.tools.cli.arguments import ConfigFile, Overrides, RunFolder, option
+from ebft.tools.cli.arguments import ConfigCommand, ConfigFile, Overrides, RunFolder, option
 from ebft.tools.cli.console import polite
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, Sweep, read_sweep
 
 PANEL = "Several processes"
 _PASSED_ON = "ebft.options_for_the_launcher"  # in the context of the command
-_SLIP = 0.75  # similarity of an unknown option to a known one that is suggested
 _launch_option = partial(option, rich_help_panel=PANEL)
 
 
-class LaunchingCommand(TyperCommand):
+class LaunchingCommand(ConfigCommand):
     """A command whose words after -- are not arguments, but options for the launcher."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,16 +48,6 @@ def options_of(context: typer.Context) -> LaunchOptions:
     names = LaunchOptions.__dataclass_fields__.keys() - {"passed_on"}
     values = {name: context.params[name] for name in names}
     return LaunchOptions(**values, passed_on=context.meta.get(_PASSED_ON, ()))
-
-
-def check_options(context: typer.Context, overrides: Sequence[str]) -> None:
-    """Raise ConfigError if one of the overrides is a misspelled option; other words with dashes are left to them."""
-    known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
-    for word in overrides:
-        name = word.partition("=")[0].replace("_", "-")
-        near = difflib.get_close_matches(name, known, n=1, cutoff=_SLIP) if name.startswith("--") else []
-        if near:
-            raise ConfigError(f"Unknown option {word.partition('=')[0]!r:.100}. Did you mean {near[0]}?")
 
 
 def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions) -> tuple[RunConfig, Plan]:
@@ -185,6 +172,7 @@ def train(
             "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
         ),
     ] = None,
+    cloud: Annotated[str | None, typer.Option("--cloud", hidden=True)] = None,
 ) -> None:
     """Train a model with the settings of a config.
 
@@ -196,6 +184,8 @@ def train(
 
     ebft train run.yaml ebft.stride=4 learning_rate=1e-5
 
+    ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
+
     ebft train run.yaml --tui
 
     ebft train run.yaml resume_from_checkpoint=model-out/checkpoint-50
@@ -204,14 +194,20 @@ def train(
 
     ebft train run.yaml --sweep sweep.yaml
     """
+    if cloud is not None:
+        raise ConfigError(
+            "--cloud is not supported: ebft starts no machines. Run this command on the machine, with --num-machines "
+            "on several, or set use_ray: true for a cluster of Ray."
+        )
     join_launch()
     words = [str(config), *(overrides or [])]
-    check_options(context, words[1:])
     options = options_of(context)
     if sweep is not None:
+        os.environ[DASHBOARD] = "0"  # in its runs
         status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
+    tui = tui or (not dry_run and wants_dashboard(run_config.tui.enabled))
     if dry_run:
         from ebft.tools.launch.agent import command_line
 
@@ -303,6 +299,7 @@ def leave_process_group() -> None:
         distributed.destroy_process_group()
 
 
+DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
@@ -329,11 +326,28 @@ def tui(folder: RunFolder) -> None:
     Dashboard(folder).run()
 
 
+def wants_dashboard(in_config: bool) -> bool:
+    """Whether the environment or the config asks for the dashboard, and it can be shown."""
+    asked = {name: os.environ[name].lower() for name in (DASHBOARD, "AXOLOTL_TUI") if os.environ.get(name)}
+    name, value = next(iter(asked.items()), ("tui.enabled", str(in_config).lower()))
+    if value not in ("1", "true", "yes", "on") or is_launched():
+        return False
+    if not is_terminal():
+        warnings.warn(f"{name}: {value} has no effect: training was not started in a terminal.", stacklevel=2)
+        return False
+    return True
+
+
+def is_terminal() -> bool:
+    """Whether the command was started in a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def check_terminal(command: str) -> None:
     """Raise RunError if the dashboard cannot be shown."""
     if find_spec("textual") is None:
         raise RunError(f"{command} requires the package textual: pip install 'ebft[tui]'")
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not is_terminal():
         raise RunError(f"{command} requires a terminal. `ebft report FOLDER` and `ebft show FOLDER` do not.")
 
 

@@ -201,7 +201,7 @@ class Training:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", TYPED: json.dumps(typed)},
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", "EBFT_TUI": "0", TYPED: json.dumps(typed)},
                 )
         except OSError as error:
             raise RunError(f"Training cannot be started with its log in {self.log} ({error}).") from error

@@ -92,12 +92,16 @@ class Needs:
         per_weight = 0.56 if config.load_in_4bit else 1 if config.load_in_8bit else dtype.itemsize
         trained_bytes = dtype.itemsize if is_full else 4
         gradients = trained * trained_bytes
-        weights = int(self.weights * per_weight) + (0 if is_full else gradients)
+        text = self.model_config.get_text_config()
+        # Embeddings and the output layer are not quantised.
+        plain = text.vocab_size * text.hidden_size * (1 if self.model_config.tie_word_embeddings else 2)
+        plain = min(plain, self.weights)
+        weights = int((self.weights - plain) * per_weight) + plain * dtype.itemsize + (0 if is_full else gradients)
         states = optimizer_bytes(config.optimizer, trained_bytes) * trained
         has_copy = is_full and method.copies_model(config)
         features_on = _features_on(config, weights) if has_copy and method.compares_features(config) else None
 
-        tokens, text = self.rows.step_tokens(config), self.model_config.get_text_config()
+        tokens = self.rows.step_tokens(config)
         layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
         factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
         activations = tokens.loss * layer * text.num_hidden_layers * factor
