@@ -248,6 +248,7 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"lr_scheduler_kwargs": {"nope": 1}}, "is invalid: .*nope"),
     ({"report_to": "banana"}, "unknown tracker 'banana'. Choose from"),
     ({"report_to": ["trackio"]}, "report_to: trackio is not installed. Run `pip install trackio`"),
+    ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "'alpaca:chat' is not supported: write the style"),
     ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
     ({"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
      "SFT .* trains on rows of input_ids and labels"),
