@@ -36,7 +36,7 @@ def test_what_replaces_what(make):
 
 def test_ignored_keys_say_once_that_they_have_no_effect(make):
     assert set(IGNORED_KEYS) == set(CarriedOverKeys.model_fields)
-    values = {"save_safetensors": False, "local_rank": 1, "fsdp_version": 1}
+    values = {"save_safetensors": False, "merge_method": "legacy", "local_rank": 1, "fsdp_version": 1}
     values |= dict.fromkeys(("model_type", "tokenizer_type"), "LlamaForCausalLM")
     for key in IGNORED_KEYS:
         value = values.get(key, "another value" if key in UNTYPED else True)

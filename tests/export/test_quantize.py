@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ebft.config.base import QuantizationSection
 from ebft.errors import DataError, ModelError
-from ebft.tools.export.quantize import quantize_model, text_sequences, torchao_settings
-from tests.export.models import save_adapter
+from ebft.tools.export.quantize import ScoredTokens, quantize_model, text_sequences, torchao_settings
+from tests.export.models import llama, save_adapter, save_base
 
 TEXT = "def add(x, y):\n    return x + y\n" * 40
 
@@ -58,12 +59,12 @@ def test_folders_that_are_links_or_left_by_a_failure(tiny_llama_dir, text, tmp_p
     folder.mkdir()
     link.symlink_to(folder)
     sequences = lambda tokenizer: text_sequences(text, tokenizer, 101)
-    result = quantize_model(tiny_llama_dir, link, "int8", sequences)
+    result = quantize_model(tiny_llama_dir, link, QuantizationSection(), sequences)
     assert result.folder == link and link.is_symlink() and (folder / "model.safetensors").is_file()
     perplexities, before = iter([1.0]), sorted(tmp_path.iterdir())
     monkeypatch.setattr("ebft.tools.export.quantize.perplexity", lambda model, scored: next(perplexities))
     with pytest.raises(StopIteration):
-        quantize_model(tiny_llama_dir, tmp_path / "new", "int8", sequences)
+        quantize_model(tiny_llama_dir, tmp_path / "new", QuantizationSection(), sequences)
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -88,30 +89,86 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     path.write_text(yaml.safe_dump(config))
     result = ebft("quantize", path, "--output", tmp_path / "int8")
     assert result.exit_code == 0 and "Perplexity of" in result.output, result.output
+    config["quantization"] = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16}
+    path.write_text(yaml.safe_dump(config))
+    sizes = []
+    for name, options in (("section", []), ("option", ["--group-size", "8"])):
+        result = ebft("quantize", path, "--output", tmp_path / name, *options)
+        assert result.exit_code == 0 and "after (int4)" in result.output, result.output
+        sizes.append(up_proj(tmp_path / name).block_size)
+    assert sizes == [[1, 16], [1, 8]]
 
 
-def test_int4_is_refused_where_it_does_not_run(tiny_llama_dir, text, ebft, tmp_path):
-    result = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "int4", "--type", "int4", "--text", text)
+def up_proj(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"activation_dtype": "int8"}, "Int8Tensor(act_quant_kwargs"),
+        ({"group_size": 16}, "Int8Tensor(block_size=[1, 16]"),
+        ({"weight_dtype": "float8_e4m3fn"}, "Float8Tensor(dtype=torch.float8_e4m3fn"),
+        ({"quantize_embedding": True}, "embedding IntxUnpackedToInt8Tensor(int8, [1, 32])"),
+        ({"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 8, "quantize_embedding": True},
+         "embedding IntxUnpackedToInt8Tensor(int4, [1, 8])"),
+    ],
+)  # fmt: skip
+def test_kinds_that_run_on_cpu(settings, expected, tiny_llama_dir, text, tmp_path):
+    """Each changes the perplexity of the written model a little."""
+    to, sequences = tmp_path / "to", lambda tokenizer: text_sequences(text, tokenizer, 101)
+    result = quantize_model(tiny_llama_dir, to, QuantizationSection(**settings), sequences)
+    assert result.perplexity_after == pytest.approx(result.perplexity_before, rel=0.01)
+    assert result.perplexity_after != result.perplexity_before
+    model = AutoModelForCausalLM.from_pretrained(to)
+    weight, embedding = model.model.layers[0].mlp.up_proj.weight, model.model.embed_tokens.weight
+    found = [f"{type(weight).__name__}(act_quant_kwargs" * (getattr(weight, "act_quant_kwargs", None) is not None)]
+    found += [f"{type(weight).__name__}(block_size={getattr(weight, 'block_size', None)}"]
+    found += [f"{type(weight).__name__}(dtype={getattr(weight, 'qdata', weight).dtype}"]
+    if "quantize_embedding" in settings:
+        kind = str(embedding.target_dtype).removeprefix("torch.")
+        found += [f"embedding {type(embedding).__name__}({kind}, {list(embedding.block_size)})"]
+    assert expected in found and type(model.lm_head.weight) is torch.nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--type", "int4"], "weight_dtype: int4 does not run on cpu with this torchao: .* or a CUDA device."),
+        (["--type", "int4", "--activation-dtype", "float8_e4m3fn"], "does not run on cpu .* with the package mslk."),
+        (["--weight-dtype", "float8_e4m3fn", "--activation-dtype", "float8_e4m3fn"], "compute capability 8.9 or later"),
+        (["--weight-dtype", "int2"], "quantization.weight_dtype: invalid value 'int2'; expected"),
+        (["--group-size", "24"], "group_size: 24 does not divide the 32 columns of model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_kinds_that_do_not_run_or_fit(options, message, tiny_llama_dir, text, ebft, tmp_path):
     if torch.cuda.is_available():
-        pytest.skip("int4 may run here")
-    assert result.exit_code == 2 and "--type int4 does not run on cpu" in flat(result.output)
-    assert not (tmp_path / "int4").exists()
+        pytest.skip("these may run here")
+    result = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "to", "--text", text, *options)
+    assert result.exit_code == 2 and re.search(message, flat(result.output)), result.output
+    assert not (tmp_path / "to").exists()
+
+
+def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
+    base = save_base(tmp_path / "base", llama(tie_word_embeddings=True))
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(base)
+    sequences = lambda tokenizer: [ScoredTokens([1, 2, 3], 2)]
+    with pytest.raises(ModelError, match="quantize_embedding: the embeddings are also the output layer"):
+        quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
 
 
 def test_errors(tiny_llama_dir, text, ebft, tmp_path, monkeypatch):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
     with pytest.raises(ModelError, match="Merge it first .ebft merge-lora"):
-        quantize_model(adapter, to, "int8", lambda tokenizer: [])
+        quantize_model(adapter, to, QuantizationSection(), lambda tokenizer: [])
     with pytest.raises(ModelError, match="no config.json"):
-        quantize_model(tmp_path, to, "int8", lambda tokenizer: [])
+        quantize_model(tmp_path, to, QuantizationSection(), lambda tokenizer: [])
     again = tmp_path / "quantised"
     again.mkdir()
     (again / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
-        quantize_model(again, to, "int8", lambda tokenizer: [])
-    with pytest.raises(ModelError, match="--type: invalid value 'int2'"):
-        torchao_settings("int2", torch.device("cpu"))
+        quantize_model(again, to, QuantizationSection(), lambda tokenizer: [])
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     with pytest.raises(DataError, match="fewer than two tokens"):
@@ -120,4 +177,4 @@ def test_errors(tiny_llama_dir, text, ebft, tmp_path, monkeypatch):
     assert "--output DIR is required" in flat(ebft("quantize", tiny_llama_dir, "--text", text).output)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="requires the package torchao"):
-        torchao_settings("int8", torch.device("cpu"))
+        torchao_settings(QuantizationSection(), torch.device("cpu"))

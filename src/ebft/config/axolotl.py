@@ -5,7 +5,7 @@ errors, unless they are empty or false. Other keys have another name here.
 """
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
@@ -32,7 +32,6 @@ _UNSUPPORTED = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
     "unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
-    "quantization": "ebft quantize quantises a trained model. Remove it",
     "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
@@ -279,7 +278,6 @@ _IGNORED = (
     ("cls_model_config", (), "the class is determined by the model's config"),
     ("base_model_ignore_patterns", (), "only the files that are needed are downloaded"),
     ("qlora_sharded_model_loading", (False,), "see fsdp_config.cpu_ram_efficient_loading"),
-    ("merge_method", ("memory_efficient",), "ebft merge-lora reads one part of the weights at a time"),
     ("merge_lora", (False,), "use ebft merge-lora after training"),
     ("tokenizer_legacy", (), "the tokenizer's files determine this"),
     ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
@@ -370,7 +368,13 @@ _IGNORED = (
         "rows are always prepared: in every run, or once with dataset_prepared_path",
         bool,
     ),
-    ("save_safetensors", (True,), "models are always saved as safetensors", bool),
+    ("save_safetensors", (True,), "transformers 5 writes safetensors only, which PEFT and vLLM read, too", bool),
+    (
+        "merge_method",
+        ("memory_efficient",),
+        "ebft merge-lora uses memory_efficient, one part of the weights at a time, which has the result of legacy",
+        Literal["legacy", "memory_efficient"] | None,
+    ),
     ("fsdp_version", (2,), "fsdp is not set", int | None),
     ("strict", (True, False), "unknown keys are always errors", bool),
     ("model_type", _CLASSES, "the class is determined by the model's config", str | None),

@@ -6,7 +6,7 @@ that reads them.
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.options import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE, EBFTSection
@@ -129,6 +129,57 @@ class EvaluationSection(Section):
         return samples, pass_at
 
 
+# dtypes of weights -> dtypes of the inputs that they can be multiplied with, None for those of the model.
+_ACTIVATIONS = {
+    "int8": (None, "int8"),
+    "int4": (None, "int8", "float8_e4m3fn"),
+    "float8_e4m3fn": (None, "float8_e4m3fn"),
+}
+
+
+class QuantizationSection(Section):
+    """The section `quantization:`, which is used by `ebft quantize`."""
+
+    weight_dtype: Literal["int8", "int4", "float8_e4m3fn"] = Field(
+        "int8", description="dtype of the weights of linear layers; int4 without activation_dtype requires a GPU."
+    )
+    activation_dtype: Literal["int8", "float8_e4m3fn"] | None = Field(
+        None,
+        description="dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn "
+        "requires a GPU. If unset, inputs are not quantised.",
+    )
+    group_size: Count | None = Field(
+        None,
+        description="Number of weights with the same scale, for int4, and for int8 without activation_dtype. If unset, "
+        "32 for int4, and one row for int8.",
+    )
+    quantize_embedding: bool = Field(
+        False, description="Also quantise the embeddings, to int8 or int4; inputs of the model are tokens."
+    )
+
+    @model_validator(mode="after")
+    def _has_kernels(self) -> "QuantizationSection":
+        weights, inputs = self.weight_dtype, self.activation_dtype
+        if inputs not in _ACTIVATIONS[weights]:
+            known = " or ".join(name for name in _ACTIVATIONS[weights] if name)
+            raise ValueError(
+                f"quantization.activation_dtype: {inputs} is not supported with weight_dtype: {weights}. Set it to "
+                f"{known}, or remove it."
+            )
+        if self.group_size is not None and (weights, inputs) not in (("int8", None), ("int4", None), ("int4", "int8")):
+            also = f" and activation_dtype: {inputs}" if inputs else ""
+            raise ValueError(
+                f"quantization.group_size has no effect with weight_dtype: {weights}{also}, whose scales are fixed. "
+                "Remove it."
+            )
+        if self.quantize_embedding and weights == "float8_e4m3fn":
+            raise ValueError(
+                "quantization.quantize_embedding is not supported with weight_dtype: float8_e4m3fn. Remove it, or set "
+                "weight_dtype: int8."
+            )
+        return self
+
+
 class EvaluationKeys(Section):
     """When the model is evaluated on held-out data, and which metrics are used."""
 
@@ -163,6 +214,9 @@ class EvaluationKeys(Section):
         None, description="Whether higher values of that metric are better; if unset, determined from the metric."
     )
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Options of `ebft evaluate`.")
+    quantization: QuantizationSection = Field(
+        default_factory=QuantizationSection, description="Options of `ebft quantize`."
+    )
 
 
 _KINDS = ("CPU", "GPU")

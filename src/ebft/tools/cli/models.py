@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
+from ebft.config.base import QuantizationSection
 from ebft.config.checks.processes import FETCH, shipped_configs
 from ebft.config.schema import load_config
+from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.printed import say
 from ebft.tools.cli.arguments import (
@@ -140,15 +143,26 @@ def quantize(
     source: ConfigOrFolder,
     overrides: Overrides = None,
     output: Annotated[Path | None, option("--output", "DIR", "Folder of the quantised model.")] = None,
-    kind: Annotated[
-        str,
+    weight_dtype: Annotated[
+        str | None,
         typer.Option(
+            "--weight-dtype",
             "--type",
-            metavar="int8|int4",
-            help="Type of the weights; int4 requires a CUDA device.",
-            autocompletion=lambda incomplete: ["int8", "int4"],
+            metavar="int8|int4|float8_e4m3fn",
+            help="dtype of the weights; int4 without --activation-dtype requires a GPU. Default: int8.",
+            autocompletion=lambda incomplete: ["int8", "int4", "float8_e4m3fn"],
         ),
-    ] = "int8",
+    ] = None,
+    activation_dtype: Annotated[
+        str | None,
+        option("--activation-dtype", "int8|float8_e4m3fn", "dtype of the inputs of layers; float8_e4m3fn needs a GPU."),
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", metavar="N", help="Number of weights with the same scale.")
+    ] = None,
+    quantize_embedding: Annotated[
+        bool, typer.Option("--quantize-embedding", help="Also quantise the embeddings, to int8 or int4.")
+    ] = False,
     text: Annotated[
         Path | None,
         option("--text", "FILE", "Text to measure the perplexity on. Default: the held-out data of the config."),
@@ -160,11 +174,14 @@ def quantize(
 ) -> None:
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
-    The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora).
+    The linear layers are quantised, except the output layer. An adapter has to be merged first (ebft merge-lora). The
+    options take precedence over the section quantization of a config.
 
     Examples:
 
     ebft quantize run.yaml --output outputs/int8
+
+    ebft quantize run.yaml --output outputs/int4 --weight-dtype int4 --activation-dtype int8
 
     ebft quantize outputs/run/merged --output outputs/int8 --text held-out.txt
     """
@@ -174,6 +191,14 @@ def quantize(
     config, folder = read_source(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
+    given = {"weight_dtype": weight_dtype, "activation_dtype": activation_dtype, "group_size": group_size}
+    given = {key: value for key, value in given.items() if value is not None}
+    given |= {"quantize_embedding": True} if quantize_embedding else {}
+    section = {} if config is None else config.quantization.model_dump(exclude_unset=True)
+    try:
+        wanted = QuantizationSection(**{**section, **given})
+    except ValidationError as error:
+        raise_config_error(error, QuantizationSection, "quantization.")
     from ebft.tools.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
 
     def sequences(tokenizer):
@@ -181,8 +206,8 @@ def quantize(
             return text_sequences(text, tokenizer, max_tokens)
         return held_out_sequences(config, tokenizer, max_tokens)
 
-    result = quantize_model(folder, output, kind, sequences)
-    say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({kind})")
+    result = quantize_model(folder, output, wanted, sequences)
+    say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({wanted.weight_dtype})")
     perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
     say(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
     say(f"Quantised model saved in {result.folder}")

@@ -1,4 +1,4 @@
-"""Weight-only quantisation with torchao, with the perplexity before and after it."""
+"""Quantisation with torchao, with the perplexity before and after it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
-from ebft.errors import DataError, ModelError
+from ebft.errors import DataError, ModelError, cause
 from ebft.files import read_text
 from ebft.models.files import read_object, refuse_classifier
 from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
@@ -26,10 +26,16 @@ from ebft.tools.evaluation.task import load_held_out
 from ebft.tools.export.checkpoint import check_free, new_folder, read_checkpoint
 
 if TYPE_CHECKING:
+    from ebft.config.base import QuantizationSection
     from ebft.config.schema import RunConfig
 
-TYPES = ("int8", "int4")
-GROUP_SIZE = 32  # weights that share a scale, with int4; int8 has one scale per row
+GROUP_SIZE = 32  # weights that share a scale, with int4
+# What dtypes of weights and inputs need; others run everywhere.
+_NEEDED = {
+    ("int4", None): "a CUDA device",
+    ("int4", "float8_e4m3fn"): "an H100 or later GPU (compute capability 9.0) with the package mslk",
+    ("float8_e4m3fn", "float8_e4m3fn"): "a GPU of compute capability 8.9 or later",
+}
 WINDOW = 512  # tokens of a text that are scored with their own context
 
 
@@ -54,26 +60,32 @@ class QuantizeResult:
 
 
 def quantize_model(
-    folder: Path, to: Path, kind: str, sequences: Callable[[PreTrainedTokenizerBase], list[ScoredTokens]]
+    folder: Path,
+    to: Path,
+    wanted: QuantizationSection,
+    sequences: Callable[[PreTrainedTokenizerBase], list[ScoredTokens]],
 ) -> QuantizeResult:
     """Write the model in `folder` with its linear layers quantised to `to`, in safetensors format.
 
-    `kind`: int8 or int4, see `TYPES`. The perplexity of `sequences(tokenizer)` is measured on the model in `folder` and
-    on the written one after loading it with `from_pretrained`. Raises ModelError if this kind does not run on this
-    machine, or if the folder has no model that can be quantised.
+    The perplexity of `sequences(tokenizer)` is measured on the model in `folder` and on the written one after loading
+    it with `from_pretrained`. Raises ModelError if what is wanted does not run on this machine, or does not fit the
+    model in the folder.
     """
     _check_source(folder)
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     check_free(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    settings = torchao_settings(kind, device)
+    settings = torchao_settings(wanted, device)
     size = sum(weight.nbytes for weight in read_checkpoint(folder).weights.values())
     tokenizer = _loaded(pretrained_tokenizer, folder)
     scored = sequences(tokenizer)
     options = {"dtype": "auto", "device_map": {"": str(device)}}
-    before = perplexity(_loaded(pretrained_model, folder, **options), scored)
-    model = _loaded(pretrained_model, folder, quantization_config=TorchAoConfig(settings), **options)
+    plain = _loaded(pretrained_model, folder, **options)
+    settings = _for_model(settings, wanted, plain)
+    before = perplexity(plain, scored)
+    del plain
+    model = _loaded(pretrained_model, folder, quantization_config=settings, **options)
     try:
         with new_folder(to) as staged:
             model.save_pretrained(staged)
@@ -88,25 +100,69 @@ def quantize_model(
     return QuantizeResult(given, size, own, sum(one.scored for one in scored), before, after)
 
 
-def torchao_settings(kind: str, device: torch.device) -> Any:
-    """The settings of torchao for a kind of weights. Raises ModelError if they do not run on the device."""
-    if kind not in TYPES:
-        raise ModelError(f"--type: invalid value {kind!r}; expected {' or '.join(TYPES)}.")
+def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
+    """The settings of torchao for linear layers. Raises ModelError if they do not run on the device."""
     if importlib.util.find_spec("torchao") is None:
         raise ModelError("Quantisation requires the package torchao: pip install 'ebft[quantize]'")
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    from torchao import quantization
 
-    packing = "tile_packed_to_4d" if device.type == "cuda" else "plain"
-    int8 = kind == "int8"
-    settings = Int8WeightOnlyConfig() if int8 else Int4WeightOnlyConfig(GROUP_SIZE, int4_packing_format=packing)
-    layer = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16, device=device)
+    kind, size = (wanted.weight_dtype, wanted.activation_dtype), wanted.group_size or GROUP_SIZE
+    make: dict[tuple[str, str | None], Callable[[], Any]] = {
+        ("int8", None): lambda: quantization.Int8WeightOnlyConfig(
+            granularity=quantization.PerGroup(size) if wanted.group_size else quantization.PerRow()
+        ),
+        ("int8", "int8"): quantization.Int8DynamicActivationInt8WeightConfig,
+        ("int4", None): lambda: quantization.Int4WeightOnlyConfig(
+            size, int4_packing_format="tile_packed_to_4d" if device.type == "cuda" else "plain"
+        ),
+        ("int4", "int8"): lambda: quantization.Int8DynamicActivationIntxWeightConfig(
+            torch.int4, quantization.PerGroup(size)
+        ),
+        ("int4", "float8_e4m3fn"): quantization.Float8DynamicActivationInt4WeightConfig,
+        ("float8_e4m3fn", None): quantization.Float8WeightOnlyConfig,
+        ("float8_e4m3fn", "float8_e4m3fn"): quantization.Float8DynamicActivationFloat8WeightConfig,
+    }
+    settings, width = make[kind](), size * max(1, 256 // size)
+    layer = nn.Linear(width, 256, bias=False, dtype=torch.bfloat16, device=device)
     try:
-        quantize_(layer, settings)
-        layer(torch.ones(1, 256, dtype=torch.bfloat16, device=device))
+        quantization.quantize_(layer, settings)
+        layer(torch.ones(1, width, dtype=torch.bfloat16, device=device))
     except Exception as error:  # kernels that are absent raise errors of many types
-        other = "" if int8 else " Use --type int8, or a machine with a CUDA device."
-        raise ModelError(f"--type {kind} does not run on {device.type} with this torchao: {error}.{other}") from error
+        inputs = f" with activation_dtype: {kind[1]}" if kind[1] else ""
+        other = f" Use weight_dtype: int8, or {_NEEDED[kind]}." if kind in _NEEDED else ""
+        raise ModelError(
+            f"weight_dtype: {kind[0]}{inputs} does not run on {device.type} with this torchao: {cause(error)}.{other}"
+        ) from error
     return settings
+
+
+def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:
+    """The settings for the layers of a model. Raises ModelError for those that it does not fit."""
+    size = wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not output
+    }
+    embeddings = {name: module for name, module in model.named_modules() if module is embedding}
+    for name, module in (linear | embeddings if wanted.quantize_embedding else linear).items():
+        if size is not None and module.weight.shape[-1] % size:
+            raise ModelError(
+                f"group_size: {size} does not divide the {module.weight.shape[-1]} columns of {name}. Use a smaller "
+                "power of 2, or weight_dtype: int8 without group_size."
+            )
+    if not wanted.quantize_embedding:
+        return TorchAoConfig(settings)
+    if output is not None and output.weight is embedding.weight:
+        raise ModelError(
+            "quantize_embedding: the embeddings are also the output layer of this model (tie_word_embeddings), which "
+            "is not quantised. Remove it."
+        )
+    from torchao.quantization import FqnToConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
+
+    of_rows = IntxWeightOnlyConfig(getattr(torch, wanted.weight_dtype), PerAxis(0) if size is None else PerGroup(size))
+    endings = sorted({name.rpartition(".")[2] for name in linear})
+    layers = {f"re:.*\\.({'|'.join(endings)})\\.weight": settings, **dict.fromkeys(embeddings, of_rows)}
+    return TorchAoConfig(FqnToConfig(layers), include_input_output_embeddings=True)
 
 
 def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
