@@ -30,24 +30,24 @@ MERGE = """
 import json, sys
 from pathlib import Path
 import peft, transformers
-from ebft.tools.export.merge import peak_bytes
+from ebft.machine import peak_resident
 from ebft.tools.export.merge import MergeSource, merge_adapter
 base, adapter, to = sys.argv[1:]
-before = peak_bytes()
+before = peak_resident()
 result = merge_adapter(MergeSource(Path(adapter), base), Path(to))
 sizes = {"shards": result.shards, "model": result.total_size, "largest_shard": result.largest_shard}
-print(json.dumps(sizes | {"baseline": before, "over_baseline": peak_bytes() - before}))
+print(json.dumps(sizes | {"baseline": before, "over_baseline": peak_resident() - before}))
 """
 PEFT = """
 import json, sys
 import peft, transformers
-from ebft.tools.export.merge import peak_bytes
+from ebft.machine import peak_resident
 import ebft.tools.export.merge
 base, adapter, to = sys.argv[1:]
-before = peak_bytes()
+before = peak_resident()
 model = transformers.AutoModelForCausalLM.from_pretrained(base)
 peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(to)
-print(json.dumps({"baseline": before, "over_baseline": peak_bytes() - before}))
+print(json.dumps({"baseline": before, "over_baseline": peak_resident() - before}))
 """
 
 

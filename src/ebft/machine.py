@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -64,6 +65,14 @@ def total_memory() -> tuple[int | None, str]:
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[1], torch.cuda.get_device_name()
     return memory_bytes(), "this machine"
+
+
+def peak_resident() -> int:
+    """Return the largest resident memory of this process so far, in bytes, with pages of files that are mapped."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 2**10
 
 
 def free_disk(folder: str | Path) -> tuple[int, Path]:

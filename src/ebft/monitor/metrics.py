@@ -5,8 +5,6 @@ Also the batches of an evaluation by several processes: each row is evaluated by
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
+from ebft.machine import peak_resident
 from ebft.printed import printable
 
 
@@ -172,8 +171,7 @@ def peak_memory_gib() -> float:
     """Return the peak memory in GiB: allocated on the current CUDA device if available, or else resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+    return peak_resident() / 2**30
 
 
 # Label, metric, format, desired direction (^ up, v down).

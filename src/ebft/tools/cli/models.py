@@ -20,6 +20,7 @@ from ebft.config.checks.processes import FETCH, shipped_configs
 from ebft.config.schema import load_config
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
+from ebft.machine import peak_resident
 from ebft.printed import say
 from ebft.tools.cli.arguments import (
     COPIED,
@@ -74,13 +75,13 @@ def merge_lora(
     from rich.console import Console
     from rich.progress import Progress
 
-    from ebft.tools.export.merge import adapter_in_folder, adapter_of_run, merge_adapter, peak_bytes  # imports torch
+    from ebft.tools.export.merge import adapter_in_folder, adapter_of_run, merge_adapter  # imports torch
 
     if config is None:
         found = adapter_in_folder(folder, base_model)
     else:
         found = adapter_of_run(config, lora_model_dir, base_model)
-    before = peak_bytes()
+    before = peak_resident()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("Merging shards", total=None)
         result = merge_adapter(
@@ -89,7 +90,7 @@ def merge_lora(
             max_shard_size,
             lambda done, total: progress.update(task, completed=done, total=total),
         )
-    peak = peak_bytes()
+    peak = peak_resident()
     again = f" ({result.resumed} of them from the interrupted merge)" if result.resumed else ""
     shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
     say(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")

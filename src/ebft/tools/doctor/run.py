@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
-import resource
-import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +20,7 @@ from transformers import TrainerCallback
 from ebft.catalog import base_name, is_gguf, require_gguf
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
-from ebft.machine import free_disk, gib
+from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import (
     find_base_model,
     load_model,
@@ -386,8 +384,7 @@ class PhaseMemory:
         with suppress(OSError, StopIteration):
             lines = _STATUS.read_text().splitlines()
             return 2**10 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 2**10
+        return peak_resident()
 
     def _reset(self) -> bool:
         if self._on_cuda:

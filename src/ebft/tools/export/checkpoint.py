@@ -102,9 +102,8 @@ class ShardFolder:
             self._finished = self._recorded()
             for temporary in folder.glob("*.tmp"):
                 temporary.unlink()
-        elif present:
-            raise ModelError(f"{folder} is not empty. Remove it, or choose another folder with --output.")
         else:
+            check_free(folder)
             self._record()
 
     def has(self, name: str) -> bool:

@@ -6,9 +6,7 @@ At any time, the adapter, the weights of one part (usually one weight), and what
 from __future__ import annotations
 
 import json
-import resource
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -401,9 +399,3 @@ def _was_quantised(folder: Path) -> bool:
             continue
     card = folder / "README.md"
     return card.is_file() and "QLoRA adapter" in card.read_text(encoding="utf-8", errors="replace")
-
-
-def peak_bytes() -> int:
-    """The largest resident memory of this process so far, in bytes; it includes pages of files that are mapped."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
 from ebft.files import ADAPTER_CONFIG as _ADAPTER
 from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, json_object
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
+from ebft.tools.export.adapter import empty_model
 from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
@@ -134,9 +135,7 @@ def _read(parts: Path) -> dict[str, Tensor]:
 def _model(source: str, weights: dict[str, Tensor]) -> PreTrainedModel:
     """The model that the config of `source` describes, with these weights."""
     try:
-        config = pretrained_config(source)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = empty_model(pretrained_config(source))
     except Exception as error:  # of any type, for sizes such as -32
         raise ModelError(f"{source} does not describe a causal language model: {cause(error)}") from error
     expected = model.state_dict()
