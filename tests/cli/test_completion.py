@@ -17,7 +17,7 @@ MODES = ["ebft.mode=structured", "ebft.mode=strided"]
     ("report conf", ["configs/", "configs/deep/"]),
     ("inference run.yaml --lora-model-dir configs/d", ["configs/deep/"]),
     ("fetch smol", ["smollm2-135m"]), ("fetch ex", ["examples"]),
-    ("evaluate run.yaml --model smol", ["smollm2-135m"]), ("quantize configs --type ", ["int8", "int4"]),
+    ("evaluate run.yaml --model smol", ["smollm2-135m"]), ("quantize configs --type f", ["float8_e4m3fn"]),
     ("show . --sort al", ["alignment"]), ("show run --sort rewards/sh", ["rewards/short"]),
     ("config ebft.str", ["ebft.stride"]),
     *((f"{command} run.yaml ebft.str", ["ebft.stride="])
