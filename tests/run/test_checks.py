@@ -1,14 +1,21 @@
 """Checks of rows and models: processes that train other models, modules that cannot be sharded or adapted."""
 
+import json
+
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner
 
+from ebft import train
 from ebft.config.section import flat_settings
 from ebft.errors import ConfigError
+from ebft.models.pretrained import pretrained_model
 from ebft.run import checks
 from ebft.run.checks import check_adapted_experts, check_equal, check_wrapping, check_wrapping_of
+from ebft.tools.cli import app
 from tests.config.conftest import make
+from tests.models.multimodal import save_multimodal
 
 __all__ = ["make"]
 
@@ -54,6 +61,24 @@ def test_what_machines_may_have_in_other_places(digests, make):
     first = digests(checkpoint="/a/checkpoint-4", datasets=data("/data/one.jsonl"))
     check_equal([first, digests(checkpoint="/b/checkpoint-4", **elsewhere)])
     assert {name for name, _ in flat_settings(make())} >= checks._OF_MACHINES
+
+
+@pytest.mark.filterwarnings("ignore:.*the text model of a multimodal model is loaded")
+def test_vllm_serves_what_is_trained(make, tmp_path):
+    save_multimodal("gemma3", tmp_path / "whole")
+    keys = {"rl": "ebft", "trl": {"use_vllm": True, "num_generations": 2}, "output_dir": str(tmp_path / "out")}
+    keys |= {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True, "micro_batch_size": 2}
+    keys |= {
+        "datasets": [{"path": "unused", "type": "ebft_reasoning.transform"}],
+        "base_model": str(tmp_path / "whole"),
+    }
+    with pytest.raises(ConfigError, match=r"would serve all of .*whole \(gemma3\), but its text model \(gemma3_text\)"):
+        train(make(**keys))
+    (tmp_path / "run.yaml").write_text(json.dumps(keys))
+    result = CliRunner().invoke(app, ["vllm-serve", str(tmp_path / "run.yaml")])
+    assert result.exit_code != 0 and "vLLM would serve all of" in " ".join(result.stderr.split())
+    pretrained_model(keys["base_model"]).save_pretrained(tmp_path / "text")
+    checks.check_served(make(**{**keys, "base_model": str(tmp_path / "text")}))
 
 
 BY_SIZE = {"auto_wrap_policy": "SIZE_BASED_WRAP"}

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebft.catalog import lasting_name
+from ebft.catalog import is_gguf, lasting_name
 from ebft.config.checks.combinations import expert_problems
 from ebft.config.checks.processes import check_deepspeed, offloads
 from ebft.config.rules import INTERACTIVE
@@ -24,6 +24,7 @@ from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, shortened
+from ebft.errors import ConfigError, ModelError, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.models.files import task_problem
@@ -299,6 +300,32 @@ def _summary(rows: Any) -> list[Any]:
 
 
 _BY_SIZE, _BY_CLASS = "SIZE_BASED_WRAP", "TRANSFORMER_BASED_WRAP"
+
+
+def check_served(config: RunConfig) -> None:
+    """Raise ConfigError if vLLM would serve a multimodal checkpoint of which the text model is trained alone."""
+    if config.method.rows != "prompts" or not config.trl.use_vllm or config.gguf_file is not None:
+        return
+    from transformers import PreTrainedConfig
+
+    from ebft.models.load import find_base_model, load_model_config
+
+    try:
+        name = find_base_model(config)
+        if is_gguf(name):  # refused for vLLM
+            return
+        whole = PreTrainedConfig.get_config_dict(name, revision=config.revision_of_model)[0].get("model_type")
+        text = load_model_config(config).model_type
+    except (OSError, ModelError):  # reported when it is loaded
+        return
+    if text != whole:
+        save = "pretrained_model(IN).save_pretrained(OUT); pretrained_tokenizer(IN).save_pretrained(OUT)"
+        raise ConfigError(
+            f"trl.use_vllm: vLLM would serve all of {config.base_model} ({whole}), but its text model ({text}) is "
+            "trained alone, whose weights and adapters have other names, so vLLM would not sample from the trained "
+            "model. Save the text model in a folder, with its names IN and OUT in `from ebft.models.pretrained import "
+            f"pretrained_model, pretrained_tokenizer; {save}`, and set base_model to it; or set trl.use_vllm: false."
+        )
 
 
 def check_wrapping_of(config: RunConfig, model_config: PretrainedConfig) -> None:

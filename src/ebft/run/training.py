@@ -49,7 +49,7 @@ from ebft.run.checkpoints import (
     refuse_checkpoint,
     step_of,
 )
-from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_wrapping_of
+from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served, check_wrapping_of
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
@@ -189,6 +189,7 @@ def _check(config: RunConfig) -> None:
     refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
+    check_served(config)
 
 
 @contextmanager

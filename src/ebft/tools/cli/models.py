@@ -358,11 +358,13 @@ def vllm_serve(
         run_config = load_config(config, overrides or [])
     import torch  # slow, and not needed for help and config errors
 
+    from ebft.run.checks import check_served
     from ebft.serving.command import find_interpreter, server_command
     from ebft.serving.server import DEFAULT_TIMEOUT, VLLMServer
 
     if looks_local(run_config.base_model):
         locate(run_config.base_model, "model", "base_model")
+        check_served(run_config)
     with _ended_by_signals():
         python = find_interpreter(run_config.vllm.python)
         started = server_command(run_config.server_settings, python, torch.cuda.device_count())
