@@ -327,7 +327,7 @@ def _count(name: str, args: tuple[Any, ...]) -> None:
     if name in _INDEXING:
         indices = [each for each in args[1] if each is not None]
         if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
-            waits, name = True, "boolean index"
+            waits, name = name != "index", "boolean index"  # reading calls nonzero, which is counted
         elif any(each.device.type == "cpu" for each in indices):
             waits, name = True, "index on CPU"
     if waits:

@@ -37,14 +37,13 @@ class MeanMetrics:
 
         All ranks must add the same names.
         """
-        means = {}
-        for name in sorted(self._sums):
-            pair = torch.stack([pair.to(accelerator.device) for pair in self._sums[name]]).sum(0)
-            total, weight = accelerator.reduce(pair, "sum").tolist()
-            if weight:
-                means[name] = total / weight
+        names = sorted(self._sums)
+        if not names:
+            return {}
+        sums = [torch.stack([pair.to(accelerator.device) for pair in self._sums[name]]).sum(0) for name in names]
         self._sums.clear()
-        return means
+        reduced = accelerator.reduce(torch.stack(sums), "sum").tolist()  # of all names at once
+        return {name: total / weight for name, (total, weight) in zip(names, reduced) if weight}
 
     def state(self) -> dict[str, list[Tensor]]:
         """Return what was added since the last `drain`, for `restore`."""

@@ -70,8 +70,10 @@ class Documents:
         lengths = real.sum(1) if given["position_ids"] is None else _packed_lengths(given["position_ids"], real)
         labels = given["labels"]
         target = torch.ones_like(input_ids[real]).bool() if labels is None else labels[real].ne(IGNORE_INDEX)
-        position = _positions(lengths)
-        document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        tokens = input_ids[real]
+        position = _positions(lengths, len(tokens))
+        document = torch.arange(len(lengths), device=lengths.device)
+        document = document.repeat_interleave(lengths, output_size=len(tokens))
         prompt_length = inputs.get("prompt_length")
         if prompt_length is None:
             prompt_length = _leading_masked(target, position, document, lengths)
@@ -84,12 +86,12 @@ class Documents:
         turns = _turns(inputs.get("turn_spans"), prompt_length, lengths)
         starts, ends = turns[document].unbind(-1)  # (S, K)
         in_turn = ((position[:, None] >= starts) & (position[:, None] < ends)).any(1)
-        return cls(input_ids[real], lengths, prompt_length, turns, target & in_turn & (position > 0))
+        return cls(tokens, lengths, prompt_length, turns, target & in_turn & (position > 0))
 
     @cached_property
     def positions(self) -> Tensor:
         """Position of every token within its document: (S,)."""
-        return _positions(self.lengths)
+        return _positions(self.lengths, len(self.tokens))
 
     def to(self, device: torch.device | str) -> Documents:
         """Return the same documents on another device."""
@@ -105,10 +107,10 @@ class Documents:
         return Documents(self.tokens[tokens], *per_document, ce_mask)
 
 
-def _positions(lengths: Tensor) -> Tensor:
-    """Return the concatenated positions 0, ..., length - 1 of each document: (S,)."""
+def _positions(lengths: Tensor, total: int) -> Tensor:
+    """Return the concatenated positions 0, ..., length - 1 of each document, `total` in number: (S,)."""
     starts = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
+    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
 
 
 def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
@@ -120,7 +122,7 @@ def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
     begins = row_starts | (position == 0)
     starts = begins.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([len(position)]))
-    if not position.equal(_positions(lengths)):
+    if not position.equal(_positions(lengths, len(position))):
         raise ValueError(
             "position_ids must be 0, 1, 2, ... within each document of a row and restart at 0 for the next document"
         )
@@ -231,13 +233,19 @@ class StridedLayout:
 
     def block_mask(self) -> Tensor:
         """Return which of the NB blocks each document has, existing blocks first: (B, NB) bool."""
-        counts = torch.tensor([len(row) for row in self.anchors], device=self.device)
-        return torch.arange(int(counts.max()), device=self.device) < counts[:, None]
+        counts = [len(row) for row in self.anchors]
+        return torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None]
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Document and number within it of every block: (M,) each."""
+        places = [(d, number) for d, row in enumerate(self.anchors) for number in range(len(row))]
+        return torch.tensor(places, device=self.device).unbind(1)
 
     def for_users(self, values: Tensor) -> Tensor:
         """Return values of the blocks, (M, ...), as (B, NB, ...), zero-padded for documents with fewer than NB."""
-        mask = self.block_mask()
-        return values.new_zeros(*mask.shape, *values.shape[1:]).index_put_((mask,), values)
+        shape = len(self.anchors), max(len(row) for row in self.anchors)
+        return values.new_zeros(*shape, *values.shape[1:]).index_put_(self._places, values)
 
 
 @dataclass(frozen=True)

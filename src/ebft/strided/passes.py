@@ -62,10 +62,9 @@ class Draws:
 
     def spread(self, values: Tensor) -> Tensor:
         """Arrange values (R,) of the rollouts by row and column; columns without a rollout repeat the first one."""
-        first = values.new_empty(self.shape[0])
-        is_first = self.column == 0
-        first[self.row[is_first]] = values[is_first]
-        return first.unsqueeze(1).repeat(1, self.shape[1]).index_put_((self.row, self.column), values)
+        first = values.new_empty(self.shape[0] + 1)  # the last takes what is not the first of a row
+        first[self.row.masked_fill(self.column > 0, self.shape[0])] = values
+        return first[:-1].unsqueeze(1).repeat(1, self.shape[1]).index_put_((self.row, self.column), values)
 
     def collect(self, values: Tensor) -> Tensor:
         """Return the values of the rollouts (R,), from values arranged by row and column."""
@@ -289,9 +288,12 @@ def _by_block(run: StridedPass) -> tuple[Tensor, Tensor]:
 
 def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]:
     """Return the tiles of a pass's nodes and their documents' keys, a few blocks at a time."""
-    layout, (block, step) = run.layout, _by_block(run)
+    layout, nodes, (block, step) = run.layout, run.nodes, _by_block(run)
     anchor = layout.block_anchors[block]
-    counts = torch.bincount(block, minlength=layout.num_blocks).tolist()
+    if nodes.is_merged if isinstance(nodes, Nodes) else layout.merge_rollouts:
+        counts = torch.bincount(block, minlength=layout.num_blocks).tolist()
+    else:  # blocks have as many nodes as each other, which a GPU need not be asked for
+        counts = [len(block) // layout.num_blocks] * layout.num_blocks
     most = max(1, rows_per_tile(layout.device) // heads)
     first = number = 0
     for (start, _), anchors in zip(layout.spans, layout.anchors):

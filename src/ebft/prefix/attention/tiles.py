@@ -275,15 +275,19 @@ class BatchedTiles:
     width: int
     row_index: Tensor  # (D, R)
     is_padding: Tensor | None  # (D, R); None if all tiles have R rows
+    kept: Tensor | None  # the indices of all other rows among D * R; None as is_padding
     key_start: Tensor  # (D,)
     hidden: Tensor  # (D, R, W)
 
     @classmethod
     def of(cls, tiles: list[Tile]) -> BatchedTiles:
         device = tiles[0].hidden.device
-        counts = torch.tensor([tile.height for tile in tiles], device=device)
-        row = torch.arange(int(counts.max()), device=device)
-        is_padding = row >= counts[:, None]
+        heights = [tile.height for tile in tiles]
+        most, is_padded = max(heights), min(heights) < max(heights)
+        row = torch.arange(most, device=device)
+        is_padding = row >= torch.tensor(heights, device=device)[:, None]
+        # Made on the host: from is_padding, a GPU would be waited for.
+        kept = [most * number + row for number, height in enumerate(heights) for row in range(height)]
         starts = torch.tensor([tile.rows.start for tile in tiles], device=device)
         row_index = starts[:, None] + torch.where(is_padding, 0, row)
         hidden = torch.zeros(len(tiles), len(row), max(tile.width for tile in tiles), dtype=torch.bool)
@@ -295,7 +299,8 @@ class BatchedTiles:
             slice(tiles[0].rows.start, tiles[-1].rows.stop),
             hidden.shape[2],
             row_index,
-            is_padding if is_padding.any() else None,
+            is_padding if is_padded else None,
+            torch.tensor(kept, device=device) if is_padded else None,
             torch.tensor([tile.keys.start for tile in tiles], device=device),
             hidden,
         )
@@ -309,8 +314,8 @@ class BatchedTiles:
 
     def in_order(self, batched: Tensor) -> Tensor:
         """Convert batched rows (K * D, R, X) to consecutive rows (K, rows, X), without padding."""
-        rows = batched.unflatten(0, (-1, len(self.row_index)))
-        return rows.flatten(1, 2) if self.is_padding is None else rows[:, ~self.is_padding]
+        rows = batched.unflatten(0, (-1, len(self.row_index))).flatten(1, 2)
+        return rows if self.kept is None else rows.index_select(1, self.kept)
 
     def take_keys(self, x: Tensor, after: int = 0) -> Tensor:
         """Return the shared keys of x (K, keys, X) and the `after` keys that follow them: (K * D, W + after, X)."""
