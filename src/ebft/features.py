@@ -18,6 +18,7 @@ from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
 from ebft.models.load import spare_gpu
+from ebft.models.sharding import whole_shape
 from ebft.printed import say
 from ebft.transformers_internals import override_attn_implementation
 
@@ -125,7 +126,7 @@ class FeatureNetwork:
 
 def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
     """Raise ModelError if the largest sampled id is outside of the feature network's vocabulary."""
-    known = network.causal_lm.get_input_embeddings().weight.shape[0]
+    known = whole_shape(network.causal_lm.get_input_embeddings().weight)[0]
     if largest >= known:
         raise ModelError(
             f"the model sampled token {largest}, but the feature network has only {known} token embeddings. The token "

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -58,6 +59,7 @@ __all__ = [
     "is_flash_attn_3_available",
     "is_torch_tf32_available",
     "read_gguf_metadata",
+    "unset_hf_deepspeed_config",
 ]
 
 

@@ -42,7 +42,10 @@ def test_deepspeed_configs_are_those_that_names_select(ebft, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert ebft("fetch", "deepspeed_configs").stdout == "deepspeed_configs\n"
     copied = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "deepspeed_configs").iterdir()}
-    assert sorted(copied) == ["zero1", "zero2", "zero3", "zero3_offload"]
+    assert sorted(copied) == [
+        *("zero1", "zero2", "zero3", "zero3_bf16", "zero3_bf16_cpuoffload_all", "zero3_bf16_cpuoffload_params"),
+        "zero3_offload",
+    ]
     for name, content in copied.items():
         assert deepspeed_settings(name) == deepspeed_settings(f"deepspeed_configs/{name}.json") == content
         assert content["zero_optimization"]["stage"] == int(name[4])

@@ -22,18 +22,27 @@ def test_a_missing_package_of_an_optimizer_names_the_extra(make, monkeypatch, pa
 
 
 @pytest.mark.parametrize("method", [{"rl": "ebft", "ebft": {"mode": "strided"}}, {"rl": "ebft"}, {"rl": "grpo"}])
-def test_partitioned_parameters_are_for_sft(make, monkeypatch, method):
+def test_partitioned_parameters(make, monkeypatch, method):
     monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
     reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
     for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
-        with pytest.raises(ConfigError, match="ZeRO-3 is only supported by SFT. It partitions .* Use fsdp: true"):
-            check_deepspeed(make(**method, **reward, deepspeed=given))
-        check_deepspeed(make(deepspeed=given))
-    check_deepspeed(make(**method, **reward, deepspeed="zero2"))
+        check_deepspeed(make(**method, **reward, deepspeed=given))
+    with pytest.raises(ConfigError, match="bf16.enabled: true, which contradicts bf16: false. Set bf16: true"):
+        check_deepspeed(make(**method, **reward, bf16=False, deepspeed="zero3_bf16"))
+    lora = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
+    served = {"rl": "ebft", **lora, "trl": {"use_vllm": True}}
+    with pytest.raises(ConfigError, match="ZeRO-3 does not support a vLLM server for an adapter"):
+        check_deepspeed(make(**served, deepspeed="zero3"))
+    parts = {"rl": "ebft", "ebft": {"mode": "strided", "rollout_tokens_per_pass": 64}}
+    make(**parts, deepspeed="zero2")
+    for sharded in ({"deepspeed": "zero3"}, {"fsdp": True}):
+        with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2 and DeepSpeed ZeRO"):
+            check_runnable(make(**parts, **sharded))
 
 
 @pytest.mark.parametrize("given, message", [
     ("none.json", "none.json cannot be read as JSON .* one of zero1, zero2, zero3, zero3_"),
+    ("zero2_torch_compile.json", "is not part of ebft.*Set deepspeed: zero2, and torch_compile: true for SFT"),
     ("nested.json", "nested.json cannot be read as JSON .RecursionError"),
     ({"zero_optimization": {"stage": True}}, "stage must be 0, 1, 2 or 3, got True"),
     ("zero2", "pip install 'ebft.deepspeed.'"),

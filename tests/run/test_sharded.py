@@ -37,6 +37,14 @@ RUNS = {
     "structured": ("structured_full", {}),
     "grpo": ("grpo_synced_reference", {"trl": REWARDED}),
 }
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+OTHERS = {
+    "structured, sampled": ("structured_full", {"gradient_checkpointing": True, "eval_steps": 1}),
+    "structured, sampled, adapter": ("structured", REENTRANT),
+    "grpo, sampled, accumulated": ("grpo_iterations", {"gradient_accumulation_steps": 2}),
+    "strided, checkpoints": ("strided_full", {"gradient_checkpointing": True, "eval_steps": 1}),
+    "strided, adapter, checkpoints": ("strided", {**REENTRANT, "eval_steps": 1}),
+}
 COMMON = {"gradient_accumulation_steps": 1, "adam_epsilon": 1e-4, "max_steps": 3, "save_steps": 2, "logging_steps": 1}
 COMMON |= {"lr_scheduler": "constant", "auto_resume_from_checkpoints": False}
 COMPARED = ("loss", "grad_norm", "ebft/alignment", "ebft/cfm_loss", "reward", "kl", "eval_ce_loss", "eval_cfm_loss")
@@ -74,7 +82,7 @@ def trained(inputs, tmp_path_factory):
         key = name, count, str(changes)
         if key not in made:
             out = tmp_path_factory.mktemp("sharded") / "out"
-            method, keys = RUNS[name]
+            method, keys = (RUNS | OTHERS)[name]
             rows = METHODS[method][2].get("micro_batch_size", 2)
             rows *= METHODS[method][2].get("gradient_accumulation_steps", 1)
             keys = {**COMMON, "micro_batch_size": rows // count, **keys, **changes}
@@ -143,11 +151,15 @@ def test_the_command(trained, inputs, tmp_path):
 
 
 def on_cpu():
+    inject()
+    start_deepspeed()
+
+
+def start_deepspeed():
     """Start DeepSpeed with a process group, without which accelerate lets every process be the only one on CPU.
 
     `ebft train` therefore refuses it there.
     """
-    inject()
     os.environ["DS_ACCELERATOR"] = "cpu"
     PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_CPU)
     ebft.run.training.check_machine = lambda *_: None
@@ -157,12 +169,23 @@ def on_cpu():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_with_zero_train_as_one(trained, name):
-    """ZeRO-3 is for SFT. Skipped where DeepSpeed, which compiles an extension, is not installed."""
+    """Skipped where DeepSpeed, which compiles an extension, is not installed."""
     pytest.importorskip("deepspeed")
     keys = {"optimizer": "adamw_torch"}  # Adam of PyTorch, which DeepSpeed supports on CPU
     one, two = trained(name, 1, **keys), trained(name, 2, on_cpu, deepspeed="zero2", **keys)
     assert_same(two, one)
     checkpoint = str(two[0] / "checkpoint-2")
     assert_same(trained(name, 2, on_cpu, deepspeed="zero2", resume_from_checkpoint=checkpoint, **keys), one)
-    if name == "sft":
-        assert_same(trained(name, 2, on_cpu, deepspeed="zero3", **keys), one)
+    three = trained(name, 2, on_cpu, deepspeed="zero3", **keys)
+    assert_same(three, one)
+    checkpoint = str(three[0] / "checkpoint-2")
+    assert_same(trained(name, 2, on_cpu, deepspeed="zero3", resume_from_checkpoint=checkpoint, **keys), one)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_zero_3_trains_as_ddp_does(trained, name):
+    """Two processes with the same random states: completions of different lengths are sampled from the whole model."""
+    pytest.importorskip("deepspeed")
+    keys = {"optimizer": "adamw_torch"}
+    ddp = trained(name, 2, lambda: None, **keys)
+    assert_same(trained(name, 2, start_deepspeed, deepspeed="zero3", **keys), ddp)

@@ -11,7 +11,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig
 from tests.strided.families import tiny_model
@@ -210,7 +210,7 @@ def test_settings_and_rows_that_are_refused(changes, match, tmp_path):
         make(tmp_path, **changes)
 
 
-def test_calls_that_are_refused(tmp_path, monkeypatch):
+def test_calls_that_are_refused(tmp_path):
     trainer = make(tmp_path)
     with pytest.raises(ValueError, match="num_items_in_batch"):
         trainer.compute_loss(trainer.model, {"input_ids": torch.randint(3, 90, (1, 40))}, num_items_in_batch=40)
@@ -223,9 +223,12 @@ def test_calls_that_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="temperature"):
         make(tmp_path, temperature=0.0).train()
     make(tmp_path, grad_norms_every=0, **checkpointing(True))
-    monkeypatch.setattr("ebft.strided.validation.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ConfigError, match="ZeRO-3 is not supported in strided mode: .* Use FSDP2, ZeRO-2 or DDP"):
-        make(tmp_path)
+    with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2"):
+        make(tmp_path, grad_norms_every=0, rollout_tokens_per_pass=8, fsdp=True)
+    in_parts = tiny_model("llama")
+    next(in_parts.parameters()).ds_id = 0
+    with pytest.raises(ModelError, match="the model was loaded in parts, since ZeRO-3 .* Load the model first"):
+        StridedEBFTTrainer(in_parts, trainer.args)
 
 
 def test_model_by_name_with_a_new_adapter(tmp_path):

@@ -181,7 +181,8 @@ class StridedOptions(FeatureOptions):
             le=10**9,
             description="Maximum number of rollout tokens per forward pass. Set it if n_samples_per_prompt * blocks * "
             "generate_max_len tokens do not fit in memory: larger batches are processed in several passes with the "
-            "same loss and gradient. If unset, all rollouts are processed in one pass.",
+            "same loss and gradient. If unset, all rollouts are processed in one pass. Not supported with FSDP2 and "
+            "DeepSpeed ZeRO-3.",
         ),
     ] = None
     single_pass: Annotated[

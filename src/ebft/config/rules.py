@@ -146,6 +146,14 @@ def single_pass(options: Any, gradient_checkpointing: bool, key: Key) -> str | N
     )
 
 
+def passes_of_sharded(key: Key) -> str:
+    return (
+        f"{key('rollout_tokens_per_pass')} is not supported with FSDP2 and DeepSpeed ZeRO-3, whose processes must make "
+        "equally many passes: documents of different lengths would leave them waiting for each other. Remove it, or "
+        "use DDP or ZeRO-2."
+    )
+
+
 def compiled(key: Key, mode: str = "strided mode") -> str:
     return (
         f"{key('torch_compile')}: true is set to false in {mode}: the attention layout changes in every batch, "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
+from ebft.config.checks.processes import zero_stage
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
@@ -73,6 +74,8 @@ class Strided(Method):
         unusable = rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)
         if unusable:
             yield unusable
+        if config.ebft.rollout_tokens_per_pass is not None and (config.fsdp or zero_stage(config) == 3):
+            yield rules.passes_of_sharded(rules.in_config)
         first, length = config.ebft.context_length, config.ebft.generate_max_len
         if first + length > config.sequence_len:
             yield (

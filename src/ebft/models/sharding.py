@@ -1,4 +1,4 @@
-"""Models whose parameters FSDP2 shards over the processes.
+"""Models whose parameters FSDP2 or DeepSpeed ZeRO-3 shards over the processes.
 
 A module's parameters are whole only while it runs as part of a forward pass of the outermost module, in which all
 processes take part equally often.
@@ -36,12 +36,51 @@ from transformers import PreTrainedModel
 from ebft.errors import ConfigError, ModelError
 from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
 from ebft.models.weights import WeightFiles
-from ebft.transformers_internals import convert_weights, weight_groups
+from ebft.transformers_internals import convert_weights, unset_hf_deepspeed_config, weight_groups
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded the model."""
-    return isinstance(model, FSDPModule)
+    """Whether FSDP2 or ZeRO-3 has sharded the model."""
+    return isinstance(model, FSDPModule) or is_partitioned(model)
+
+
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has sharded the model, all of whose parameters it marks."""
+    return hasattr(next(model.parameters(), None), "ds_id")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of a parameter, also if ZeRO-3 has partitioned it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def load_whole() -> None:
+    """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts.
+
+    Otherwise it partitions them while they are loaded, before the model can be copied and its passes checked.
+    """
+    unset_hf_deepspeed_config()
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ModelError for a model that ZeRO-3 has partitioned already."""
+    if is_partitioned(model):
+        raise ModelError(
+            "the model was loaded in parts, since ZeRO-3 was enabled by training arguments that existed before it, but "
+            "it is copied, and its passes are checked, before training. Load the model first, or give its name."
+        )
+
+
+def keep_head(causal_lm: PreTrainedModel) -> None:
+    """Make ZeRO-3 gather the output layer for each forward pass of the model; no effect on other models.
+
+    Processes apply it to different numbers of chunks, also in backward, which must not communicate.
+    """
+    if is_partitioned(causal_lm):
+        import deepspeed
+
+        for parameter in causal_lm.get_output_embeddings().parameters():
+            deepspeed.zero.register_external_parameter(causal_lm, parameter)
 
 
 def is_enabled(accelerator: Any) -> bool:

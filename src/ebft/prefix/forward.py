@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
 from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
-from ebft.models.sharding import is_sharded
+from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
@@ -130,6 +130,7 @@ def take_programs(model: nn.Module) -> None:
 
 def run_wrapped(model: nn.Module, function: Callable[[PreTrainedModel], Result]) -> Result:
     """Return `function(causal_lm)`, run inside the forward of `model`, which may wrap the prepared causal LM."""
+    keep_head(unwrap_adapter(model))
     return model(function=function)
 
 
@@ -232,8 +233,9 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     if is_sharded(output):
         # The hooks of FSDP2 communicate, but processes have different numbers of rows and apply the head to different
         # numbers of chunks; and a gradient within the forward pass would end it. The weights are gathered once, and
-        # the backward pass of the whole model reduces their gradients and frees them.
-        output.unshard()
+        # the backward pass of the whole model reduces their gradients and frees them. With ZeRO-3, `keep_head` does so.
+        if not is_partitioned(output):
+            output.unshard()
         name = next(name for name, child in causal_lm.named_children() if child is output)
         replaced[name] = without_hooks(output)
     before = {name: causal_lm._modules[name] for name in replaced}

@@ -243,8 +243,8 @@ class HardwareKeys(PrecisionKeys):
     )
     deepspeed: str | dict[str, Any] | None = Field(
         None,
-        description="DeepSpeed configuration: zero1, zero2, zero3 or zero3_offload (see `ebft fetch "
-        "deepspeed_configs`), the path to a JSON file, or a mapping. ZeRO-3 is only supported by SFT.",
+        description="DeepSpeed configuration: zero1, zero2, zero3 or another file of `ebft fetch "
+        "deepspeed_configs`, the path to a JSON file, or a mapping.",
     )
     fsdp: bool | str | list[str] | None = Field(
         None,

@@ -32,7 +32,7 @@ from ebft.health.outcome import training_outcome
 from ebft.models.adapter_targets import fused_experts
 from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
 from ebft.models.quantised_experts import unpacked_size
-from ebft.models.sharding import load_on_first_process
+from ebft.models.sharding import load_on_first_process, load_whole
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import limit_reached, spent_at
 from ebft.monitor.run_files import RunFiles
@@ -127,6 +127,8 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
 
             check_wrapping_of(config, model_config)
             load_on_first_process(args)
+            if not config.method.runs_plain_model:
+                load_whole()
             head = config.method.head(config)
             plugins("pre_model_load")
             model = load_model(config, tokenizer, head, plugins)

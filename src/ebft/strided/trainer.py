@@ -25,7 +25,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
-from ebft.models.sharding import check_version, keep_output_dtype
+from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
@@ -90,6 +90,7 @@ class StridedEBFTTrainer(OverTrainer):
         check_arguments(args, StridedEBFTConfig, kwargs)
         resolve_single_sample(args)
         model = load(model, peft_config, args.seed)
+        check_whole(model)
         check_supported(unwrap_adapter(model))
         check_adapter(model)
         kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}
@@ -296,7 +297,7 @@ class StridedEBFTTrainer(OverTrainer):
         With FSDP, where all ranks must run the same number of batches, and for streaming datasets, return Trainer's
         data loader, which repeats rows to give every rank the same number.
         """
-        if self.is_fsdp_enabled or not hasattr(dataset, "__len__"):
+        if is_sharded(self.model) or not hasattr(dataset, "__len__"):
             return self.get_eval_dataloader(dataset)
         share = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))
         return DataLoader(share, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
@@ -335,7 +336,7 @@ class StridedEBFTTrainer(OverTrainer):
         """
         args = self.args
         saves_memory = args.gradient_checkpointing or args.rollout_tokens_per_pass is not None
-        possible = args.disable_dropout and not saves_memory and not self.is_fsdp_enabled
+        possible = args.disable_dropout and not saves_memory and not is_sharded(self.model)
         wanted = args.single_pass if args.single_pass is not None else args.device.type == "cpu"
         return torch.is_grad_enabled() and possible and wanted
 
@@ -346,7 +347,7 @@ class StridedEBFTTrainer(OverTrainer):
 
     def _sampling_policy(self, model: nn.Module) -> nn.Module:
         """Return the model without its wrappers, or, with FSDP, the wrapped model, which gathers the weights."""
-        return model if self.is_fsdp_enabled else self._causal_lm
+        return model if is_sharded(self.model) else self._causal_lm
 
     def _truncation(self) -> Truncation | None:
         """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""

@@ -11,7 +11,6 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
@@ -21,6 +20,7 @@ from ebft.errors import ConfigError, DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import rates_as_loaded
+from ebft.models.sharding import load_whole
 from ebft.prefix.forward import prepare
 from ebft.prefix.parity import check_distant_tokens, compare, refusing
 from ebft.strided.embed import layout_states
@@ -36,11 +36,7 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     if args.neftune_noise_alpha is not None:
         raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it")
-    if is_deepspeed_zero3_enabled():
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 is not supported in strided mode: it partitions the parameters while the model is "
-            "loaded, before it is copied and its passes are checked. Use FSDP2, ZeRO-2 or DDP."
-        )
+    load_whole()
     if args.label_smoothing_factor:
         raise ConfigError("label_smoothing_factor is not used in the EBFT loss. Remove it, or use ce_coef")
     for name in ("compute_metrics", "compute_loss_func", "model_init", "preprocess_logits_for_metrics"):
@@ -49,6 +45,9 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
+    has_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+    if args.rollout_tokens_per_pass is not None and (args.fsdp or has_zero3):
+        raise ConfigError(rules.passes_of_sharded(rules.in_python))
     unusable = rules.single_pass(args, args.gradient_checkpointing, rules.in_python)
     if unusable:
         raise ConfigError(unusable)

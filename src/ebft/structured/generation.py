@@ -141,7 +141,11 @@ class Generation:
         else:
             self._evaluate_current_weights()
             job = self.job(self.rows)
-            with nullcontext() if self.server is not None else lockstep(self._trainer.model, self._trainer.accelerator):
+            with (
+                nullcontext()
+                if self.server is not None
+                else lockstep(self._trainer.model_wrapped, self._trainer.accelerator)
+            ):
                 self.rollouts = job.run()
         self._end(job.backend, job.weights_step, job.seconds)
         fields = {
@@ -188,8 +192,8 @@ class Generation:
         self._evaluate_current_weights()
         if self.server is None and is_sharded(trainer.model):
             raise ConfigError(
-                "trainer.sample is not supported with FSDP2, whose processes must sample equally many turns. Use a "
-                "vLLM server."
+                "trainer.sample is not supported with FSDP2 and ZeRO-3, whose processes must sample equally many "
+                "turns. Use a vLLM server."
             )
         limits = self._limits()
         longest = limits.max_completion_length if max_tokens is None else max_tokens

@@ -332,9 +332,11 @@ class RolloutGRPOTrainer(OverTRL):
     def _has_no_signal(self, inputs: dict[str, Any]) -> bool:
         """Whether this micro-batch can be skipped; the result is the same on all processes.
 
-        Not possible if processes exchange gradients in it, or with fp16, whose gradient scaler requires gradients.
+        Not possible if processes exchange gradients in it, with fp16, whose gradient scaler requires gradients, or with
+        DeepSpeed, which requires a loss with a graph.
         """
-        if not (self.args.skip_zero_advantage_batches and self.model.training) or self.args.fp16:
+        needs_gradients = self.args.fp16 or self.is_deepspeed_enabled
+        if not (self.args.skip_zero_advantage_batches and self.model.training) or needs_gradients:
             return False
         if self.accelerator.num_processes > 1 and self.accelerator.sync_gradients:
             return False

@@ -23,6 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
+from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.reward_functions.calls import name_of
 from ebft.structured.shared_prompt import Padded
@@ -50,6 +51,10 @@ class OverTRL(OverTrainer, GRPOTrainer):
         self.held_out_rows: HeldOutRows = HeldOutRows(self, lambda dataset: list(self._get_eval_sampler(dataset)))
         self.held_out_completions: HeldOutCompletions = HeldOutCompletions("eval")
         super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        load_whole()  # the reference model, which TRL loads and then shards
 
     # Hooks, in their order within a step
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from datasets import Dataset
 from torch import nn
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ebft.config import rules
 from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, ModelError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.sharding import check_whole, load_whole, whole_shape
 from ebft.structured.reward import FeatureMatchingReward
 
 _LISTS = ("prompt_ids", "completion_ids")
@@ -40,11 +40,7 @@ def check_arguments(args: Any, config_class: type) -> None:
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python, "structured mode and GRPO"), stacklevel=3)
-    if is_deepspeed_zero3_enabled():
-        raise ConfigError(
-            "DeepSpeed ZeRO-3 is not supported in structured mode: it partitions the parameters while the model is "
-            "loaded, before it is copied and its passes are checked. Use FSDP2, ZeRO-2 or DDP."
-        )
+    load_whole()
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not supported. Remove it, or set use_vllm: true.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO
@@ -58,6 +54,7 @@ def check_arguments(args: Any, config_class: type) -> None:
 
 def check_model(model: nn.Module, args: Any) -> None:
     """Raise ModelError for models whose completions TRL cannot score and adapters that a server would not find."""
+    check_whole(model)
     if args.uses_server and hasattr(model, "disable_adapter") and model.active_adapter != "default":
         raise ModelError(
             f"the adapter sent to vLLM must have PEFT's default name 'default', got {model.active_adapter!r}. Do not "
@@ -109,7 +106,7 @@ def check_reference_model(model: nn.Module, reference: nn.Module | None) -> None
     """Raise ModelError if the reference model (beta > 0, no adapter) and the policy have different vocabularies."""
     if reference is None:
         return
-    ours, theirs = (m.get_input_embeddings().weight.shape[0] for m in (model, reference))
+    ours, theirs = (whole_shape(m.get_input_embeddings().weight)[0] for m in (model, reference))
     if ours != theirs:
         raise ModelError(
             f"beta > 0 compares the policy with its saved base model, but the base model has {theirs} token embeddings "
@@ -285,7 +282,7 @@ def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callabl
     def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         with user_code(f"The rollout_func {getattr(rollout_func, '__name__', rollout_func)!r}", RolloutError):
             found = rollout_func(copy.deepcopy(prompts), trainer)
-        vocabulary = trainer.model.get_input_embeddings().weight.shape[0]
+        vocabulary = whole_shape(trainer.model.get_input_embeddings().weight)[0]
         problem = _problem(found, len(prompts), trainer.use_vllm, vocabulary)
         if problem:
             raise RolloutError(f"rollout_func {getattr(rollout_func, '__name__', rollout_func)!r} returned {problem}.")

@@ -69,6 +69,7 @@ def _words(config: MethodConfig) -> list[str]:
 
 
 FETCH = "deepspeed_configs"  # the name of the configs in `ebft fetch`
+_COMPILED = "_torch_compile"  # the end of names that axolotl has
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -81,6 +82,12 @@ def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any]
     if deepspeed is None or isinstance(deepspeed, dict):
         return deepspeed
     path = shipped_configs().get(deepspeed, Path(deepspeed))
+    if path.stem.endswith(_COMPILED) and not path.is_file():
+        stage = path.stem.removesuffix(_COMPILED)
+        raise ConfigError(
+            f"deepspeed: {deepspeed} is not part of ebft, since DeepSpeed no longer reads the section that asks for "
+            f"torch.compile there. Set deepspeed: {stage}, and torch_compile: true for SFT."
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -114,9 +121,14 @@ def check_deepspeed(config: MethodConfig) -> None:
 def _problems(stage: Any, config: MethodConfig) -> Iterator[str]:
     if type(stage) is not int or stage not in (0, 1, 2, 3):  # true is equal to 1
         yield f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r:.60}."
-    if stage == 3 and not config.method.runs_plain_model:
+    if stage == 3 and config.uses_server and config.adapter is not None:
         yield (
-            "deepspeed: ZeRO-3 is only supported by SFT. It partitions the parameters while the model is loaded, "
-            f"before {config.method.name} has copied the model and checked its passes. Use fsdp: true, which "
-            "shards the parameters, too, or deepspeed: zero2."
+            "deepspeed: ZeRO-3 does not support a vLLM server for an adapter, whose weights are in parts and are not "
+            "sent. Use fsdp: true or deepspeed: zero2, or remove trl.use_vllm."
+        )
+    precision = (deepspeed_settings(config.deepspeed) or {}).get("bf16")
+    if isinstance(precision, dict) and precision.get("enabled") is True and config.bf16 is False:
+        yield (
+            "deepspeed: the config has bf16.enabled: true, which contradicts bf16: false. Set bf16: true, or use "
+            "deepspeed: zero3, whose precision is that of the run."
         )

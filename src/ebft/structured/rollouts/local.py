@@ -14,7 +14,7 @@ from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
 from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
-from ebft.models.sharding import is_sharded
+from ebft.models.sharding import is_partitioned, is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped, take_programs
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
@@ -88,6 +88,7 @@ class HFBackend:
             unwrap_model_for_generation(
                 trainer.model_wrapped,
                 trainer.accelerator,
+                gather_deepspeed3_params=False,  # see `lockstep`
                 gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
             ) as policy,
             evaluating(policy),
@@ -225,8 +226,13 @@ def _with_common_prefixes(contexts: list[list[int]]) -> tuple[list[list[int]], l
 def lockstep(model: nn.Module, accelerator: Any) -> Iterator[None]:
     """Let processes make different numbers of passes of `model` within the block; no effect if it is not sharded.
 
+    ZeRO-3, which requires the same modules in the same order on all processes, gathers the whole model for the block.
     All processes must enter and leave the block together. Gradients must not be computed in it.
     """
+    if is_partitioned(model):
+        with unwrap_model_for_generation(model, accelerator):
+            yield
+        return
     if not is_sharded(model):
         yield
         return
