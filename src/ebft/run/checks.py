@@ -23,8 +23,7 @@ from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, MissingPackageError, shortened
-from ebft.errors import ConfigError, ModelError, shortened
+from ebft.errors import ConfigError, MissingPackageError, ModelError, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.models.files import task_problem
