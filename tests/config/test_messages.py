@@ -332,7 +332,6 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"ebft": {"mode": "strided"}}, f"ebft: {SFT}. Set rl: ebft..."),
     (structured(use_liger_loss=True), "trl.use_liger_loss has no effect: the log-probabilities are computed in..."),
     ({"tui": {"enabled": True, "refresh_rate": 4}}, "tui.refresh_rate: no effect: the dashboard has no settings."),
-    ({**VLLM, "vllm": {"serve_module": "own.serve"}}, "vllm.serve_module: own.serve has no effect, because vLLM's..."),
     ({"tui": True}, None), ({"tui": {}}, None),
     (structured(use_liger_loss=False), None), (structured(use_liger_loss=None), None),
     ({**VLLM, "trl": {**VLLM["trl"], **IGNORED_RATIO}}, "trl.vllm_importance_sampling_clip_min: no effect with..."),

@@ -33,11 +33,12 @@ def test_partitioned_parameters(make, monkeypatch, method):
     served = {"rl": "ebft", **lora, "trl": {"use_vllm": True}}
     with pytest.raises(ConfigError, match="ZeRO-3 does not support a vLLM server for an adapter"):
         check_deepspeed(make(**served, deepspeed="zero3"))
-    parts = {"rl": "ebft", "ebft": {"mode": "strided", "rollout_tokens_per_pass": 64}}
-    make(**parts, deepspeed="zero2")
-    for sharded in ({"deepspeed": "zero3"}, {"fsdp": True}):
-        with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2 and DeepSpeed ZeRO"):
-            check_runnable(make(**parts, **sharded))
+    for name, value in (("rollout_tokens_per_pass", 64), ("single_pass", True)):
+        strided = {"rl": "ebft", "ebft": {"mode": "strided", name: value}}
+        make(**strided, deepspeed="zero2")
+        for sharded in ({"deepspeed": "zero3"}, {"fsdp": True}):
+            with pytest.raises(ConfigError, match=f"{name} is not supported with FSDP2 and DeepSpeed ZeRO"):
+                check_runnable(make(**strided, **sharded))
 
 
 @pytest.mark.parametrize("given, message", [

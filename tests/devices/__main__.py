@@ -55,8 +55,8 @@ class Result:
 
 
 CASES = {
-    "strided_lora": Case("strided_lora", most_waits=33),
-    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=33),
+    "strided_lora": Case("strided_lora", most_waits=28),
+    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=28),
     "strided_checkpointing": Case("strided_full", {"gradient_checkpointing": True}),
     "strided_single_pass": Case("strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}),
     "strided_packed": Case("strided_packed"),

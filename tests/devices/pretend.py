@@ -31,6 +31,7 @@ import ebft
 NAME = "pretend"
 DEVICES = 2
 _SOURCE = str(Path(ebft.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
 _CPU = torch.device("cpu")
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _EXTERNAL = 12  # the device type that DLPack reserves for others, kDLExtDev
@@ -227,7 +228,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     on_cpu, options = call.on_cpu(_numbers_as_tensors(op, args)), call.on_cpu(kwargs)
     call.check(args)
     found = op(*on_cpu, **options)
-    _count(name, args)
+    _count(name, args, kwargs)
     return call.on_device(found)
 
 
@@ -318,18 +319,18 @@ class _Call:
         return _moved(found, self.device)
 
 
-def _count(name: str, args: tuple[Any, ...]) -> None:
+def _count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if name in _FREE:
         return
     line = _line()
     _counts.kernels[line] += 1
-    waits = name in _WAITS
+    waits = name in _WAITS and kwargs.get("output_size") is None
     if name in _INDEXING:
         indices = [each for each in args[1] if each is not None]
         if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
             waits, name = name != "index", "boolean index"  # reading calls nonzero, which is counted
         elif any(each.device.type == "cpu" for each in indices):
-            waits, name = True, "index on CPU"
+            waits, name = True, "index on CPU" if _is_ours() else "index on CPU, of another package"
     if waits:
         _counts.waits[line, name] += 1
 
@@ -343,6 +344,14 @@ def _line() -> str:
             return f"{path[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "(elsewhere)" if threading.current_thread() is threading.main_thread() else "(backward)"
+
+
+def _is_ours() -> bool:
+    """Whether the package itself called PyTorch, and not a package that it called."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_SOURCE)
 
 
 def _view_on_cpu(given: Tensor) -> Tensor:

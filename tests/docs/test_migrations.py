@@ -204,8 +204,6 @@ FLATTENED = "`batch_flattening` with `rl: ebft` and `rl: grpo` | no effect, with
      {"report_to": ["clearml"]}, "Needed for training: report_to: clearml is not installed. Run `pip install clearml`"),
     ("docs/commands.md", "optimizer and schedule", {"lr_scheduler": "rex"}, "refused: lr_scheduler: rex"),
     ("docs/options.md", "overrides num_epochs. -1 is the same as unset", {"max_steps": -1}, ""),
-    ("docs/options.md", "Only those are accepted that are used anyway", {"bnb_config_kwargs": {
-        "bnb_4bit_quant_type": "fp4"}, "load_in_4bit": True, "adapter": "qlora"}, "refused: .*bnb_4bit_quant_type"),
 ])  # fmt: skip
 def test_a_claim_about_keys(monkeypatch, page, claim, keys, outcome):
     monkeypatch.setattr("ebft.run.reporting.find_spec", lambda name: None)

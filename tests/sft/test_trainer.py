@@ -41,17 +41,19 @@ def sft_trainer(folder, model, settings=None, **given):
     return SFTTrainer(model, TrainingArguments(str(folder), **args), collator, **given)
 
 
-def logged(folder, chunked, **changes):
+def logged(folder, chunked, dtype=torch.float32, **changes):
     """Everything that a run of three steps of two micro-batches logs, without times; and its trainer."""
     settings = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", **changes}
-    trainer = sft_trainer(folder, tiny_model(), settings, chunked_cross_entropy=chunked)
+    trainer = sft_trainer(folder, tiny_model().to(dtype), settings, chunked_cross_entropy=chunked)
     trainer.train()
     history = [{k: v for k, v in entry.items() if "second" not in k and "runtime" not in k and "time" not in k}
                for entry in trainer.state.log_history]  # fmt: skip
     return history, trainer
 
 
-@pytest.mark.parametrize("changes", [{}, {"average_tokens_across_devices": False}, {"bf16": True}])
+@pytest.mark.parametrize("changes", [
+    {}, {"average_tokens_across_devices": False}, {"bf16": True}, {"dtype": torch.float64}
+])  # fmt: skip
 def test_a_run_logs_the_same_with_the_loss_in_chunks(changes, tmp_path, monkeypatch):
     monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})  # 16 positions, the least
     whole, plain = logged(tmp_path, False, **changes)

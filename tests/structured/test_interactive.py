@@ -279,7 +279,7 @@ WRONG_LOGPS += [(None, "None"), (False, "False")]
 )
 def test_wrong_results_of_a_rollout_function_are_named(tokenizer, result, message):
     call, trainer = checked(lambda prompts, trainer: result), Mock(use_vllm=False)
-    trainer.model.get_input_embeddings().weight.shape = (len(tokenizer), 64)
+    trainer.model.get_input_embeddings.return_value = torch.nn.Embedding(len(tokenizer), 2)
     with pytest.raises(RolloutError, match=message):
         call([[USER("x")]] * 8, trainer)
 

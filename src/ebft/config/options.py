@@ -190,7 +190,7 @@ class StridedOptions(FeatureOptions):
         Field(
             description="Reuse the computation of the sampling pass for the loss instead of running another forward "
             "pass. If unset, enabled on CPU only. Not supported with gradient checkpointing, rollout_tokens_per_pass, "
-            "dropout or FSDP."
+            "dropout, FSDP2 or ZeRO-3."
         ),
     ] = None
     merge_rollouts: Annotated[

@@ -146,12 +146,17 @@ def single_pass(options: Any, gradient_checkpointing: bool, key: Key) -> str | N
     )
 
 
-def passes_of_sharded(key: Key) -> str:
-    return (
-        f"{key('rollout_tokens_per_pass')} is not supported with FSDP2 and DeepSpeed ZeRO-3, whose processes must make "
-        "equally many passes: documents of different lengths would leave them waiting for each other. Remove it, or "
-        "use DDP or ZeRO-2."
-    )
+def passes_of_sharded(options: Any, key: Key) -> str | None:
+    """`options` are those of strided mode, in a run with FSDP2 or DeepSpeed ZeRO-3."""
+    reasons = {
+        "rollout_tokens_per_pass": "whose processes must make equally many passes: documents of different lengths "
+        "would leave them waiting for each other. Remove it, or use DDP or ZeRO-2.",
+        "single_pass": "which gather the weights again for each pass. Remove it.",
+    }
+    for name, reason in reasons.items():
+        if getattr(options, name):
+            return f"{key(name)} is not supported with FSDP2 and DeepSpeed ZeRO-3, {reason}"
+    return None
 
 
 def compiled(key: Key, mode: str = "strided mode") -> str:

@@ -72,7 +72,7 @@ class GRPO(Method):
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
-        words = {"keys": _keys_of_vllm(config), "bounds": _bounds_of_ratio(config), "module": config.vllm.serve_module}
+        words = {"keys": _keys_of_vllm(config), "bounds": _bounds_of_ratio(config)}
         for applies, message in _IDLE:
             if applies(config):
                 warnings.warn(message.format(**words), stacklevel=2)
@@ -300,10 +300,6 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
     (
         lambda c: c.uses_server and c.adapter is not None and c.trl.vllm_lora_sync is False,
         "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same result.",
-    ),
-    (
-        lambda c: not (c.vllm.serve_module or "axolotl.").startswith("axolotl."),  # whose module does the same
-        "vllm.serve_module: {module} has no effect, because vLLM's OpenAI server is always used.",
     ),
     (
         lambda c: "vllm" in c.model_fields_set and not c.trl.use_vllm,

@@ -71,11 +71,10 @@ class Strided(Method):
             rules.check_trainable(config.ebft)
         except ConfigError as error:
             yield str(error)
-        unusable = rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)
-        if unusable:
-            yield unusable
-        if config.ebft.rollout_tokens_per_pass is not None and (config.fsdp or zero_stage(config) == 3):
-            yield rules.passes_of_sharded(rules.in_config)
+        unusable = [rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)]
+        if config.fsdp or zero_stage(config) == 3:
+            unusable.append(rules.passes_of_sharded(config.ebft, rules.in_config))
+        yield from filter(None, unusable)
         first, length = config.ebft.context_length, config.ebft.generate_max_len
         if first + length > config.sequence_len:
             yield (

@@ -73,7 +73,7 @@ def token_cross_entropies(model: nn.Module, inputs: dict[str, Tensor], targets: 
     def forward(causal_lm: PreTrainedModel) -> Tensor:
         states = _states(causal_lm, inputs)[:, : scored.shape[1]][scored]
         losses = -token_logps(states, targets[scored], head_of(causal_lm), 1.0)
-        return torch.zeros(targets.shape, device=losses.device).masked_scatter_(scored[..., None], losses)
+        return losses.new_zeros(targets.shape).masked_scatter_(scored[..., None], losses)
 
     return run_wrapped(model, forward)
 

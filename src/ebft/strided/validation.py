@@ -46,11 +46,11 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
     has_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    if args.rollout_tokens_per_pass is not None and (args.fsdp or has_zero3):
-        raise ConfigError(rules.passes_of_sharded(rules.in_python))
-    unusable = rules.single_pass(args, args.gradient_checkpointing, rules.in_python)
-    if unusable:
-        raise ConfigError(unusable)
+    unusable = [rules.single_pass(args, args.gradient_checkpointing, rules.in_python)]
+    if args.fsdp or has_zero3:
+        unusable.append(rules.passes_of_sharded(args, rules.in_python))
+    for problem in filter(None, unusable):
+        raise ConfigError(problem)
     use_one_gpu(args)
 
 

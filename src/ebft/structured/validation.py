@@ -43,6 +43,8 @@ def check_arguments(args: Any, config_class: type) -> None:
     load_whole()
     if args.use_transformers_continuous_batching:
         raise ConfigError("use_transformers_continuous_batching is not supported. Remove it, or set use_vllm: true.")
+    if args.deepspeed_plugin is not None and not args.ds3_gather_for_generation:
+        raise ConfigError("ds3_gather_for_generation: false is not supported: completions may have different lengths.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO
         args.adaptive_max_tokens = False
         warnings.warn(
