@@ -57,7 +57,7 @@ _ALLOW_SCALARS = {
 _INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 
-class MixedDevices(RuntimeError):
+class MixedDevices(torch.AcceleratorError):
     """An operation on tensors of several devices."""
 
 

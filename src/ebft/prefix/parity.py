@@ -35,7 +35,7 @@ def refusing(causal_lm: PreTrainedModel, what: str = "strided attention", hint: 
     """Convert any error raised by the model into a ModelError that includes its cause: it does not run with `what`."""
     try:
         yield
-    except (EBFTError, torch.OutOfMemoryError):
+    except (EBFTError, torch.OutOfMemoryError, torch.AcceleratorError):  # not of the model
         raise
     except Exception as error:
         raise ModelError(
