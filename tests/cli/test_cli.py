@@ -200,7 +200,9 @@ def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
     entries = [{"path": "some/data", "type": "completion"}, {"path": "other/data", "type": "chat_template"}]
     for data, option in ((entries[:1], " --completion"), (entries, "")):
         config = RunConfig.from_dict({"base_model": "some/model", "datasets": data})
-        assert what_next(config, tmp_path) == [f"Next: ebft inference {tmp_path}{option}"]
+        assert what_next(config, tmp_path, []) == [f"Next: ebft inference {tmp_path}{option}"]
+    config.adapter, config.load_in_8bit = "lora", True
+    assert what_next(config, tmp_path, ["run.yaml", "a=b"])[0].endswith("; ebft merge-lora run.yaml a=b")
 
 
 @pytest.mark.slow

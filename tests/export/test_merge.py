@@ -1,5 +1,6 @@
 """The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
 
+import json
 import shutil
 
 import pytest
@@ -327,6 +328,14 @@ def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, t
             assert not torch.equal(module.weight.data, weight.float())
             module.weight.data = weight.float()
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected.merge_and_unload())
+
+
+@pytest.mark.parametrize("record", [{"adapter": "qlora"}, {"adapter": "lora", "load_in_8bit": True}])
+def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(record, saved):
+    _, adapter = saved()
+    (adapter / "ebft_run.json").write_text(json.dumps(record))
+    with pytest.raises(ModelError, match="was trained on quantised weights. Give the config of the run"):
+        adapter_in_folder(adapter)
 
 
 def test_without_bitsandbytes_an_adapter_on_quantised_weights_is_refused(saved, tmp_path, monkeypatch):

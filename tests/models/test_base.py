@@ -147,6 +147,15 @@ def test_a_model_with_settings_of_bitsandbytes(make_config, tokenizer):
     found = functional.dequantize_4bit(weight.data, weight.quant_state)
     assert torch.equal(found, functional.dequantize_4bit(*stored))
     assert forward_flops(model, 7, 3) == forward_flops(dense, 7, 3)
+    ids, gradients = torch.arange(5, 25).view(2, 10), []
+    for _ in range(2):  # the second time after a pass without gradients, for which bitsandbytes repacks weights on CPUs
+        model.train()(ids, labels=ids).loss.backward()
+        gradients.append([weight.grad.clone() for name, weight in model.named_parameters() if "lora_B" in name])
+        model.zero_grad()
+        with torch.no_grad():
+            model.eval()(ids)
+    assert all(gradient.abs().max() > 0 for gradient in gradients[1])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gemma4"])

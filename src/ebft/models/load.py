@@ -111,6 +111,10 @@ def load_base_model(
         raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {said}") from error
     if isinstance(options["quantization_config"], Mxfp4Config):  # which dequantises to bfloat16
         model.to(options["dtype"])
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # Else bitsandbytes repacks weights in the first pass without gradients, for products without a backward.
+            module.support_avx512bf16_for_cpu = False
     _fit_vocabulary(config, model, tokenizer)
     return model
 

@@ -236,7 +236,7 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
     if is_main_process():
         folder = Path(result.output_dir)
         command = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
-        say_result(result.describe_outcome(command), run_config, folder)
+        say_result(result.describe_outcome(command), run_config, folder, as_typed(config, overrides))
     leave_process_group()
 
 
@@ -252,38 +252,47 @@ def train_in_ray(run_config: RunConfig, config: Path, overrides: list[str]) -> N
     if outcome.status:
         say(outcome.message, err=True)
         raise typer.Exit(outcome.status)
-    say_result(outcome.learned, run_config, folder)
+    say_result(outcome.learned, run_config, folder, as_typed(config, overrides))
 
 
-def say_result(learned: str, config: RunConfig, folder: Path) -> None:
-    """Print what a complete run learned, where its model is, and what to do next."""
+def say_result(learned: str, config: RunConfig, folder: Path, typed: list[str]) -> None:
+    """Print what a complete run learned, where its model is, and what to do next; `typed`: its config and overrides."""
     say(learned, err=True)
     say(f"Model saved in {folder}")
-    for line in what_next(config, folder):
+    for line in what_next(config, folder, typed):
         say(line, err=True)
 
 
 def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
     """The command that compares the trained model with the base model, for the report of the run in `folder`."""
-    kept = [override for override in overrides if not override.startswith("resume_from_checkpoint=")]
-    return shlex.join(["ebft", "evaluate", str(config), *kept, "--output", str(folder / EVALUATION)])
+    return shlex.join(["ebft", "evaluate", *as_typed(config, overrides), "--output", str(folder / EVALUATION)])
 
 
-def what_next(config: RunConfig, folder: Path) -> list[str]:
+def as_typed(config: Path, overrides: list[str]) -> list[str]:
+    """The config and the overrides of a run, as arguments of commands on its result."""
+    return [str(config), *(override for override in overrides if not override.startswith("resume_from_checkpoint="))]
+
+
+def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
         # A model that has learned from text alone does not answer in a chat format.
         is_plain = all(str(entry.type).partition(".")[0] in PLAIN_TEXT for entry in config.datasets or [])
         asking = ["inference", str(folder), *(["--completion"] if is_plain else [])]
-        commands += [asking, *(_merging(config, folder) if config.adapter is not None else [])]
+        commands += [asking, *(_merging(config, folder, typed) if config.adapter is not None else [])]
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]
 
 
-def _merging(config: RunConfig, folder: Path) -> list[list[str]]:
-    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first."""
+def _merging(config: RunConfig, folder: Path, typed: list[str]) -> list[list[str]]:
+    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first.
+
+    Quantised weights are merged with the settings of the config.
+    """
+    if config.load_in_4bit or config.load_in_8bit:
+        return [["merge-lora", *typed]]
     base = base_name(config.base_model, config.gguf_file)
     if not is_gguf(base):
         return [["merge-lora", str(folder)]]

@@ -380,7 +380,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
     config = read_adapter_config(folder)
     if _was_quantised(folder):
         raise ModelError(
-            f"The adapter in {folder} was trained on quantised weights (adapter: qlora). Give the config of the run "
+            f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
             "instead of the folder, since the settings of the quantisation are in the config."
         )
     base = base or config.base_model_name_or_path
@@ -390,10 +390,11 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
 
 def _was_quantised(folder: Path) -> bool:
-    """Whether a run of `ebft train` with `adapter: qlora` saved this folder, by its card or its checkpoints."""
+    """Whether a run of `ebft train` on quantised weights saved this folder, by its card or its checkpoints."""
     for record in (folder / "ebft_run.json", *folder.glob("checkpoint-*/ebft_run.json")):
         try:
-            if json.loads(record.read_text(encoding="utf-8")).get("adapter") == "qlora":
+            saved = json.loads(record.read_text(encoding="utf-8"))
+            if saved.get("adapter") == "qlora" or saved.get("load_in_8bit"):
                 return True
         except (OSError, ValueError, AttributeError):
             continue
