@@ -46,9 +46,10 @@ one training step on the longest rows of the data, which reports the peak memory
 `--no-step` leaves out the step, and `ebft doctor` without a config checks the installation. `ebft env` prints versions
 and machine for a bug report.
 
-The memory is first estimated from the sizes in `config.json`, before any weights are loaded: weights in their dtype,
-gradients, optimizer state, the frozen copy of the model that computes features in full fine-tuning, activations and the
-cache of rollouts. These are not all in memory at the same time, so the phase of the peak is named with its parts, which
+The memory is first estimated from the sizes in `config.json` and the longest rows, before any weights are loaded (with
+`--no-step`, a folder with `config.json` and the tokenizer is enough): weights in their dtype, gradients, optimizer
+state, the frozen copy of the model that computes features in full fine-tuning, activations and the cache of rollouts.
+These are not all in memory at the same time, so the phase of the peak is named with its parts, which
 add up; memory of Python and its libraries is not included. With [`ebft.single_pass`](options.md), the default on the
 CPU, the activations of the sampling pass are kept until the loss, so they coexist with the cache of rollouts. If
 weights, gradients, optimizer state and the frozen copy exceed the free memory of their devices, no step is run, and the
