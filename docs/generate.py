@@ -181,7 +181,8 @@ Generated from the command line by `make docs`; change the declarations in `src/
 `ebft COMMAND --help` prints the same. `ebft --version` prints the version, and `ebft --install-completion` adds
 completion of commands and keys to the shell. CONFIG is a YAML file, and `KEY=VALUE` overrides a [key](options.md) of
 it: `ebft train run.yaml ebft.stride=4 datasets.0.path=notes.txt`. Keys may also be written as options, where the
-command has no option of that name: `--ebft.stride 4`, `--learning-rate=1e-4`, and `--bf16` or `--no-bf16`.
+command has no option of that name: `--ebft.stride 4`, `--learning-rate=1e-4`, and `--bf16` or `--no-bf16`, before or
+after CONFIG.
 """
 
 
