@@ -46,9 +46,10 @@ one training step on the longest rows of the data, which reports the peak memory
 `--no-step` leaves out the step, and `ebft doctor` without a config checks the installation. `ebft env` prints versions
 and machine for a bug report.
 
-The memory is first estimated from the sizes in `config.json`, before any weights are loaded: weights in their dtype,
-gradients, optimizer state, the frozen copy of the model that computes features in full fine-tuning, activations and the
-cache of rollouts. These are not all in memory at the same time, so the phase of the peak is named with its parts, which
+The memory is first estimated from the sizes in `config.json` and the longest rows, before any weights are loaded (with
+`--no-step`, a folder with `config.json` and the tokenizer is enough): weights in their dtype, gradients, optimizer
+state, the frozen copy of the model that computes features in full fine-tuning, activations and the cache of rollouts.
+These are not all in memory at the same time, so the phase of the peak is named with its parts, which
 add up; memory of Python and its libraries is not included. With [`ebft.single_pass`](options.md), the default on the
 CPU, the activations of the sampling pass are kept until the loss, so they coexist with the cache of rollouts. If
 weights, gradients, optimizer state and the frozen copy exceed the free memory of their devices, no step is run, and the
@@ -122,13 +123,14 @@ Errors of ebft say what to change. These come from the packages below it, or nee
 | `CUDA error: device-side assert triggered` | often a token id without an embedding | run with `CUDA_LAUNCH_BLOCKING=1`, which names the operation; `special_tokens` and `tokens` resize the embeddings |
 | `Watchdog caught collective operation timeout` | a process has failed or waits for data, a download or a reward function | the first error in the output of all processes; `NCCL_DEBUG=INFO` for the network; `ebft preprocess` first |
 | `CheckpointError: ... different metadata` | non-reentrant gradient checkpointing with DeepSpeed's stage 3 or code that is not deterministic | `gradient_checkpointing_kwargs: {use_reentrant: true}` |
-| `Target modules {...} not found in the base model` | PEFT finds no layer of this name | `lora_target_linear: true`, or the names that `print(model)` shows |
+| `lora_target_modules: '...' matches no module` | the model has no layer of this name | `lora_target_linear: true`, or names from the list in the message |
 | `... is not a local path, so it was interpreted as a Hub id` | a misspelled folder, or no access to the Hub | correct the path; `HF_HUB_OFFLINE=1` for models in the cache; `hf auth login` for gated models |
 | `num_generations: 4 does not divide 6` | a step does not consist of whole groups | make `micro_batch_size` times `gradient_accumulation_steps` a multiple of `trl.num_generations` |
-| `every document of the batch is too short for a block` | no anchor fits in the rows | lower `ebft.context_length`, `ebft.generate_max_len` or `ebft.min_completion_prefix` |
+| `No usable rows are left: a block needs context_length: ...` | no anchor fits in the rows | lower `ebft.context_length`, `ebft.generate_max_len` or `ebft.min_completion_prefix` |
 | `The vLLM server at ... is not ready` | it is not started, still loads, or listens elsewhere | the last lines of `vllm.log`; `trl.vllm_server_timeout`; [the same port](structured.md#vllm) for both commands |
 | `No available memory for the cache blocks` (vLLM) | the model and the cache do not fit | raise `vllm.gpu_memory_utilization`, lower `vllm.max_model_len`, or use another GPU than training |
-| `the log-probabilities it reports differ by ... nats` | the server has another model, adapter or precision | serve `base_model` in the same dtype; restart the server |
+| `The vLLM server at ... serves ..., and this run trains ...` | the server was started with another model | start `ebft vllm-serve` with the config of the run |
+| `the log-probabilities it reports differ ... nats on average` | the server ignored an update, or has another adapter or precision | serve `base_model` in the same dtype; restart the server |
 | `CAS service error` | the transfer of the Hub's large files | `HF_HUB_DISABLE_XET=1` |
 
 `EBFT_DEBUG=1` prints errors with their tracebacks, and `EBFT_LOG_LEVEL=debug` also what the libraries log.
@@ -179,7 +181,8 @@ Generated from the command line by `make docs`; change the declarations in `src/
 `ebft COMMAND --help` prints the same. `ebft --version` prints the version, and `ebft --install-completion` adds
 completion of commands and keys to the shell. CONFIG is a YAML file, and `KEY=VALUE` overrides a [key](options.md) of
 it: `ebft train run.yaml ebft.stride=4 datasets.0.path=notes.txt`. Keys may also be written as options, where the
-command has no option of that name: `--ebft.stride 4`, `--learning-rate=1e-4`, and `--bf16` or `--no-bf16`.
+command has no option of that name: `--ebft.stride 4`, `--learning-rate=1e-4`, and `--bf16` or `--no-bf16`, before or
+after CONFIG.
 """
 
 

@@ -108,7 +108,8 @@ def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
-    (["datasets.0.type=nothing.at_all"], "was not found"), (["sequence_len=6"], "No usable rows are left"),
+    (["datasets.0.type=nothing.at_all"], "was not found"),
+    (["sequence_len=6"], "No usable rows are left: a block needs"),
     (["val_set_size=9"], "leaves 0 usable documents for training"),
     (["--html", "no/such/folder.html"], "the folder no/such does not exist"), (["learning_rte=1"], "learning_rate"),
 ])  # fmt: skip

@@ -68,6 +68,7 @@ def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("keys", "variables", "is_shown"), [
     (["tui=true"], {}, True), (["tui.enabled=true"], {}, True), ([], {"EBFT_TUI": "1"}, True), ([], {}, False),
     ([], {"AXOLOTL_TUI": "true"}, True), (["tui=true"], {"EBFT_TUI": "0", "AXOLOTL_TUI": "1"}, False),
+    (["--no-tui"], {"EBFT_TUI": "1"}, False), (["--no-tui", "tui=true"], {}, False),
     (["tui=true", "--dry-run"], {}, False), (["tui=true"], {"WORLD_SIZE": "1"}, False),
 ])  # fmt: skip
 def test_a_config_and_the_environment_start_the_dashboard(ebft, run_file, monkeypatch, keys, variables, is_shown):
@@ -84,6 +85,12 @@ def test_a_config_and_the_environment_start_the_dashboard(ebft, run_file, monkey
         with pytest.warns(UserWarning, match="has no effect: training was not started in a terminal"):
             assert ebft("train", run_file, *keys).exit_code == 0
         assert calls == [True, False]
+
+
+@pytest.mark.parametrize("name", ["EBFT_TUI", "AXOLOTL_TUI"])
+def test_other_values_of_the_variable_are_refused(refused, run_file, monkeypatch, name):
+    monkeypatch.setenv(name, "maybe")
+    assert f"{name}: invalid value 'maybe'; expected 1 or 0." in refused("train", run_file, "tui=true")
 
 
 def test_a_log_that_cannot_be_written_and_one_of_the_user(tmp_path):

@@ -412,6 +412,9 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect: only the text model is loaded."),
     (structured(vllm_sync_interval=2), "trl.vllm_sync_interval: no effect without use_vllm: true."),
     (structured(prefetch_depth=2), "trl.prefetch_depth has no effect without async_prefetch..."),
+    *(({**structured(skip_zero_advantage_batches=True), **keys}, "trl.skip_zero_advantage_batches: true has no ef...")
+      for keys in ({"fp16": True}, {"deepspeed": "zero2"})),
+    ({**structured(), "fp16": True}, None), ({**structured(skip_zero_advantage_batches=True)}, None),
     ({**PROMPTS, "train_on_inputs": True}, "train_on_inputs: true has no effect on full completions..."),
     ({**PROMPTS, "sample_packing": True}, "sample_packing: true has no effect on full completions..."),
     ({**PROMPTS, "vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm..."),

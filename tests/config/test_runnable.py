@@ -27,8 +27,18 @@ def test_partitioned_parameters(make, monkeypatch, method):
     reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
     for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
         check_deepspeed(make(**method, **reward, deepspeed=given))
-    with pytest.raises(ConfigError, match="bf16.enabled: true, which contradicts bf16: false. Set bf16: true"):
-        check_deepspeed(make(**method, **reward, bf16=False, deepspeed="zero3_bf16"))
+    for keys, name, enabled, message in (
+        ({"bf16": False}, "bf16", True, "bf16.enabled: true, which contradicts bf16: false. Set bf16: true"),
+        ({"fp16": True}, "bf16", True, "bf16.enabled: true, which contradicts fp16: true. Set bf16: true"),
+        ({"bf16": True}, "fp16", True, "fp16.enabled: true, which contradicts bf16: true. Set fp16: true"),
+        ({}, "fp16", True, "fp16.enabled: true, which contradicts bf16: auto"),
+        ({"bf16": True}, "bf16", False, "bf16.enabled: false, which contradicts bf16: true"),
+    ):
+        given = "zero3_bf16" if name == "bf16" and enabled else {name: {"enabled": enabled}}
+        with pytest.raises(ConfigError, match=message):
+            check_deepspeed(make(**method, **reward, **keys, deepspeed=given))
+    check_deepspeed(make(**method, **reward, deepspeed="zero3_bf16"))
+    check_deepspeed(make(**method, **reward, fp16=True, deepspeed={"fp16": {"enabled": True}}))
     lora = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
     served = {"rl": "ebft", **lora, "trl": {"use_vllm": True}}
     with pytest.raises(ConfigError, match="ZeRO-3 does not support a vLLM server for an adapter"):

@@ -13,6 +13,7 @@ from tests.docs.blocks import PAGES, ROOT, prose
 
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]*)(?:#([^)\s]+))?\)")
 SLUG = slugify(case="lower")
+OF_OTHERS = ("CUDA out", "CUDA error", "Killed", "Watchdog", "CheckpointError", "No available memory", "CAS service")
 PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")
 
 
@@ -49,6 +50,18 @@ def test_the_page_of_the_paper_has_the_code_of_the_step_and_functions_that_exist
     assert len(lines) == 10 and -1 not in places and places == sorted(places), list(zip(lines, places))
     names = re.findall(r"`rewards\.(?!py\b)(\w+)", text)
     assert len(names) > 5 and all(hasattr(rewards, name) for name in names)
+
+
+def test_quoted_errors_are_messages_of_the_package_or_marked_as_those_of_others():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `(.+?)`.* \| .* \| .* \|$", text[text.index("## Error messages") :], re.MULTILINE)
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "ebft").rglob("*.py"))
+    code = re.sub(r'"\n +f?"', "", code)  # the parts of a message on several lines
+    ours = [message for message in quoted if not message.startswith(OF_OTHERS)]
+    assert len(quoted) - len(ours) == len(OF_OTHERS) and len(ours) > 5
+    for message in ours:
+        parts = [part for part in re.split(r"'?\.\.\.'?|\d+|: ", message) if len(part) > 12]
+        assert parts and [part for part in parts if part not in code] == [], message
 
 
 def test_figures_in_the_readme_are_those_of_the_pages():

@@ -129,8 +129,14 @@ def test_documents_must_fit_into_the_models_positions(doctor, tmp_path):
 def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
     path = write_inputs("sft", tmp_path)
     next((tmp_path / "model").glob("*.safetensors")).unlink()
-    code, found = doctor(path, "--no-step")
+    code, found = doctor(path)
     assert code == 1 and "has no weights" in found["error", "model"]
+    code, found = doctor(path, "--no-step")
+    assert code == 0 and "has no weights" in found["warning", "model"] and "estimated" in found["ok", "memory"]
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    code, found = doctor(path, "--no-step")
+    assert code == 1 and "not estimated, because model, tokenizer or data are" in found["warning", "memory"]
     monkeypatch.setattr("ebft.tools.doctor.run._SERVER_TIMEOUT", 0.1)
     path = write_inputs("structured_cross_entropy", tmp_path / "structured")
     code, found = doctor(path, "trl.use_vllm=true", "trl.vllm_mode=server", "trl.vllm_server_port=9")

@@ -5,7 +5,17 @@ import json
 import pytest
 
 from ebft.errors import RolloutError
-from ebft.nemo_gym.rewards import FAILED, EnvironmentReward, VerifyReward, response_of
+from ebft.nemo_gym.client import Servers
+from ebft.nemo_gym.rewards import (
+    FAILED,
+    EnvironmentReward,
+    VerifyReward,
+    joined,
+    model_calls,
+    response_of,
+    reward_in,
+)
+from tests.docs.blocks import ROOT, blocks_of
 from tests.nemo_gym.servers import row, text_in
 
 
@@ -23,6 +33,18 @@ def test_each_row_is_scored_by_its_server(gym, client):
     found = call(client, ["4", "abc", "5"], rows, ["math", "length", "math"])
     assert found == [1.0, 0.3, 0.0]
     assert len(math.requests) == 2 and len(length.requests) == 1
+
+
+def test_the_protocol_of_the_page_is_the_one_that_is_read():
+    page = blocks_of(ROOT / "docs" / "structured.md")
+    listed = next(block.code for block in page if block.title == "NeMo Gym: the servers")
+    agent = Servers.parse("head", listed).agent("sums")
+    assert (agent.name, agent.url) == ("sums_agent", "http://127.0.0.1:12002")
+    verified, ran = (json.loads(block.code) for block in page if block.code.startswith('{"re'))
+    assert verified.pop("response") == response_of("4", "BASE_MODEL") and set(verified) == set(row("2 + 2?", answer=4))
+    [conversation] = joined(model_calls(ran, agent))
+    assert (conversation.prompt_ids, conversation.ids) == ([5, 6], [11, 2, 7, 8, 9, 2])
+    assert conversation.generated == [1, 1, 0, 0, 1, 1] and reward_in(ran, agent, "/run") == 1.0
 
 
 def test_the_row_arrives_unchanged_with_a_response(gym, client):

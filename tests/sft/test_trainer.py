@@ -1,5 +1,6 @@
 """The SFT trainer: the cross-entropy in chunks is the model's own loss, the router loss, and losses of evaluations."""
 
+import copy
 from functools import wraps
 from unittest.mock import patch
 
@@ -152,13 +153,15 @@ def mixtral(weight):
     return tiny_model("mixtral", num_key_value_heads=1, **settings)
 
 
-def naive_cross_entropy(model, rows):
-    """The mean over the labels of all rows, one row at a time."""
+def naive_cross_entropy(model, rows, over_vocabulary=False):
+    """The mean over the labels of all rows, one row at a time, of their tokens or of all tokens of the vocabulary."""
     losses = []
     for row in rows:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
         logits = model(input_ids=ids, output_router_logits=False).logits[0, :-1]
-        losses.append(F.cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none"))
+        logits, labels = logits[labels != -100], labels[labels != -100]
+        whole = -logits.log_softmax(-1).mean(-1)
+        losses.append(whole if over_vocabulary else F.cross_entropy(logits, labels, reduction="none"))
     return torch.cat(losses).mean()
 
 
@@ -198,6 +201,25 @@ def test_the_loss_of_an_evaluation_is_the_mean_over_tokens(size, smoothing, tmp_
         metrics = run.evaluate()
         assert smoothing or metrics["eval_loss"] == metrics["eval_ce_loss"]
         assert metrics["eval_loss"] == pytest.approx(naive_cross_entropy(run.model, held_out).item(), rel=1e-5)
+
+
+def test_a_loss_that_needs_the_logits_is_not_computed_in_chunks(tmp_path):
+    """Label smoothing is a share of the mean over the vocabulary."""
+    model, settings = tiny_model(), {"per_device_train_batch_size": 12, "max_steps": 1}
+    with torch.no_grad():
+        nll, smooth = naive_cross_entropy(model, ROWS), naive_cross_entropy(model, ROWS, over_vocabulary=True)
+    for given, expected in (
+        ({}, nll), ({"compute_loss_func": lambda outputs, labels, **_: outputs["logits"].sum() * 0 + 7.0}, 7.0),
+        ({"label_smoothing_factor": 0.1}, 0.9 * nll + 0.1 * smooth),
+    ):  # fmt: skip
+        chosen = {**settings, **given}
+        function = chosen.pop("compute_loss_func", None)
+        run = sft_trainer(tmp_path, copy.deepcopy(model), chosen, train_dataset=ROWS, compute_loss_func=function)
+        run.train()
+        assert run.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-5)
+        if given:
+            with pytest.raises(ModelError, match="chunked_cross_entropy is not supported: label_smoothing_factor and"):
+                sft_trainer(tmp_path, model, chosen, compute_loss_func=function, chunked_cross_entropy=True)
 
 
 def test_the_loss_of_an_evaluation_includes_the_router_loss(tmp_path):

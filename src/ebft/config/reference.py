@@ -35,10 +35,18 @@ def option_groups(nested: bool = True) -> dict[str, list[Option]]:
 
 def choices_of(key: str) -> list[str]:
     """The values of a dotted key that has a few: those of an enumeration or a boolean. Empty for others."""
+    return list(dict.fromkeys(_choices(_annotation(key))))
+
+
+def takes_text(key: str) -> bool:
+    """Whether any text can be the value of a dotted key, beside those of `choices_of`."""
+    return str in get_args(_annotation(key))
+
+
+def _annotation(key: str) -> Any:
     *path, name = key.split(".")
     owner = model_at(RunConfig, tuple(int(part) if part.isdecimal() else part for part in path))
-    info = owner.model_fields.get(name) if owner else None
-    return list(dict.fromkeys(_choices(info.annotation))) if info else []
+    return owner.model_fields[name].annotation if owner and name in owner.model_fields else None
 
 
 def _choices(annotation: Any) -> Iterator[str]:

@@ -295,6 +295,15 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         lambda c: c.trl.num_completions_to_print is not None and not c.trl.log_completions,
         "trl.num_completions_to_print has no effect without log_completions: true.",
     ),
+    (
+        lambda c: (
+            "skip_zero_advantage_batches" in c.trl.model_fields_set
+            and c.trl.skip_zero_advantage_batches
+            and (c.deepspeed is not None or c.fp16)
+        ),
+        "trl.skip_zero_advantage_batches: true has no effect with deepspeed or fp16: true, which need the gradients of "
+        "every micro-batch. Remove it.",
+    ),
     (lambda c: c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts."),
     (lambda c: c.sample_packing, "sample_packing: true has no effect on full completions of prompts."),
     (

@@ -195,8 +195,7 @@ def planned_steps(config: RunConfig, machine: Machine, rows: int) -> int:
 
 def steps_of_epoch(config: RunConfig, machine: Machine, rows: int) -> int:
     """The steps of an epoch, or of a run that ends before that."""
-    steps = config.method.steps_per_epoch(config, machine, rows)
-    return steps if config.max_steps is None else min(steps, config.max_steps)
+    return min(config.method.steps_per_epoch(config, machine, rows), planned_steps(config, machine, rows))
 
 
 def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: int) -> dict[str, Any]:

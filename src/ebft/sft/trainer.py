@@ -65,8 +65,8 @@ class SFTTrainer(OverTrainer):
     raises ModelError.
 
     chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
-    all tokens are never in memory; None: if the model's own loss has no other terms. Raises ModelError if it is true
-    and the model's loss has.
+    all tokens are never in memory; None: if the loss has no other terms (those of the model, label smoothing, a
+    function of yours). Raises ModelError if it is true and the loss has.
     activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
 
     The load-balancing loss of a mixture of experts is weighted with a micro-batch's share of the step's labels.
@@ -96,6 +96,8 @@ class SFTTrainer(OverTrainer):
         why_not = why_not_in_chunks(unwrap_adapter(self.model))
         if self.args.torch_compile:
             why_not = "torch_compile would compile it again in every step"
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            why_not = "label_smoothing_factor and compute_loss_func need the logits"
         if chunked_cross_entropy and why_not is not None:
             raise ModelError(f"chunked_cross_entropy is not supported: {why_not}. Remove it.")
         self.is_in_chunks: bool = chunked_cross_entropy is not False and why_not is None

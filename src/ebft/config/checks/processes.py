@@ -126,9 +126,14 @@ def _problems(stage: Any, config: MethodConfig) -> Iterator[str]:
             "deepspeed: ZeRO-3 does not support a vLLM server for an adapter, whose weights are in parts and are not "
             "sent. Use fsdp: true or deepspeed: zero2, or remove trl.use_vllm."
         )
-    precision = (deepspeed_settings(config.deepspeed) or {}).get("bf16")
-    if isinstance(precision, dict) and precision.get("enabled") is True and config.bf16 is False:
-        yield (
-            "deepspeed: the config has bf16.enabled: true, which contradicts bf16: false. Set bf16: true, or use "
-            "deepspeed: zero3, whose precision is that of the run."
-        )
+    ours = {"bf16": False if config.fp16 else config.bf16, "fp16": config.fp16}
+    given = "fp16: true" if config.fp16 else f"bf16: {str(config.bf16).lower()}"
+    for name, wanted in ours.items():
+        section = (deepspeed_settings(config.deepspeed) or {}).get(name)
+        enabled = section.get("enabled") if isinstance(section, dict) else None
+        if isinstance(enabled, bool) and wanted not in ("auto", enabled):
+            value = str(enabled).lower()
+            yield (
+                f"deepspeed: the config has {name}.enabled: {value}, which contradicts {given}. Set {name}: {value}, "
+                "or enabled: auto, as deepspeed: zero3 has, with which the precision is that of the run."
+            )

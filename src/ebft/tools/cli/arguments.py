@@ -29,7 +29,7 @@ from typer.core import TyperCommand
 from ebft.catalog import MODELS, is_gguf, lasting_name, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.checks.processes import FETCH
-from ebft.config.reference import choices_of, option_groups
+from ebft.config.reference import choices_of, option_groups, takes_text
 from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
@@ -39,6 +39,7 @@ from ebft.tools.dashboard.rollouts import TERMS, all_samples
 COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`
 _SAMPLES_READ = 50  # of a log of rollouts, for the names of its terms
 _CONFIGS = (".yaml", ".yml")
+_BOOLEANS = {"true": "true", "yes": "true", "1": "true", "false": "false", "no": "false", "0": "false"}
 _SLIP = 0.75  # similarity of an unknown option to a known one that is suggested
 
 
@@ -57,31 +58,53 @@ class ConfigCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _as_overrides(self, ctx: Any, left: deque[str]) -> Iterator[str]:
-        """The words of a command line, with `key=value` in place of options that are not the command's."""
-        own = {name: each for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
-        while left:
+        """The words of a command line, with `key=value` in place of options that are not the command's.
+
+        Those before the first argument, which is the config, follow it.
+        """
+        parameters = self.get_params(ctx)
+        own = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts)}
+        early: list[str] | None = []  # None after the first argument
+        while left and left[0] != "--":
             word = left.popleft()
             name, equals, value = word.partition("=")
-            if name in own or name == "--" or not name.startswith("--"):
+            if name in own or not name.startswith("--"):
                 yield word
-                if name == "--":
-                    yield from left
-                    return
                 if name in own and not equals and left and not getattr(own[name], "is_flag", True):
                     yield left.popleft()
+                elif early is not None and not word.startswith("-"):
+                    yield from early
+                    early = None
                 continue
-            key, is_negated = self._key_of(name[2:].replace("-", "_"))
-            if key is None:
-                near = self._nearest(name.replace("_", "-"), list(own))
-                raise ConfigError(f"Unknown option {name!r:.100}. {near or 'Run `ebft config` to list all keys.'}")
-            choices = choices_of(key)
-            if not equals and "true" in choices and (is_negated or not (left and left[0] in choices)):
-                value = str(not is_negated).lower()
-            elif not equals:
-                if not left or left[0].startswith("--"):
-                    raise ConfigError(f"{name} requires a value: {name} VALUE.")
-                value = left.popleft()
-            yield f"{key}={value}"
+            override = self._override(name, value if equals else None, left, list(own))
+            if early is None:
+                yield override
+            else:
+                early.append(override)
+        if not any(each.param_type_name == "argument" and each.required for each in parameters):
+            yield from early or []  # else, the config is missing
+        yield from left
+
+    def _override(self, name: str, value: str | None, left: deque[str], own: list[str]) -> str:
+        """`key=value` for the option `name` and its value, which may be the next word, or for one without a value."""
+        key, is_negated = self._key_of(name[2:].replace("-", "_"))
+        if key is None:
+            near = self._nearest(name.replace("_", "-"), own)
+            raise ConfigError(f"Unknown option {name!r:.100}. {near or 'Run `ebft config` to list all keys.'}")
+        choices, following = choices_of(key), left[0] if left else ""
+        if is_negated:
+            if value is not None or following.lower() in _BOOLEANS:
+                raise ConfigError(f"{name} has no value. Write {name} alone, or --{name.removeprefix('--no-')} VALUE.")
+            return f"{key}=false"
+        is_text = takes_text(key) and not following.startswith("-") and not following.endswith(_CONFIGS)
+        is_value = following.lower() in (*choices, *_BOOLEANS) or (is_text and following and "=" not in following)
+        if value is None and "true" in choices and not is_value:
+            return f"{key}=true"
+        if value is None:
+            if not left or following.startswith("--"):
+                raise ConfigError(f"{name} requires a value: {name} VALUE.")
+            value = left.popleft()
+        return f"{key}={_BOOLEANS.get(value.lower(), value) if 'true' in choices else value}"
 
     def _key_of(self, name: str) -> tuple[str | None, bool]:
         """The key that an option names, or None, and whether it is `--no-KEY` of a key that is true or false."""

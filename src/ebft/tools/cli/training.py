@@ -109,14 +109,15 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     tui: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--tui",
+            "--tui/--no-tui",
+            show_default=False,
             help="Show a terminal dashboard. Training runs in another process, with its output in train.log in "
             "output_dir; Ctrl-C stops it and saves a checkpoint of the last completed step, q closes the dashboard. "
             "Requires the package textual.",
         ),
-    ] = False,
+    ] = None,
     sweep: Annotated[
         Path | None,
         option(
@@ -204,10 +205,11 @@ def train(
     options = options_of(context)
     if sweep is not None:
         os.environ[DASHBOARD] = "0"  # in its runs
-        status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=tui)
+        status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=bool(tui))
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
-    tui = tui or (not dry_run and wants_dashboard(run_config.tui.enabled))
+    if tui is None:
+        tui = not dry_run and wants_dashboard(run_config.tui.enabled)
     if dry_run:
         from ebft.tools.launch.agent import command_line
 
@@ -309,6 +311,7 @@ def leave_process_group() -> None:
 
 
 DASHBOARD = "EBFT_TUI"  # environment variable; training that was started with its dashboard has it set to 0
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _OUTPUT_LINES = 12  # of the training process, shown if it fails
 _LAST_LINES = 3  # shown if it finishes: where the model and the report are, and what to do next
 
@@ -336,10 +339,12 @@ def tui(folder: RunFolder) -> None:
 
 
 def wants_dashboard(in_config: bool) -> bool:
-    """Whether the environment or the config asks for the dashboard, and it can be shown."""
+    """Whether the environment or the config asks for the dashboard, and it can be shown. Raises ConfigError."""
     asked = {name: os.environ[name].lower() for name in (DASHBOARD, "AXOLOTL_TUI") if os.environ.get(name)}
     name, value = next(iter(asked.items()), ("tui.enabled", str(in_config).lower()))
-    if value not in ("1", "true", "yes", "on") or is_launched():
+    if value not in (*_ON, *_OFF):
+        raise ConfigError(f"{name}: invalid value {value!r:.60}; expected 1 or 0.")
+    if value in _OFF or is_launched():
         return False
     if not is_terminal():
         warnings.warn(f"{name}: {value} has no effect: training was not started in a terminal.", stacklevel=2)

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib.util
 import tempfile
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -62,7 +63,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     devices = f"devices {', '.join(this_machine().devices)}"
     machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
     packages = yield from _attempt("packages of this config", _check_packages, config, ok=_named, errors=(ImportError,))
-    model = yield from _attempt("model", _find_model, config, ok=lambda found: found[0])
+    model = yield from _attempt("model", _find_model, config, step, ok=lambda found: found[0])
     tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
     if not (tokenizer.failed or settings.failed):
@@ -80,7 +81,8 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         yield from _attempt("hub", _check_login, config, ok="logged in")
     yield from _attempt("output_dir", _check_output_dir, config, ok=str)
     if model.failed or data is None or data.failed:
-        yield Check("warning", "step", "not run, because the model or the data are missing (see above)")
+        what, done = ("step", "run") if step else ("memory", "estimated")
+        yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
         return
     given, errors = (config, model.result[1], data.result.longest), (ValueError, RuntimeError, AttributeError)
     memory = Attempt("memory", _estimated, *given, errors=errors)
@@ -131,15 +133,18 @@ def _named(used: list[str]) -> str:
     return f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
 
 
-def _find_model(config: RunConfig) -> tuple[str, Any]:
-    """Return a description of the model and its transformers configuration."""
+def _find_model(config: RunConfig, needs_weights: bool) -> tuple[str, Any]:
+    """Return a description of the model and its transformers configuration, which is enough for the estimates."""
     found, model_config = find_base_model(config), load_model_config(config)
     folder = Path(found)
     if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        raise ModelError(
+        missing = (
             f"base_model: {found} has no weights ({', '.join(_WEIGHTS)}). An adapter is set with lora_model_dir; for a "
             "checkpoint that FSDP2 has saved in parts, run `ebft merge-sharded` first."
         )
+        if needs_weights:
+            raise ModelError(missing)
+        warnings.warn(missing, stacklevel=2)
     return f"{found} ({model_config.model_type})", model_config
 
 
