@@ -51,6 +51,8 @@ ALL = {"lora_target_linear": True}
             {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
             ["q_proj", "up_proj"],
         ),
+        ({"lora_target_modules": r"lm_head|model\.language_model\.layers\.1\.mlp\.up_proj"}, ["lm_head", "up_proj"]),
+        ({"lora_target_modules": r"model\.(?!layers|norm|embed|rotary).*|.*layers\.(?!0).*q_proj"}, ["q_proj"]),
     ],
 )
 def test_targets(make_config, keys, layers):
@@ -339,6 +341,9 @@ def test_names_are_compared_from_the_start(make_config):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
 
 
+ATTENTION_WEIGHTS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+
+
 def test_names_in_the_checkpoint(mixture, make_config):
     sparse, parts = (
         r"model.layers.[01].block_sparse_moe",
@@ -347,6 +352,9 @@ def test_names_in_the_checkpoint(mixture, make_config):
     choose = lambda kind, pattern: trained(adapted(mixture(kind, adapter=None, unfrozen_parameters=[pattern])))
     assert choose("mixtral", rf"^{sparse}.gate.weight$") == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
     assert choose("mixtral", sparse) == [f"model.layers.{i}.mlp{part}" for i in range(2) for part in parts]
+    layer = choose("mixtral", r"model\.layers\.1\.(self_attn|block_sparse_moe)\.")
+    assert layer == [f"model.layers.1.{own}" for own in (*ATTENTION_WEIGHTS, *(f"mlp{part}" for part in parts))]
+    assert choose("mixtral", r"model\.layers\.1\.(?!mlp|.*norm|.*o_proj)") == layer[:3]
     for pattern, message in (
         (
             rf"{sparse}.experts.\d.w1",

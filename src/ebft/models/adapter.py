@@ -30,6 +30,7 @@ from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import (
     adapted_routers,
+    excludes_names,
     in_whole_models,
     linear_names,
     matching,
@@ -267,45 +268,55 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
 
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
-    """`model`, in which only the parameters whose names match one of `patterns` from the start are trained.
+    """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
 
-    None: all parameters stay trained. A pattern that matches no name is compared with the names in checkpoints. Raises
-    ModelError if it matches none of these either.
+    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in those of a
+    multimodal model. Raises ModelError for a pattern that matches none.
     """
     if patterns is None:
         return model
-    names = [name for name, _ in model.named_parameters()]
+    names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
     trained: set[str] = set()
     for pattern in patterns:
         found = matching(re.match, pattern, names, "unfrozen_parameters")
         if not found:
             _refuse_tied(model, pattern)
-        trained.update(found or _by_stored_name(model, pattern))
+        if not found or not excludes_names(pattern):
+            found += _by_other_names(stored, pattern, found)
+        if not found:
+            raise ModelError(_matches_nothing(stored, pattern))
+        trained.update(found)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     return model
 
 
-def _by_stored_name(model: PreTrainedModel, pattern: str) -> list[str]:
-    """The parameters whose names in a checkpoint, or in that of a multimodal model, match `pattern` from the start."""
-    stored = stored_names(model)
-    aliases = in_whole_models(key for keys in stored.values() for key in keys)
+def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collection[str]) -> list[str]:
+    """The parameters, except those `found`, whose names elsewhere match the pattern from the start.
+
+    `stored`: the names of their parts in checkpoints. Raises ModelError if only some of the parts of one match.
+    """
+    keys = {name: [name, *own] for name, own in stored.items() if name not in found}
+    aliases = in_whole_models(key for own in keys.values() for key in own)
     matched = {aliases[alias] for alias in matching(re.match, pattern, list(aliases), "unfrozen_parameters")}
-    for name, keys in stored.items():
-        if not matched.isdisjoint(keys) and not matched.issuperset(keys):
+    chosen = [name for name, own in stored.items() if name in keys and (name in matched or matched.issuperset(own))]
+    for name in keys.keys() - {*chosen}:
+        if parts := matched.intersection(stored[name]):
             raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {some_of(matched.intersection(keys), 2)}, which are parts "
-                f"of one parameter, {name}, that is trained as a whole. Name it instead."
+                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, which are parts of one parameter, "
+                f"{name}, that is trained as a whole. Name it instead."
             )
-    if not matched:
-        wanted = re.sub(r"[\^$\\]", "", pattern)
-        near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
-        examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
-        raise ModelError(
-            f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-            f"{' and '.join(examples)}."
-        )
-    return [name for name, keys in stored.items() if matched.issuperset(keys)]
+    return chosen
+
+
+def _matches_nothing(stored: dict[str, list[str]], pattern: str) -> str:
+    wanted, aliases = re.sub(r"[\^$\\]", "", pattern), in_whole_models(key for own in stored.values() for key in own)
+    near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
+    examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
+    return (
+        f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
+        f"{' and '.join(examples)}."
+    )
 
 
 def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:

@@ -56,7 +56,7 @@ def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -
             _refuse_all(model, [wanted])
         if parts:
             return _as_list(model, wanted, found, parts)
-        return wanted if any(re.fullmatch(wanted, name) for name in found) else found
+        return wanted if all(re.fullmatch(wanted, name) for name in found) else found
     found = _present(model, wanted, parts, is_alone)
     of_linear = [given for given in found if given.rpartition(".")[2] in parts and not _names_experts(model, given)]
     chosen = [given for given in found if given not in of_linear]
@@ -110,6 +110,11 @@ def in_whole_models(names: Iterable[str]) -> dict[str, str]:
     """The `names`, and other names that they have in a multimodal model, each with the name in its text model."""
     whole = lambda name: (f"language_model.{name}", re.sub(r"^model\.", "model.language_model.", name), name)
     return {alias: name for name in names for alias in whole(name)}
+
+
+def excludes_names(expression: str) -> bool:
+    """Whether a regular expression says what a name is not, which is true of most other names of the same thing."""
+    return "(?!" in expression or "(?<!" in expression
 
 
 def linear_names(model: PreTrainedModel) -> list[str]:
@@ -252,7 +257,7 @@ def _of_all_layers(model: PreTrainedModel, given: str) -> str:
 def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
     """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
 
-    An expression that selects none may name them as in a multimodal model, whose text model is trained alone.
+    An expression may also name them as in a multimodal model, whose text model is trained alone.
     """
     # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
     pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
@@ -261,12 +266,11 @@ def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Se
         *(f"{name}.{part}" for name in _stacks(model) for part in parts),
     ]
     found = matching(re.fullmatch, pattern, names, "lora_target_modules")
-    if found or not is_expression:
+    if not is_expression or (found and excludes_names(given)):
         return found
     aliases = in_whole_models(names)
-    return list(
-        dict.fromkeys(aliases[alias] for alias in matching(re.fullmatch, pattern, list(aliases), "lora_target_modules"))
-    )
+    others = matching(re.fullmatch, pattern, list(aliases), "lora_target_modules")
+    return list(dict.fromkeys((*found, *(aliases[alias] for alias in others))))
 
 
 def _unmatched(model: PreTrainedModel, given: list[str]) -> str:

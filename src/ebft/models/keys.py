@@ -152,7 +152,8 @@ class ModelKeys(Section):
     unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
         description="Regular expressions of parameter names, or of their names in the checkpoint, compared from the "
-        "start of the name: without an adapter, only the parameters that match one are trained. If unset, all are.",
+        "start of the name: without an adapter, only the parameters that match one are trained. One with a negative "
+        "lookahead is compared with other names only if it matches no name in the model. If unset, all are trained.",
     )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
