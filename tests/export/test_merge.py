@@ -1,5 +1,6 @@
 """The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
 
+import os
 import shutil
 
 import pytest
@@ -226,6 +227,11 @@ def rename(old, new):
     return lambda folder: (folder / old).rename(folder / new)
 
 
+def numbered(folder):
+    rename("base/model.safetensors", "base/other")(folder)
+    torch.save({0: torch.eye(2)}, folder / "base/pytorch_model.bin")
+
+
 PICKLE = "adapter_model.pt in .* is none of the files that weights are read from.*save_pretrained"
 TRUNCATED = "adapter_model.safetensors is truncated or not a safetensors file"
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
@@ -246,6 +252,10 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (rename("base/model.safetensors", "base/pytorch_model.pt"), PICKLE.replace("adapter", "pytorch")),
         (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
         (pickled("base/model.safetensors", code=open), "pytorch_model.bin contains io.open, which may run code"),
+        (pickled("base/model.safetensors", code=os.system), "pytorch_model.bin contains posix.system, which may run"),
+        (pickled("base/model.safetensors", x=torch.eye(2).to_sparse()), "pytorch_model.bin has x as a .* is sparse"),
+        (pickled("base/model.safetensors", x=torch.eye(2).to("meta")), "pytorch_model.bin has x .* on the meta device"),
+        (numbered, "pytorch_model.bin has a tensor named 0, but names are text"),
         (pickled(WEIGHTS, number=1), "adapter_model.bin does not contain tensors by name"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
