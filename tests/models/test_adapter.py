@@ -9,6 +9,7 @@ from ebft.models.adapter import attach_adapter
 from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import _adapter
+from tests.strided.families import tiny_model
 
 PAD = {"pad_token": "<|end|>"}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": PAD}
@@ -67,6 +68,18 @@ def test_expressions_of_linear_layers(make_config):
     for expression in ("norm", "_proj", "q_pro"):
         with pytest.raises(ModelError, match=f"lora_target_linear_modules: '{expression}' matches no linear layer"):
             adapted(make_config(**LORA, lora_target_linear_modules=[expression]))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"])
+def test_layers_that_peft_refuses_in_mamba_are_left_out(kind, make_base, make_config):
+    keys = {**LORA, "base_model": make_base(tiny_model(kind, vocab_size=512))}
+    for more in ({}, {"peft_layers_to_transform": 0}):
+        with pytest.warns(UserWarning, match=f"layers out_proj are not adapted, since PEFT refuses .* type {kind}"):
+            layers = adapted_layers(adapted(make_config(**keys, **ALL, **more)))
+        assert "in_proj" in layers and "out_proj" not in layers
+    for key in ("modules", "linear_modules"):
+        with pytest.raises(ModelError, match=rf"PEFT cannot adapt lora_target_{key}: \['out_proj'\]: .*'out_proj' is"):
+            adapted(make_config(**keys, **{f"lora_target_{key}": ["out_proj"]}))
 
 
 def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):

@@ -29,7 +29,7 @@ from ebft.catalog import is_gguf, lasting_name
 from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import (
-    adapted_routers,
+    excluded_from_linear,
     excludes_names,
     in_whole_models,
     linear_names,
@@ -54,6 +54,11 @@ _SAVED_SETTINGS = {
     "peft_use_dora": "use_dora",
     "peft_use_rslora": "use_rslora",
 }
+
+_TARGETS = (
+    *("lora_target_modules", "lora_target_linear", "lora_target_linear_modules", "lora_target_parameters"),
+    "lora_modules_to_save",
+)
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
@@ -83,16 +88,15 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
                 "lora_target_modules also selects the fused experts of this model, but PEFT cannot adapt them with "
                 f"these settings ({error}). Remove the setting, or list other modules: {', '.join(names)}."
             ) from error
-        raise ModelError(
-            f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
-            f"{config.lora_modules_to_save!r}: {error} The linear layers are {', '.join(names)}."
-        ) from error
+        given = [(key, getattr(config, key)) for key in _TARGETS if getattr(config, key)]
+        named = " with ".join(f"{key}: {'true' if value is True else repr(value)}" for key, value in given)
+        raise ModelError(f"PEFT cannot adapt {named}: {error} The linear layers are {', '.join(names)}.") from error
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     """The PEFT config for the `lora_` keys; the head of a classifier is trained fully."""
     heads = head_modules(model)
-    excluded = [*heads, *(adapted_routers(model, config) if config.lora_target_linear else ())]
+    excluded = [*heads, *(excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(
         task_type=task_type(model),
         r=config.lora_r,

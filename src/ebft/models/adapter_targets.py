@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _LINEAR = (torch.nn.Linear, Conv1D)
 _SECONDS = 10  # for comparing a regular expression with all names
 _ROUTERS = ("gate", "router")
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # types of models in which PEFT refuses this:
+_OF_KERNELS = ".out_proj"
 _PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -156,6 +158,20 @@ def adapted_routers(model: PreTrainedModel, config: ModelSettings) -> list[str]:
         and any(name == router or name.startswith(f"{router}.") for router in routers)
         and not any(name == given or name.endswith(f".{given}") for given in wanted)
     ]
+
+
+def excluded_from_linear(model: PreTrainedModel, config: ModelSettings) -> list[str]:
+    """What `lora_target_linear: true` does not adapt, for PEFT: routers, and what PEFT refuses, with a warning."""
+    kind = model.config.model_type
+    refused = [name for name, _ in model.named_modules() if name.endswith(_OF_KERNELS) and kind in _MAMBA]
+    if refused:
+        warnings.warn(
+            f"lora_target_linear: true: the {len(refused)} layers {_OF_KERNELS[1:]} are not adapted, since PEFT "
+            f"refuses them in models of the type {kind}, whose kernels read their weights directly. The other linear "
+            "layers are adapted.",
+            stacklevel=2,
+        )
+    return [*adapted_routers(model, config), *refused]
 
 
 def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:

@@ -237,8 +237,9 @@ class AdapterKeys(Section):
     )
     lora_target_linear: bool = Field(
         False,
-        description="Adapt every linear layer except the output layer and routers. Fused experts are not linear "
-        "layers; see lora_target_parameters. The first lines of a run name what is adapted.",
+        description="Adapt every linear layer except the output layer, routers, and out_proj of Mamba, which PEFT "
+        "refuses. Fused experts are not linear layers; see lora_target_parameters. The first lines of a run "
+        "name what is adapted.",
     )
     lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
