@@ -357,7 +357,7 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
 
 
 def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
-    """Raise ModelError if PEFT would save some of the embeddings with the adapter, but not all.
+    """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if some of them, but not all.
 
     `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
     this one only, and the new rows of the other one, which are random, would be lost.
@@ -368,6 +368,15 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     with warnings.catch_warnings():  # which are repeated when the adapter is saved
         warnings.simplefilter("ignore")
         present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
+    keys = "tokens, special_tokens, resize_token_embeddings_to_32x, shrink_embeddings"
+    if present and not missing:
+        warnings.warn(
+            f"The embeddings were resized from {size} to {rows} rows for the tokenizer ({keys}), so that the adapter "
+            f"is saved with them and fits only a base model with {rows} rows: on the original one, "
+            "PeftModel.from_pretrained fails. The commands of ebft resize it. Before using the adapter elsewhere, "
+            "merge it: ebft merge-lora.",
+            stacklevel=3,
+        )
     if not missing or (rows < size and not present):  # the first rows of the base model
         return
     only = f"{' and '.join(present)} only" if present else "neither of them"
@@ -379,8 +388,7 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     )
     raise ModelError(
         f"{key}: the embeddings were resized from {size} to {rows} rows for the tokenizer, but PEFT saves "
-        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary (tokens, "
-        "special_tokens, resize_token_embeddings_to_32x, shrink_embeddings)."
+        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary ({keys})."
     )
 
 
