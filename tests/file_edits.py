@@ -86,3 +86,24 @@ def pickled(name: str, zipped: bool = True, **more: Any) -> Change:
                 index.rename(path.with_name(new(index.name)))
 
     return change
+
+
+def as_mxfp4(folder: Path) -> dict[str, Any]:
+    """Store the fused experts of a model in MXFP4, with random values, which are returned."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    expected, levels = {}, torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for path in folder.glob("*.safetensors"):
+        stored = load_file(path)
+        for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = stored.pop(name).shape
+            blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()  # the low bits first
+            values = levels[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * 2.0 ** (scales[..., None].float() - 127)
+            expected[name] = values.flatten(-2).transpose(1, 2)
+        save_file(stored, path, metadata={"format": "pt"})
+    settings(quantization_config={"quant_method": "mxfp4"})(folder)
+    return expected

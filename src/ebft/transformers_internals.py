@@ -27,6 +27,7 @@ from transformers.core_model_loading import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.gguf.reader import read_gguf_metadata
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -54,6 +55,7 @@ __all__ = [
     "build_alibi_tensor",
     "build_mpt_alibi_tensor",
     "causal_mask_function",
+    "convert_moe_packed_tensors",
     "get_keys_to_not_convert",
     "is_flash_attn_2_available",
     "is_flash_attn_3_available",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, MixtralConfig, Qwen2Config
 
 SIZES = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -20,6 +20,10 @@ def qwen2():
 
 def mixtral():
     return MixtralConfig(**SIZES, num_local_experts=4)  # the checkpoint has one weight per expert, the model fused ones
+
+
+def gpt_oss():
+    return GptOssConfig(**SIZES | {"intermediate_size": 32}, num_local_experts=2, num_experts_per_tok=1, head_dim=16)
 
 
 def gpt2():

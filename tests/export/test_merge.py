@@ -1,22 +1,23 @@
 """The merged model is that of PEFT's merge_and_unload, whatever the kind of adapter, architecture and shards."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 
 from ebft.errors import ModelError
 from ebft.models.keys import ModelSettings
 from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.checkpoint import base_folder, parse_size, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
-from tests.export.models import gpt2, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
-from tests.file_edits import cut, named, pickled, settings, tensors
+from tests.export.models import gpt2, gpt_oss, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
+from tests.file_edits import as_mxfp4, cut, named, pickled, settings, tensors
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 
 # PEFT remarks on adapters that are as unusual as these.
@@ -88,6 +89,18 @@ def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
     if dtype == torch.float32:
         assert torch.allclose(logits(merged), expected, atol=1e-5)
     assert result.shards == len(list((tmp_path / "base").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("max_shard_size", [None, "4KB"])
+def test_weights_in_mxfp4_become_bfloat16(max_shard_size, tmp_path):
+    base = save_base(tmp_path / "base", gpt_oss(), torch.bfloat16, "1GB")
+    adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=EXPERTS[:1])
+    assert as_mxfp4(base)
+    merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", max_shard_size)
+    dense = AutoModelForCausalLM.from_pretrained(base, quantization_config=Mxfp4Config(dequantize=True))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_equal(merged, PeftModel.from_pretrained(dense, adapter).merge_and_unload())
+    assert "quantization_config" not in (tmp_path / "merged/config.json").read_text()
 
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
@@ -227,6 +240,11 @@ def rename(old, new):
     return lambda folder: (folder / old).rename(folder / new)
 
 
+def numbered(folder):
+    rename("base/model.safetensors", "base/other")(folder)
+    torch.save({0: torch.eye(2)}, folder / "base/pytorch_model.bin")
+
+
 PICKLE = "adapter_model.pt in .* is none of the files that weights are read from.*save_pretrained"
 TRUNCATED = "adapter_model.safetensors is truncated or not a safetensors file"
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
@@ -247,6 +265,10 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (rename("base/model.safetensors", "base/pytorch_model.pt"), PICKLE.replace("adapter", "pytorch")),
         (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
         (pickled("base/model.safetensors", code=open), "pytorch_model.bin contains io.open, which may run code"),
+        (pickled("base/model.safetensors", code=os.system), "pytorch_model.bin contains posix.system, which may run"),
+        (pickled("base/model.safetensors", x=torch.eye(2).to_sparse()), "pytorch_model.bin has x as a .* is sparse"),
+        (pickled("base/model.safetensors", x=torch.eye(2).to("meta")), "pytorch_model.bin has x .* on the meta device"),
+        (numbered, "pytorch_model.bin has a tensor named 0, but names are text"),
         (pickled(WEIGHTS, number=1), "adapter_model.bin does not contain tensors by name"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),

@@ -138,6 +138,11 @@ def test_kinds_that_run_on_cpu(settings, expected, tiny_llama_dir, text, tmp_pat
         (["--type", "int4", "--activation-dtype", "float8_e4m3fn"], "does not run on cpu .* with the package mslk."),
         (["--weight-dtype", "float8_e4m3fn", "--activation-dtype", "float8_e4m3fn"], "compute capability 8.9 or later"),
         (["--weight-dtype", "int2"], "quantization.weight_dtype: invalid value 'int2'; expected"),
+        (["--group-size", "1"], "quantization.group_size: invalid value 1; expected"),
+        (
+            ["--group-size", "100000000"],
+            "group_size: 100000000 is more than the 64 columns of the widest layer",
+        ),
         (["--group-size", "24"], "group_size: 24 does not divide the 32 columns of model.layers.0.self_attn.q_proj"),
     ],
 )

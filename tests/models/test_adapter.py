@@ -9,6 +9,7 @@ from ebft.models.adapter import attach_adapter
 from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import _adapter
+from tests.strided.families import tiny_model
 
 PAD = {"pad_token": "<|end|>"}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "special_tokens": PAD}
@@ -51,6 +52,8 @@ ALL = {"lora_target_linear": True}
             {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
             ["q_proj", "up_proj"],
         ),
+        ({"lora_target_modules": r"lm_head|model\.language_model\.layers\.1\.mlp\.up_proj"}, ["lm_head", "up_proj"]),
+        ({"lora_target_modules": r"model\.(?!layers|norm|embed|rotary).*|.*layers\.(?!0).*q_proj"}, ["q_proj"]),
     ],
 )
 def test_targets(make_config, keys, layers):
@@ -65,6 +68,18 @@ def test_expressions_of_linear_layers(make_config):
     for expression in ("norm", "_proj", "q_pro"):
         with pytest.raises(ModelError, match=f"lora_target_linear_modules: '{expression}' matches no linear layer"):
             adapted(make_config(**LORA, lora_target_linear_modules=[expression]))
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"])
+def test_layers_that_peft_refuses_in_mamba_are_left_out(kind, make_base, make_config):
+    keys = {**LORA, "base_model": make_base(tiny_model(kind, vocab_size=512))}
+    for more in ({}, {"peft_layers_to_transform": 0}):
+        with pytest.warns(UserWarning, match=f"layers out_proj are not adapted, since PEFT refuses .* type {kind}"):
+            layers = adapted_layers(adapted(make_config(**keys, **ALL, **more)))
+        assert "in_proj" in layers and "out_proj" not in layers
+    for key in ("modules", "linear_modules"):
+        with pytest.raises(ModelError, match=rf"PEFT cannot adapt lora_target_{key}: \['out_proj'\]: .*'out_proj' is"):
+            adapted(make_config(**keys, **{f"lora_target_{key}": ["out_proj"]}))
 
 
 def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
@@ -339,6 +354,9 @@ def test_names_are_compared_from_the_start(make_config):
         adapted(make_config(special_tokens=PAD, unfrozen_parameters=["lm_head", "layers"]))
 
 
+ATTENTION_WEIGHTS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+
+
 def test_names_in_the_checkpoint(mixture, make_config):
     sparse, parts = (
         r"model.layers.[01].block_sparse_moe",
@@ -347,6 +365,9 @@ def test_names_in_the_checkpoint(mixture, make_config):
     choose = lambda kind, pattern: trained(adapted(mixture(kind, adapter=None, unfrozen_parameters=[pattern])))
     assert choose("mixtral", rf"^{sparse}.gate.weight$") == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
     assert choose("mixtral", sparse) == [f"model.layers.{i}.mlp{part}" for i in range(2) for part in parts]
+    layer = choose("mixtral", r"model\.layers\.1\.(self_attn|block_sparse_moe)\.")
+    assert layer == [f"model.layers.1.{own}" for own in (*ATTENTION_WEIGHTS, *(f"mlp{part}" for part in parts))]
+    assert choose("mixtral", r"model\.layers\.1\.(?!mlp|.*norm|.*o_proj)") == layer[:3]
     for pattern, message in (
         (
             rf"{sparse}.experts.\d.w1",

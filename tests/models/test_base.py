@@ -1,12 +1,10 @@
 """Loading the base model: type, placement, vocabulary and limits."""
 
 import importlib.util
-import json
 import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, GptOssForCausalLM
 
@@ -24,6 +22,7 @@ from ebft.models.load import (
 from ebft.models.quantised_experts import unpacked_size
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor.budget import forward_flops
+from tests.file_edits import as_mxfp4
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 from tests.strided.families import tiny_model
 
@@ -298,27 +297,13 @@ def test_steps_that_bfloat16_loses_are_warned_of():
             warn_of_lost_steps(model, rate)
 
 
-MXFP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-
-
 def test_weights_stored_in_mxfp4_are_dequantised_and_trained(make_config, tokenizer, tmp_path):
     layers = dict(num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"])
     layers |= dict(hidden_size=32, intermediate_size=32)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     model = GptOssForCausalLM(GptOssConfig(vocab_size=len(tokenizer), **layers, **heads))
     model.save_pretrained(tmp_path)
-    stored, expected = load_file(tmp_path / "model.safetensors"), {}
-    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = stored.pop(name).shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2).long()  # the low bits first
-        values = MXFP4[codes & 7] * torch.where(codes > 7, -1.0, 1.0) * 2.0 ** (scales[..., None].float() - 127)
-        expected[name] = values.flatten(-2).transpose(1, 2)
-    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    expected = as_mxfp4(tmp_path)
     keys = {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}
     for precision in ({"bf16": False}, {"torch_dtype": "bfloat16", **keys}):
         loaded = load_base_model(make_config(base_model=str(tmp_path), **precision), tokenizer)

@@ -1,5 +1,7 @@
 """A model whose vocabulary was resized computes the same logits when its adapter is loaded again, or merged."""
 
+import warnings
+
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
@@ -89,8 +91,14 @@ def check_loading_and_merging(config, tokenizer, folder):
 )
 def test_logits_after_loading_and_merging(base, targets, saved, size, configured, tmp_path):
     config, tokenizer = configured(base, targets, lora_modules_to_save=saved, **size)
-    expected = check_loading_and_merging(config, tokenizer, tmp_path)
-    assert expected.shape[-1] == (544 if size is MULTIPLE else 514)
+    rows = 544 if size is MULTIPLE else 514
+    message = rf"resized from 512 to {rows} rows .* fits only a base model with {rows} rows.*: ebft merge-lora"
+    with pytest.warns(UserWarning, match=message):
+        expected = check_loading_and_merging(config, tokenizer, tmp_path)
+    assert expected.shape[-1] == rows
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
 
 
 @pytest.mark.parametrize(("target", "size"), [("embed_tokens", NEW), ("lm_head", MULTIPLE)])
@@ -169,6 +177,8 @@ def test_the_folder_of_an_adapter_with_shrunk_embeddings(make_base, configured, 
 
 def test_embeddings_of_the_original_size_are_not_saved(tiny_llama_dir, configured, tmp_path):
     config, tokenizer = configured(tiny_llama_dir, ["q_proj"])
-    folder = save(trained(load_model(config, tokenizer)), tokenizer, tmp_path / "adapter")
+    with warnings.catch_warnings(action="error"):
+        model = load_model(config, tokenizer)
+    folder = save(trained(model), tokenizer, tmp_path / "adapter")
     assert not any("embed" in name for name in load_file(folder / "adapter_model.safetensors"))
     assert isinstance(model_in_folder(str(folder)).tuned, PeftModel)

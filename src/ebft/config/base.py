@@ -148,7 +148,7 @@ class QuantizationSection(Section):
         description="dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn "
         "requires a GPU. If unset, inputs are not quantised.",
     )
-    group_size: Count | None = Field(
+    group_size: Annotated[int, Field(ge=2)] | None = Field(
         None,
         description="Number of weights with the same scale, for int4, and for int8 without activation_dtype. If unset, "
         "32 for int4, and one row for int8.",

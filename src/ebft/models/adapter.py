@@ -29,7 +29,8 @@ from ebft.catalog import is_gguf, lasting_name
 from ebft.errors import ModelError, cause, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import (
-    adapted_routers,
+    excluded_from_linear,
+    excludes_names,
     in_whole_models,
     linear_names,
     matching,
@@ -53,6 +54,11 @@ _SAVED_SETTINGS = {
     "peft_use_dora": "use_dora",
     "peft_use_rslora": "use_rslora",
 }
+
+_TARGETS = (
+    *("lora_target_modules", "lora_target_linear", "lora_target_linear_modules", "lora_target_parameters"),
+    "lora_modules_to_save",
+)
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
@@ -82,16 +88,15 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
                 "lora_target_modules also selects the fused experts of this model, but PEFT cannot adapt them with "
                 f"these settings ({error}). Remove the setting, or list other modules: {', '.join(names)}."
             ) from error
-        raise ModelError(
-            f"PEFT cannot adapt lora_target_modules: {config.lora_target_modules!r} with lora_modules_to_save: "
-            f"{config.lora_modules_to_save!r}: {error} The linear layers are {', '.join(names)}."
-        ) from error
+        given = [(key, getattr(config, key)) for key in _TARGETS if getattr(config, key)]
+        named = " with ".join(f"{key}: {'true' if value is True else repr(value)}" for key, value in given)
+        raise ModelError(f"PEFT cannot adapt {named}: {error} The linear layers are {', '.join(names)}.") from error
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     """The PEFT config for the `lora_` keys; the head of a classifier is trained fully."""
     heads = head_modules(model)
-    excluded = [*heads, *(adapted_routers(model, config) if config.lora_target_linear else ())]
+    excluded = [*heads, *(excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(
         task_type=task_type(model),
         r=config.lora_r,
@@ -267,45 +272,55 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
 
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
-    """`model`, in which only the parameters whose names match one of `patterns` from the start are trained.
+    """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
 
-    None: all parameters stay trained. A pattern that matches no name is compared with the names in checkpoints. Raises
-    ModelError if it matches none of these either.
+    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in those of a
+    multimodal model. Raises ModelError for a pattern that matches none.
     """
     if patterns is None:
         return model
-    names = [name for name, _ in model.named_parameters()]
+    names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
     trained: set[str] = set()
     for pattern in patterns:
         found = matching(re.match, pattern, names, "unfrozen_parameters")
         if not found:
             _refuse_tied(model, pattern)
-        trained.update(found or _by_stored_name(model, pattern))
+        if not found or not excludes_names(pattern):
+            found += _by_other_names(stored, pattern, found)
+        if not found:
+            raise ModelError(_matches_nothing(stored, pattern))
+        trained.update(found)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
     return model
 
 
-def _by_stored_name(model: PreTrainedModel, pattern: str) -> list[str]:
-    """The parameters whose names in a checkpoint, or in that of a multimodal model, match `pattern` from the start."""
-    stored = stored_names(model)
-    aliases = in_whole_models(key for keys in stored.values() for key in keys)
+def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collection[str]) -> list[str]:
+    """The parameters, except those `found`, whose names elsewhere match the pattern from the start.
+
+    `stored`: the names of their parts in checkpoints. Raises ModelError if only some of the parts of one match.
+    """
+    keys = {name: [name, *own] for name, own in stored.items() if name not in found}
+    aliases = in_whole_models(key for own in keys.values() for key in own)
     matched = {aliases[alias] for alias in matching(re.match, pattern, list(aliases), "unfrozen_parameters")}
-    for name, keys in stored.items():
-        if not matched.isdisjoint(keys) and not matched.issuperset(keys):
+    chosen = [name for name, own in stored.items() if name in keys and (name in matched or matched.issuperset(own))]
+    for name in keys.keys() - {*chosen}:
+        if parts := matched.intersection(stored[name]):
             raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {some_of(matched.intersection(keys), 2)}, which are parts "
-                f"of one parameter, {name}, that is trained as a whole. Name it instead."
+                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, which are parts of one parameter, "
+                f"{name}, that is trained as a whole. Name it instead."
             )
-    if not matched:
-        wanted = re.sub(r"[\^$\\]", "", pattern)
-        near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
-        examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
-        raise ModelError(
-            f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-            f"{' and '.join(examples)}."
-        )
-    return [name for name, keys in stored.items() if matched.issuperset(keys)]
+    return chosen
+
+
+def _matches_nothing(stored: dict[str, list[str]], pattern: str) -> str:
+    wanted, aliases = re.sub(r"[\^$\\]", "", pattern), in_whole_models(key for own in stored.values() for key in own)
+    near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
+    examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
+    return (
+        f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
+        f"{' and '.join(examples)}."
+    )
 
 
 def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:
@@ -342,7 +357,7 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
 
 
 def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
-    """Raise ModelError if PEFT would save some of the embeddings with the adapter, but not all.
+    """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if some of them, but not all.
 
     `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
     this one only, and the new rows of the other one, which are random, would be lost.
@@ -353,6 +368,15 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     with warnings.catch_warnings():  # which are repeated when the adapter is saved
         warnings.simplefilter("ignore")
         present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
+    keys = "tokens, special_tokens, resize_token_embeddings_to_32x, shrink_embeddings"
+    if present and not missing:
+        warnings.warn(
+            f"The embeddings were resized from {size} to {rows} rows for the tokenizer ({keys}), so that the adapter "
+            f"is saved with them and fits only a base model with {rows} rows: on the original one, "
+            "PeftModel.from_pretrained fails. The commands of ebft resize it. Before using the adapter elsewhere, "
+            "merge it: ebft merge-lora.",
+            stacklevel=3,
+        )
     if not missing or (rows < size and not present):  # the first rows of the base model
         return
     only = f"{' and '.join(present)} only" if present else "neither of them"
@@ -364,8 +388,7 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     )
     raise ModelError(
         f"{key}: the embeddings were resized from {size} to {rows} rows for the tokenizer, but PEFT saves "
-        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary (tokens, "
-        "special_tokens, resize_token_embeddings_to_32x, shrink_embeddings)."
+        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary ({keys})."
     )
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _LINEAR = (torch.nn.Linear, Conv1D)
 _SECONDS = 10  # for comparing a regular expression with all names
 _ROUTERS = ("gate", "router")
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # types of models in which PEFT refuses this:
+_OF_KERNELS = ".out_proj"
 _PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
@@ -56,7 +58,7 @@ def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -
             _refuse_all(model, [wanted])
         if parts:
             return _as_list(model, wanted, found, parts)
-        return wanted if any(re.fullmatch(wanted, name) for name in found) else found
+        return wanted if all(re.fullmatch(wanted, name) for name in found) else found
     found = _present(model, wanted, parts, is_alone)
     of_linear = [given for given in found if given.rpartition(".")[2] in parts and not _names_experts(model, given)]
     chosen = [given for given in found if given not in of_linear]
@@ -112,6 +114,11 @@ def in_whole_models(names: Iterable[str]) -> dict[str, str]:
     return {alias: name for name in names for alias in whole(name)}
 
 
+def excludes_names(expression: str) -> bool:
+    """Whether a regular expression says what a name is not, which is true of most other names of the same thing."""
+    return "(?!" in expression or "(?<!" in expression
+
+
 def linear_names(model: PreTrainedModel) -> list[str]:
     """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _LINEAR)})
@@ -151,6 +158,20 @@ def adapted_routers(model: PreTrainedModel, config: ModelSettings) -> list[str]:
         and any(name == router or name.startswith(f"{router}.") for router in routers)
         and not any(name == given or name.endswith(f".{given}") for given in wanted)
     ]
+
+
+def excluded_from_linear(model: PreTrainedModel, config: ModelSettings) -> list[str]:
+    """What `lora_target_linear: true` does not adapt, for PEFT: routers, and what PEFT refuses, with a warning."""
+    kind = model.config.model_type
+    refused = [name for name, _ in model.named_modules() if name.endswith(_OF_KERNELS) and kind in _MAMBA]
+    if refused:
+        warnings.warn(
+            f"lora_target_linear: true: the {len(refused)} layers {_OF_KERNELS[1:]} are not adapted, since PEFT "
+            f"refuses them in models of the type {kind}, whose kernels read their weights directly. The other linear "
+            "layers are adapted.",
+            stacklevel=2,
+        )
+    return [*adapted_routers(model, config), *refused]
 
 
 def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:
@@ -252,7 +273,7 @@ def _of_all_layers(model: PreTrainedModel, given: str) -> str:
 def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
     """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
 
-    An expression that selects none may name them as in a multimodal model, whose text model is trained alone.
+    An expression may also name them as in a multimodal model, whose text model is trained alone.
     """
     # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
     pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
@@ -261,12 +282,11 @@ def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Se
         *(f"{name}.{part}" for name in _stacks(model) for part in parts),
     ]
     found = matching(re.fullmatch, pattern, names, "lora_target_modules")
-    if found or not is_expression:
+    if not is_expression or (found and excludes_names(given)):
         return found
     aliases = in_whole_models(names)
-    return list(
-        dict.fromkeys(aliases[alias] for alias in matching(re.fullmatch, pattern, list(aliases), "lora_target_modules"))
-    )
+    others = matching(re.fullmatch, pattern, list(aliases), "lora_target_modules")
+    return list(dict.fromkeys((*found, *(aliases[alias] for alias in others))))
 
 
 def _unmatched(model: PreTrainedModel, given: list[str]) -> str:

@@ -152,7 +152,8 @@ class ModelKeys(Section):
     unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,
         description="Regular expressions of parameter names, or of their names in the checkpoint, compared from the "
-        "start of the name: without an adapter, only the parameters that match one are trained. If unset, all are.",
+        "start of the name: without an adapter, only the parameters that match one are trained. One with a negative "
+        "lookahead is compared with other names only if it matches no name in the model. If unset, all are trained.",
     )
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
@@ -236,8 +237,9 @@ class AdapterKeys(Section):
     )
     lora_target_linear: bool = Field(
         False,
-        description="Adapt every linear layer except the output layer and routers. Fused experts are not linear "
-        "layers; see lora_target_parameters. The first lines of a run name what is adapted.",
+        description="Adapt every linear layer except the output layer, routers, and out_proj of Mamba, which PEFT "
+        "refuses. Fused experts are not linear layers; see lora_target_parameters. The first lines of a run "
+        "name what is adapted.",
     )
     lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
         None,

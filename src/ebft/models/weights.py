@@ -334,12 +334,23 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
         raise ModelError(f"{path} is truncated or not a file of torch.save. Copy or download it again") from error
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise ModelError(f"{path} does not contain tensors by name. {_TRUSTED}")
+    for key, value in found.items():
+        if not isinstance(key, str):
+            raise ModelError(f"{path} has a tensor named {key!r:.60}, but names are text. Save it again by names")
+        if value.is_meta or value.is_quantized or value.layout is not torch.strided:
+            kind = "on the meta device, without values" if value.is_meta else "sparse" if value.is_sparse else "packed"
+            raise ModelError(
+                f"{path} has {key} as a tensor that is {kind}, but weights are plain tensors. Save the model with "
+                "save_pretrained(FOLDER) after it is loaded completely"
+            )
     return {key: value.detach() for key, value in found.items()}
 
 
 def other_content(error: Exception) -> str | None:
     """What to say of a file with more than tensors, if this is an error of torch.load for one."""
-    found = re.search(r"GLOBAL (\S+) was not", str(error)) if isinstance(error, UnpicklingError) else None
+    found = (
+        re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error)) if isinstance(error, UnpicklingError) else None
+    )
     if found is None:
         return None
     return f"contains {found[1]}, which may run code when it is loaded, so it is not read. {_TRUSTED}"

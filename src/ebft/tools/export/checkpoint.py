@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -21,18 +22,47 @@ from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError
 from ebft.files import MODEL_WEIGHTS, file_hash, first_weights, publish, write_text
 from ebft.models.weights import WeightFiles, weight_files
+from ebft.transformers_internals import convert_moe_packed_tensors
 
 SINGLE = MODEL_WEIGHTS[0]
 INDEX = f"{SINGLE}.index.json"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.msgpack", "*.h5")  # of weights
+_BLOCKS, _SCALES = "_blocks", "_scales"  # endings of names of weights in MXFP4
 
 
-def read_checkpoint(folder: Path) -> WeightFiles:
+class DequantisedFiles(WeightFiles):
+    """Weights of which those that are stored in MXFP4 are read in bfloat16, which can represent all of their values."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        super().__init__(paths)
+        stored = self.weights
+        names = {key.removesuffix(_BLOCKS) for key in stored if key.endswith(_BLOCKS)}
+        self._packed = {name for name in names if name + _SCALES in stored}
+        scales = {name + _SCALES for name in self._packed}
+        for path, weights in self.files.items():
+            self.files[path] = dict(self._plain(*item) for item in weights.items() if item[0] not in scales)
+
+    def read(self, key: str) -> Tensor:
+        """A weight; its file stays open."""
+        if key not in self._packed:
+            return super().read(key)
+        return convert_moe_packed_tensors(super().read(key + _BLOCKS), super().read(key + _SCALES))
+
+    def _plain(self, key: str, weight: Tensor) -> tuple[str, Tensor]:
+        name = key.removesuffix(_BLOCKS)
+        if name not in self._packed:
+            return key, weight
+        experts, outputs, *blocks = weight.shape  # a byte has two values
+        inputs = 2 * math.prod(blocks)
+        return name, torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="meta")
+
+
+def read_checkpoint(folder: Path, kind: type[WeightFiles] = WeightFiles) -> WeightFiles:
     """The weights of the model in a folder. Raises ModelError if there are none."""
     files = weight_files(folder)
     if not files:
         raise ModelError(f"{folder} contains no weights ({' or '.join(MODEL_WEIGHTS)}, or their index).")
-    return WeightFiles(files)
+    return kind(files)
 
 
 def base_folder(name: str, revision: str | None = None) -> Path:

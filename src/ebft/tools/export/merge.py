@@ -37,6 +37,7 @@ from ebft.tools.export.adapter import (
 )
 from ebft.tools.export.checkpoint import (
     OTHER_FORMATS,
+    DequantisedFiles,
     ShardFolder,
     base_folder,
     parse_size,
@@ -91,16 +92,16 @@ def merge_adapter(
     """Write the base model with the adapter merged into its weights to the folder `to`.
 
     The result is that of PEFT's `merge_and_unload`, except that weights that are tied in the base model, and of which
-    the adapter changes one, are written separately: PEFT changes both. The shards are those of the base model unless
-    `max_shard_size` (such as "5GB") is given. If a merge was interrupted, a second call continues it. `on_shard` is
-    called with the number of finished shards and of all shards. Raises ModelError if the adapter or the base model
-    cannot be merged.
+    the adapter changes one, are written separately: PEFT changes both. Weights in MXFP4 become bfloat16. The shards are
+    those of the base model unless `max_shard_size` (such as "5GB") is given. If a merge was interrupted, a second call
+    continues it. `on_shard` is called with the number of finished shards and of all shards. Raises ModelError if the
+    adapter or the base model cannot be merged.
     """
     size = None if max_shard_size is None else parse_size(max_shard_size)
     config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
-    checkpoint, text_config = read_checkpoint(base), text_model_config(base_config)
+    checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
     plain = empty_model(text_config, source.trust_remote_code)
     rounding = None if source.quantised is None else BitsAndBytesRounding(plain, source.quantised)
     adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
@@ -131,6 +132,9 @@ def _base_config(base: Path, source: MergeSource) -> Any:
         raise ModelError(f"{base}: its config.json cannot be read: {error}") from error
     if (quantised := getattr(found, "quantization_config", None)) is not None:  # absent in most models
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        if method == "mxfp4":
+            del found.quantization_config
+            return found
         raise ModelError(
             f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
             "original model, which they were quantised from (--base-model)."

@@ -36,6 +36,7 @@ _NEEDED = {
     ("int4", "float8_e4m3fn"): "an H100 or later GPU (compute capability 9.0) with the package mslk",
     ("float8_e4m3fn", "float8_e4m3fn"): "a GPU of compute capability 8.9 or later",
 }
+_SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."
 WINDOW = 512  # tokens of a text that are scored with their own context
 
 
@@ -76,8 +77,14 @@ def quantize_model(
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     check_free(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    weights = list(read_checkpoint(folder).weights.values())
+    widest = max((weight.shape[-1] for weight in weights if weight.dim() > 1), default=0)
+    if wanted.group_size is not None and wanted.group_size > widest:  # before a layer of this size is tried
+        raise ModelError(
+            f"group_size: {wanted.group_size} is more than the {widest} columns of the widest layer, and must divide "
+            f"the columns of each. {_SMALLER}"
+        )
     settings = torchao_settings(wanted, device)
-    size = sum(weight.nbytes for weight in read_checkpoint(folder).weights.values())
     tokenizer = _loaded(pretrained_tokenizer, folder)
     scored = sequences(tokenizer)
     options = {"dtype": "auto", "device_map": {"": str(device)}}
@@ -96,7 +103,7 @@ def quantize_model(
         raise ModelError(
             f"Cannot write to {to.parent}: {error}. Free disk space, or choose another folder with --output."
         ) from error
-    own = sum(path.stat().st_size for path in to.glob("*.safetensors"))
+    size, own = sum(weight.nbytes for weight in weights), sum(path.stat().st_size for path in to.glob("*.safetensors"))
     return QuantizeResult(given, size, own, sum(one.scored for one in scored), before, after)
 
 
@@ -147,8 +154,7 @@ def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedMode
     for name, module in (linear | embeddings if wanted.quantize_embedding else linear).items():
         if size is not None and module.weight.shape[-1] % size:
             raise ModelError(
-                f"group_size: {size} does not divide the {module.weight.shape[-1]} columns of {name}. Use a smaller "
-                "power of 2, or weight_dtype: int8 without group_size."
+                f"group_size: {size} does not divide the {module.weight.shape[-1]} columns of {name}. {_SMALLER}"
             )
     if not wanted.quantize_embedding:
         return TorchAoConfig(settings)
