@@ -1,14 +1,19 @@
-"""FLOPs and peak memory of one training step of every method, compared with the stored ones.
+"""FLOPs, peak memory, kernels and waits of one training step, compared with the stored ones.
 
-    python -m benchmarks.guard           # compare; exit code 1 if one of them grew, or FLOPs changed, by 1%
-    python -m benchmarks.guard --write   # store what is measured now, after a change that is meant
+    python -m benchmarks.guard                     # compare; exit code 1 if one of them grew, or FLOPs changed
+    python -m benchmarks.guard --write             # store what is measured now, after a change that is meant
+    python -m benchmarks.guard --write --launches  # the same with kernels and waits alone, which takes half the time
 
 Each method trains a small random Llama with `ebft.train`, and its third step is measured: the FLOPs of all matrix
 products (`benchmarks.flops`), and the most bytes of tensors at any time: those that live when the step begins, and what
 PyTorch's allocator has handed out since. Both are counted rather than sampled, and do not depend on the machine or its
-load. The seconds of the step are printed but not compared. Runs on the CPU, in about a minute.
+load. The seconds of the step are printed but not compared. Runs on the CPU, in about two minutes.
 
 FLOPs that fall by 1% are an error too: work that is left out by mistake looks like a saving.
+
+Kernels and waits are those of a step of `benchmarks.kernels`, which is counted on the pretend device of tests/devices:
+what it starts on an accelerator, and how often it waits for it. 1% more kernels, or one more wait, is an error, which
+names the functions that start or wait for more.
 """
 
 from __future__ import annotations
@@ -37,12 +42,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 import ebft
 from benchmarks.flops import flop_counter
+from benchmarks.kernels import RUNS, counts_of_run
 from benchmarks.measuring import machine
+from tests.devices.pretend import Counts, is_possible, register
 
 STORED = Path(__file__).parent / "results" / "guard-cpu.json"
 TOLERANCE = 0.01
 STEP = 3  # first steps allocate optimizer states and import what is imported lazily
 WORDS = 8190
+TOKENS = 512  # of the document of the runs whose kernels are counted
+SHOWN = 8  # functions that are named where kernels or waits grew
 
 COMMON = {
     "sequence_len": 256,
@@ -82,6 +91,14 @@ class Cost:
     flops: int
     peak_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Of one training step on an accelerator: kernels, and waits for the device, by function of the package."""
+
+    kernels: dict[str, int]
+    waits: dict[str, int]
 
 
 class MeasureStep(TrainerCallback):
@@ -185,6 +202,33 @@ def even_words(completions: list[Any], **columns: Any) -> list[float]:
     return [sum(word[-1] in "02468" for word in found) / max(1, len(found)) for found in words]
 
 
+def launches(name: str) -> Launches:
+    """Count what a step of a run of `benchmarks.kernels` starts and waits for, with 512 tokens."""
+    register()
+    total = Counts()
+    for counts in counts_of_run(name, TOKENS).values():
+        total.add(counts)
+    kernels, waits = total.by_function()
+    return Launches(dict(sorted(kernels.items())), dict(sorted(waits.items())))
+
+
+def more_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
+    """Lines for each count that grew, followed by the functions in which it did."""
+    for name, counts in now.items():
+        for quantity, allowed in (("kernels", 1 + TOLERANCE), ("waits", 1)):
+            before, after = stored.get(name, {}).get(quantity), getattr(counts, quantity)
+            if before is None:
+                yield f"{name}: no {quantity} are stored. Store them with --write."
+                continue
+            stored_sum, sum_now = sum(before.values()), sum(after.values())
+            if sum_now > allowed * stored_sum:
+                yield f"{name}: {quantity} grew from {stored_sum:,} to {sum_now:,}, in these functions:"
+                functions = sorted(after, key=lambda each: before.get(each, 0) - after[each])
+                for each in functions[:SHOWN]:
+                    if after[each] > before.get(each, 0):
+                        yield f"    {each}: {before.get(each, 0):,} -> {after[each]:,}"
+
+
 def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable[str]:
     """A line for everything that grew by the tolerance, for FLOPs that fell by it, and for what is not in both."""
     for name in stored.keys() - now.keys():
@@ -200,14 +244,53 @@ def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable
                 yield f"{name}: {quantity} changed by {after / before - 1:+.1%}, from {before:,} to {after:,}."
 
 
-def main(arguments: list[str] | None = None, measured: Callable[[str], Cost] = measure) -> int:
+def main(
+    arguments: list[str] | None = None,
+    measured: Callable[[str], Cost] = measure,
+    counted: Callable[[str], Launches] = launches,
+) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="store what is measured")
+    parser.add_argument("--launches", action="store_true", help="count kernels and waits alone")
     parser.add_argument("--stored", type=Path, default=STORED, help="the JSON file")
     options = parser.parse_args(arguments)
-    stored = {} if options.write else json.loads(options.stored.read_text(encoding="utf-8"))["methods"]
+    stored = json.loads(options.stored.read_text(encoding="utf-8")) if options.stored.exists() else {}
     torch.set_num_threads(1)  # the buffers of fused attention grow with the threads
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
+    # First, since PyTorch starts the threads of a device's backward passes once, before its first one of any device.
+    starts = all_launches(counted, stored.get("launches", {}))
+    costs = {} if options.launches else all_costs(measured, stored.get("methods", {}))
+    if options.write:
+        found = {"card": machine(torch.device("cpu"))}
+        found["methods"] = {name: asdict(cost) for name, cost in costs.items()} or stored.get("methods", {})
+        found["launches"] = {name: asdict(counts) for name, counts in starts.items()} or stored.get("launches", {})
+        options.stored.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return 0
+    problems = [] if options.launches else list(grown(stored.get("methods", {}), costs))
+    problems += more_launches(stored.get("launches", {}), starts)
+    print("\n".join(problems) or f"Nothing grew by {TOLERANCE:.0%}, no wait was added, and no FLOPs are missing.")
+    return 1 if problems else 0
+
+
+def all_launches(counted: Callable[[str], Launches], stored: dict[str, dict[str, Any]]) -> dict[str, Launches]:
+    """The kernels and waits of every run, which are also printed; empty where they cannot be counted."""
+    if not is_possible():
+        print("Kernels and waits are not counted: there is an accelerator, or this PyTorch cannot pretend one.")
+        return {}
+    print(f"{'one step':16} {'kernels':>9} {'':>7} {'waits':>9} {'':>7}")
+    found = {}
+    for name in RUNS:
+        found[name] = counted(name)
+        columns = []
+        for quantity in ("kernels", "waits"):
+            after, before = sum(getattr(found[name], quantity).values()), stored.get(name, {}).get(quantity)
+            columns += [f"{after:9,}", f"{'' if before is None else f'{after - sum(before.values()):+,}':>7}"]
+        print(f"{name:16} {' '.join(columns)}".rstrip(), flush=True)
+    return found
+
+
+def all_costs(measured: Callable[[str], Cost], stored: dict[str, dict[str, float]]) -> dict[str, Cost]:
+    """The cost of every method, which are also printed."""
     now = {}
     print(f"{'one step':16} {'GFLOPs':>9} {'':>7} {'peak MiB':>9} {'':>7} {'seconds':>8}")
     for name in METHODS:
@@ -220,14 +303,7 @@ def main(arguments: list[str] | None = None, measured: Callable[[str], Cost] = m
         print(
             f"{name:16} {gigas:9.3f} {changes[0]:>7} {mebibytes:9.1f} {changes[1]:>7} {cost.seconds:8.2f}", flush=True
         )
-    if options.write:
-        card = machine(torch.device("cpu"))
-        text = json.dumps({"card": card, "methods": {name: asdict(cost) for name, cost in now.items()}}, indent=2)
-        options.stored.write_text(text + "\n", encoding="utf-8")
-        return 0
-    problems = list(grown(stored, now))
-    print("\n".join(problems) or f"Nothing grew by {TOLERANCE:.0%}, and no FLOPs are missing.")
-    return 1 if problems else 0
+    return now
 
 
 if __name__ == "__main__":

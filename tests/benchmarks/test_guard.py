@@ -1,31 +1,38 @@
 """The guard against growing cost: what it measures is exact, and growth fails."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.guard import METHODS, Cost, live_bytes, main, measure
+from benchmarks.guard import METHODS, Cost, Launches, live_bytes, main, measure
+from benchmarks.kernels import RUNS
+from tests.devices.pretend import is_possible
 
 COSTS = {name: Cost(1000 + index, 2000 + index, 1.0) for index, name in enumerate(METHODS)}
+COUNTS = {name: Launches({"a.py f": 900, "b.py g": 100}, {"a.py f: nonzero": 2, "b.py g: item": 1}) for name in RUNS}
 
 
 @pytest.fixture
 def stored(tmp_path):
     path = tmp_path / "guard.json"
-    assert main(["--write", "--stored", str(path)], COSTS.__getitem__) == 0
+    assert main(["--write", "--stored", str(path)], COSTS.__getitem__, COUNTS.__getitem__) == 0
     return path
 
 
-def guard(stored, cost=None, **record) -> int:
-    """The exit status with this cost of strided mode, and these methods stored instead (None: not stored)."""
+def guard(stored, cost=None, counts=None, **record) -> int:
+    """The exit status with these costs of strided mode, and these methods stored instead (None: not stored)."""
     if record:
         content = json.loads(stored.read_text())
         content["methods"] |= record
         content["methods"] = {name: value for name, value in content["methods"].items() if value is not None}
         stored.write_text(json.dumps(content))
-    return main(["--stored", str(stored)], (COSTS | ({"strided": cost} if cost else {})).__getitem__)
+    costs, launches = ((now, {"strided": found} if found else {}) for now, found in ((COSTS, cost), (COUNTS, counts)))
+    merged = [(now | changed).__getitem__ for now, changed in (costs, launches)]
+    return main(["--stored", str(stored)], *merged)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +62,69 @@ def test_what_cannot_be_compared_fails(stored, monkeypatch, capsys):
     assert guard(stored, SFT=sft) == 0
     monkeypatch.delitem(METHODS, "SFT")
     assert guard(stored) == 1 and "SFT: is stored, but not measured" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not is_possible(), reason="a real accelerator, or a PyTorch without Python backends")
+def test_more_kernels_and_waits_fail_and_name_their_functions(stored, capsys):
+    kernels, waits = COUNTS["strided"].kernels, COUNTS["strided"].waits
+    assert guard(stored, counts=Launches(kernels | {"b.py g": 110, "a.py f": 899}, waits)) == 0  # 0.9%
+    assert guard(stored, counts=Launches(kernels | {"a.py f": 500}, {})) == 0
+    assert guard(stored, counts=Launches(kernels | {"b.py g": 90, "c.py h": 21}, waits)) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "strided: kernels grew from 1,000 to 1,011, in these functions:", "    c.py h: 0 -> 21",
+    ]  # fmt: skip
+    assert guard(stored, counts=Launches(kernels, waits | {"a.py f: nonzero": 3})) == 1
+    assert (
+        "strided: waits grew from 3 to 4, in these functions:\n    a.py f: nonzero: 2 -> 3" in capsys.readouterr().out
+    )
+    content = json.loads(stored.read_text())
+    del content["launches"]["structured"]
+    stored.write_text(json.dumps(content))
+    assert guard(stored) == 1 and "structured: no kernels are stored" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not is_possible(), reason="a real accelerator, or a PyTorch without Python backends")
+def test_kernels_and_waits_are_stored_without_the_costs(stored):
+    before = json.loads(stored.read_text())
+    fewer = {name: Launches({"a.py f": 1}, {}) for name in RUNS}
+    assert main(["--write", "--launches", "--stored", str(stored)], None, fewer.__getitem__) == 0
+    after = json.loads(stored.read_text())
+    assert after["methods"] == before["methods"] and after["launches"]["strided"] == {
+        "kernels": {"a.py f": 1},
+        "waits": {},
+    }
+
+
+# In a process of its own, since PyTorch has to know of the device before the first backward pass.
+COUNTS_OF_STEPS = """
+from unittest.mock import patch
+import torch
+import ebft.strided.trainer as trainer
+from benchmarks.guard import launches
+
+def slower(*args, **kwargs):
+    found = match_features(*args, **kwargs)
+    assert found.rewards.sum().isfinite().item()
+    return found
+
+match_features = trainer.match_features
+with patch("benchmarks.kernels.LAYERS", 2), patch("benchmarks.guard.TOKENS", 64):
+    first, second = launches("strided"), launches("strided")
+    assert first == second and sum(first.kernels.values()) > 1000, (first, second)
+    with patch.object(trainer, "match_features", slower):
+        more = launches("strided")
+added = lambda before, after: {key: n - before.get(key, 0) for key, n in after.items() if n != before.get(key, 0)}
+assert added(first.waits, more.waits) == {"strided/trainer.py _match: _local_scalar_dense": 1}
+kernels = added(first.kernels, more.kernels)
+assert list(kernels) == ["strided/trainer.py _match"] and 2 <= min(kernels.values()) <= 9, kernels
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_possible(), reason="a real accelerator, or a PyTorch without Python backends")
+def test_launches_are_exact_and_attributed_to_functions():
+    done = subprocess.run([sys.executable, "-c", COUNTS_OF_STEPS], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_live_tensors_are_counted_once():

@@ -10,6 +10,7 @@ or compute tensors. Its tensors are PyTorch's own, made by DLPack from memory of
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import sys
@@ -72,9 +73,23 @@ class Counts:
     def copy(self) -> Counts:
         return Counts(*(counter.copy() for counter in (self.kernels, self.waits, self.uploads)))
 
+    def add(self, other: Counts) -> None:
+        self.kernels.update(other.kernels)
+        self.waits.update(other.waits)
+        self.uploads.update(other.uploads)
+
     def since(self, before: Counts) -> Counts:
         """What was counted after `before` was copied."""
         return Counts(self.kernels - before.kernels, self.waits - before.waits, self.uploads - before.uploads)
+
+    def by_function(self) -> tuple[Counter[str], Counter[str]]:
+        """The kernels and the waits by function instead of line, such as `rewards.py whiten`."""
+        kernels, waits = Counter(), Counter()
+        for line, count in self.kernels.items():
+            kernels[_function(line)] += count
+        for (line, operation), count in self.waits.items():
+            waits[f"{_function(line)}: {operation}"] += count
+        return kernels, waits
 
     def table(self, lines: int | None = None) -> str:
         """The totals, and the lines with the most waits, then kernels."""
@@ -86,7 +101,28 @@ class Counts:
         return "\n".join(found)
 
 
+@cache
+def _functions(path: str) -> dict[int, str]:
+    """The name of the innermost function of each line of a file of the package."""
+    found = {}
+    for node in ast.walk(ast.parse(Path(_SOURCE, path).read_text(encoding="utf-8"))):  # outer functions first
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.name)
+    return found
+
+
+def _function(line: str) -> str:
+    path, _, number = line.partition(":")
+    return f"{path} {_functions(path).get(int(number), '')}".strip() if number else line
+
+
 _counts = Counts()
+
+
+def is_possible() -> bool:
+    """Whether this PyTorch has backends that are written in Python, and no real accelerator."""
+    has_guard = hasattr(torch._C, "_acc") and hasattr(torch._C._acc, "register_python_privateuseone_device_guard")
+    return has_guard and not torch.accelerator.is_available()
 
 
 @contextmanager

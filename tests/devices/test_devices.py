@@ -4,17 +4,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from tests.devices.__main__ import CASES
+from tests.devices.pretend import is_possible
 
-pytestmark = [
-    pytest.mark.skipif(
-        not hasattr(torch._C, "_acc") or not hasattr(torch._C._acc, "register_python_privateuseone_device_guard"),
-        reason="this version of PyTorch has no backends that are written in Python",
-    ),
-    pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a real accelerator, which other tests use"),
-]
+pytestmark = pytest.mark.skipif(not is_possible(), reason="a real accelerator, or a PyTorch without Python backends")
 FAST = ("strided_lora", "strided_full")
 
 

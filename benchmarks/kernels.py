@@ -1,0 +1,175 @@
+"""Kernels that a step of EBFT starts on an accelerator, by phase and by line, without one.
+
+    python -m benchmarks.kernels                            # strided, one document of 512, 1024 and 2048 tokens
+    python -m benchmarks.kernels --lengths 1024 --lines 20  # also the lines that start most
+    python -m benchmarks.kernels --runs structured "structured LoRA" --lengths 512
+
+`python -m benchmarks.guard` compares the kernels and waits of these runs at 512 tokens with the stored ones.
+
+Trains a small random Llama of 16 layers with `ebft.train` on the device of tests/devices/pretend.py, on which the code
+takes the branches that a GPU takes (separate passes for sampling and training, a fused optimizer). The second step is
+counted, from the end of the first to its own end. Kernels depend on the number of layers, not on their width; each of
+them costs 5 to 15 µs to launch from Python, however small it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+
+import ebft
+import ebft.strided.trainer
+from ebft import FeatureMatchingReward
+from ebft.structured.grpo import RolloutGRPOTrainer
+from ebft.structured.rollouts.local import SharedPromptSampler
+from tests.devices.pretend import Counts, pretend_device, record, register
+
+LAYERS, WORDS, ANSWER = 16, 510, 32
+STEPS = {"max_steps": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "save_strategy": "no", "torch_dtype": "float32"}
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+BLOCKS = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
+STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", **BLOCKS}}
+COMPLETIONS = {"num_generations": 4, "max_completion_length": 16, "temperature": 1.0}
+STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS, "micro_batch_size": 4}
+RUNS = {
+    "strided": STRIDED,
+    "strided LoRA": STRIDED | LORA,
+    "structured": STRUCTURED,
+    "structured LoRA": STRUCTURED | LORA,
+}
+# Functions that are a phase of the step, by where they are looked up; all else is "other".
+PHASES: dict[str, list[tuple[Any, str]]] = {
+    "sample": [(ebft.strided.trainer, "sample_rollouts"), (SharedPromptSampler, "__call__")],
+    "embed": [(ebft.strided.trainer, "embed_blocks"), (FeatureMatchingReward, "__call__")],
+    "log-probs": [(ebft.strided.trainer, "score"), (RolloutGRPOTrainer, "compute_loss")],
+    "backward": [(Accelerator, "backward")],
+    "optimizer": [(AcceleratedOptimizer, "step"), (Accelerator, "clip_grad_norm_")],
+}
+
+
+class CountStep(TrainerCallback):
+    """What the second step of a training run does, by phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Counts] = {}
+        self._counting = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counting = state.global_step == 1
+        if self._counting:
+            self._before = self._all.copy()
+        elif state.global_step == 2:
+            self.phases["other"] = self._all.since(self._before)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block, runs are counted."""
+        with ExitStack() as during:
+            self._all = during.enter_context(record())
+            during.enter_context(patch("ebft.run.trainer.ProgressBar", self))
+            for phase, functions in PHASES.items():
+                self.phases[phase] = Counts()
+                for owner, name in functions:
+                    during.enter_context(patch.object(owner, name, self._watched(getattr(owner, name), phase)))
+            yield
+
+    def _watched(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with record() as found:
+                result = function(*args, **kwargs)
+            if self._counting:
+                self.phases[phase].add(found)
+            return result
+
+        return watched
+
+
+def counts_of_run(name: str, length: int, **changes: Any) -> dict[str, Counts]:
+    """Train the run `name` of RUNS with one document, or prompt with its reference, of `length` tokens per step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return counts_of_step({**STEPS, **write_inputs(Path(folder), length, RUNS[name]), **RUNS[name], **changes})
+
+
+def counts_of_step(keys: dict[str, Any]) -> dict[str, Counts]:
+    """Train on the pretend device by the keys of a config, and return the counts of the second step by phase.
+
+    `register()` must have been called before the first backward pass of the process.
+    """
+    step = CountStep()
+    with ExitStack() as during:
+        during.enter_context(pretend_device())
+        during.enter_context(step.watching())
+        during.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        during.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        during.enter_context(warnings.catch_warnings(action="ignore"))
+        ebft.train(ebft.RunConfig.from_dict(keys))
+    return step.phases
+
+
+def write_inputs(folder: Path, length: int, run: dict[str, Any]) -> dict[str, Any]:
+    """A model of `LAYERS` layers and documents of `length` tokens, in `folder`; the config's keys that name them."""
+    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(WORDS))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(words), num_hidden_layers=LAYERS, max_position_embeddings=4096, **special, **shape)
+    ).save_pretrained(folder / "base")
+    words = [[f"w{(row * 7919 + n * n) % WORDS}" for n in range(length)] for row in range(4)]
+    parts = [{"text": row, "input": row[:-ANSWER], "output": row[-ANSWER:]} for row in words]
+    rows = [{name: " ".join(part) for name, part in row.items()} for row in parts]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    transform = "ebft_pretrain" if run["ebft"]["mode"] == "strided" else "ebft_opencode"
+    return {
+        "base_model": str(folder / "base"),
+        "datasets": [{"path": str(folder / "rows.jsonl"), "type": f"{transform}.transform"}],
+        "sequence_len": length + 8,
+        "output_dir": str(folder / "out"),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048], help="tokens of the document")
+    parser.add_argument("--runs", choices=RUNS, nargs="+", default=["strided", "strided LoRA"], help="what is trained")
+    parser.add_argument("--lines", type=int, default=0, help="print the lines that start most kernels, by phase")
+    parser.add_argument("--dtype", default="float32", help="torch_dtype of the model")
+    options = parser.parse_args(arguments)
+    register()
+    torch.set_num_threads(1)
+    names = " ".join(f"{name:>9}" for name in (*PHASES, "other"))
+    print(f"{'kernels of a step':18} {'tokens':>6} {'step':>7} {names}")
+    for name in options.runs:
+        for length in options.lengths:
+            phases = counts_of_run(name, length, torch_dtype=options.dtype)
+            kernels = [sum(counts.kernels.values()) for counts in phases.values()]
+            print(f"{name:18} {length:6} {sum(kernels):7,} " + " ".join(f"{count:9,}" for count in kernels), flush=True)
+            for phase, counts in phases.items():
+                for line, count in counts.kernels.most_common(options.lines):
+                    print(f"{phase:>25} {count:7,} {line}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
