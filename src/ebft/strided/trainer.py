@@ -6,7 +6,6 @@ N rollouts, G tokens); `StridedOutput` returns (B documents, N, NB blocks of the
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -237,13 +236,14 @@ class StridedEBFTTrainer(OverTrainer):
             )
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._throughput.add(seconds=time.perf_counter() - started)
         if self._measures_gradients() and self.accelerator.sync_gradients:
             for term, norm in self._term_gradients.drain(self.accelerator).items():
                 self._metrics.add(f"ebft/{term}_grad_norm", norm, 1)
         return loss
+
+    def add_seconds(self, seconds: float) -> None:
+        self._throughput.add(seconds=seconds)
 
     def running_state(self) -> dict[str, Any]:
         return super().running_state() | {"metrics": self._metrics.state()}
