@@ -340,7 +340,7 @@ FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral"
 @pytest.mark.parametrize(("family", "adapter"), slow_unless(lambda name, adapter: name != "qwen3", FAMILIES_THERE))
 @pytest.mark.parametrize("size", [{}, {"rows_per_tile": 40}], ids=["one tile", "tiles"])
 def test_branches_of_accelerators(family, adapter, size, tmp_path, monkeypatch):
-    """The code that saves kernels, on CPU: fused layers, folded adapters, and attention in tiles that are not batched."""
+    """What saves kernels, on CPU: fused layers, folded adapters, and attention in tiles that are not batched."""
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
     monkeypatch.setattr(passes, "rows_per_tile", lambda device: size.get("rows_per_tile", 4096))
     monkeypatch.setattr("ebft.strided.passes.rows_per_tile", passes.rows_per_tile)
