@@ -121,6 +121,7 @@ def differences(found: Result, wanted: Result, tolerance: float) -> list[str]:
         f"entry {number}: {key}: {got[key]}, on CPU {value}"
         for number, (got, expected) in enumerate(zip(found.logged, wanted.logged))
         for key, value in expected.items()
+        if not (key == "budget/flops" and got[key] < value)  # adapters are folded into the weights
         if not abs(got[key] - value) <= tolerance * max(1.0, abs(value))
     ]
     of_weights = [
