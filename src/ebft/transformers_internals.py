@@ -31,7 +31,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -61,8 +62,11 @@ __all__ = [
     "is_flash_attn_3_available",
     "is_torch_tf32_available",
     "read_gguf_metadata",
+    "rotate_half",
     "unset_hf_deepspeed_config",
 ]
+
+rms_norm_of_llama = LlamaRMSNorm.forward
 
 
 def has_running_state(causal_lm: PreTrainedModel) -> bool:

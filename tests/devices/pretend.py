@@ -268,6 +268,14 @@ def register() -> tuple[torch.library.Library, ...]:
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
     _autocast_as_cuda(aten)
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if full.startswith("aten::_foreach_"):
+            op = getattr(getattr(_aten, name), overload or "default")
+            aten.impl(full, partial(_run, op), "PrivateUse1")
+    for name, function in _ONE_KERNEL.items():
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):
+            aten.impl(name, partial(_OneKernel.call, function), key)
     return fallback, aten
 
 
@@ -380,6 +388,53 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+class _OneKernel(torch.autograd.Function):
+    """A function that PyTorch composes of others on most devices, but computes with one kernel on a GPU.
+
+    In backward, a kernel for each gradient.
+    """
+
+    @staticmethod
+    def call(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return _OneKernel.apply(function, kwargs, *args)
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, kwargs: dict[str, Any], *args: Any) -> Tensor:
+        device = {each.device for each in args if isinstance(each, Tensor)}
+        if len(device) > 1:
+            raise MixedDevices(f"{function.__name__} mixes devices: {device}. At {_line()}")
+        _counts.kernels[_line()] += 1
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        ctx.save_for_backward(*tensors)
+        others = [None if isinstance(each, Tensor) else (each,) for each in args]
+        ctx.rest = function, kwargs, others, torch.get_rng_state()
+        return _moved(function(*(_view_on_cpu(x) if isinstance(x, Tensor) else x for x in args), **kwargs), *device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        function, kwargs, given, random = ctx.rest
+        needed, tensors = ctx.needs_input_grad[2:], iter(ctx.saved_tensors)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(random)
+            args = [
+                _view_on_cpu(next(tensors)).detach().requires_grad_(needs) if each is None else each[0]
+                for each, needs in zip(given, needed)
+            ]
+            found = function(*args, **kwargs)
+        wanted = [each for each, needs in zip(args, needed) if needs]
+        _counts.kernels["(backward)"] += len(wanted)
+        grads = iter(torch.autograd.grad(found, wanted, _view_on_cpu(grad)))
+        return None, None, *(_moved(next(grads), grad.device) if needs else None for needs in needed)
+
+
+_ONE_KERNEL = {
+    "scaled_dot_product_attention": torch.nn.functional.scaled_dot_product_attention,
+    "rms_norm": torch.rms_norm,
+}
+# Lists of tensors that fit into one kernel of a `_foreach_` function or a fused optimizer, by the number of lists.
+_TENSORS_PER_KERNEL = (110, 64, 48, 36, 30)
+
+
 class _Call:
     """One call of an operation: its tensors on CPU, and which tensor of the device each of them is."""
 
@@ -445,7 +500,7 @@ def _count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if name in _FREE:
         return
     line = _line()
-    _counts.kernels[line] += 1
+    _counts.kernels[line] += _launches(args) if name.startswith(("_foreach_", "_fused_adam")) else 1
     waits = name in _WAITS and kwargs.get("output_size") is None
     if name in _INDEXING:
         indices = [each for each in args[1] if each is not None]
@@ -455,6 +510,11 @@ def _count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             waits, name = True, "index on CPU" if _is_ours() else "index on CPU, of another package"
     if waits:
         _counts.waits[line, name] += 1
+
+
+def _launches(args: tuple[Any, ...]) -> int:
+    lists = [each for each in args if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
+    return -(-len(lists[0]) // _TENSORS_PER_KERNEL[min(len(lists), len(_TENSORS_PER_KERNEL)) - 1])
 
 
 def _line() -> str:

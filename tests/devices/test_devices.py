@@ -69,7 +69,7 @@ with pretend_device() as device, record() as counts:
         assert (sum(found.waits.values()) >= 1) == bool(times), (wait.__code__.co_firstlineno, found)
     with torch.autocast("pretend", torch.bfloat16):  # the dtypes of CUDA, some of which are not those of the CPU
         found = there @ there.T
-        assert (found.dtype, found.softmax(-1).dtype, (found + 1).dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+        assert (found.dtype, (found + 1).dtype, found.softmax(-1).dtype) == (*[torch.bfloat16] * 2, torch.float32)
     torch.rand(2, device=device, generator=torch.Generator(device).manual_seed(1))
     weight = torch.nn.Parameter(there[:, :2].clone())
     (there.T @ weight).square().sum().backward()

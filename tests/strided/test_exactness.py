@@ -10,6 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
+from ebft.prefix import gpu
+from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
 from tests.strided.oracle import oracle_step
@@ -327,3 +329,22 @@ def test_bfloat16_stays_near_float32(tmp_path):
     assert 0 < ours.mean() < 1.5 * plain_bf16.mean() and ours.max() < 2 * plain_bf16.max()
     assert out.logps.dtype == torch.float32
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+ON_ACCELERATORS = {"single_pass": False, "merge_rollouts": False}
+FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral", False), ("gemma2", True),
+                  ("gpt_oss", False), ("bloom", False)]  # fmt: skip
+
+
+@pytest.mark.usefixtures("without_parity_check")
+@pytest.mark.parametrize(("family", "adapter"), slow_unless(lambda name, adapter: name != "qwen3", FAMILIES_THERE))
+@pytest.mark.parametrize("size", [{}, {"rows_per_tile": 40}], ids=["one tile", "tiles"])
+def test_branches_of_accelerators(family, adapter, size, tmp_path, monkeypatch):
+    """What saves kernels, on CPU: fused layers, folded adapters, and attention in tiles that are not batched."""
+    monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(passes, "rows_per_tile", lambda device: size.get("rows_per_tile", 4096))
+    monkeypatch.setattr("ebft.strided.passes.rows_per_tile", passes.rows_per_tile)
+    monkeypatch.setattr(tiles, "_SCORES", 0)
+    model = tiny_model(family, seed=5)
+    targets = lora_targets(family) if adapter else None
+    exact(tmp_path, with_lora(model, target_modules=targets) if adapter else model, unequal_batch(2), **ON_ACCELERATORS)

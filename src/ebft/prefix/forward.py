@@ -30,6 +30,7 @@ from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
 from ebft.prefix.cpu import cpu_matmul
+from ebft.prefix.gpu import fuse
 from ebft.prefix.logps import Head, Linear
 from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 
@@ -111,6 +112,7 @@ def prepare(model: nn.Module) -> PreTrainedModel:
             module.register_forward_pre_hook(_switch_on, with_kwargs=True)
             module.register_forward_hook(_switch_off, with_kwargs=True, always_call=True)
         adapt(module)
+        fuse(module)
     return causal_lm
 
 

@@ -11,23 +11,24 @@ H  query heads    K  key/value heads     Q = H / K        D  head dimension
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ebft.prefix import gpu
 from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows
-from ebft.prefix.attention.tiles import Own, Tile, attend, batch_tiles
+from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles, join_masks
 from ebft.strided.layout import StridedLayout
 
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes (C,) of one length: last token, block, and step, which is the position of the token in its rollout.
+    """The nodes (C,) of one length: last token, block, and the step, which is the position of tokens in their rollout.
 
     parent (C,): the node of the level before that each continues, None if all continue the node of the same number.
     node (R,): the node of each rollout.
@@ -35,7 +36,7 @@ class Level:
 
     tokens: Tensor
     block: Tensor
-    step: Tensor
+    step: int
     parent: Tensor | None
     node: Tensor
 
@@ -72,23 +73,59 @@ class Draws:
 
 
 @dataclass(frozen=True)
+class RegularDraws:
+    """The same where nodes are not merged: `many` rows with `columns` draws, followed by `single` rows with one."""
+
+    many: int
+    columns: int
+    single: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.many + self.single, self.columns if self.many else 1
+
+    def spread(self, values: Tensor) -> Tensor:
+        of_many, of_single = values.split([self.many * self.columns, self.single])
+        if not (self.many and self.single):
+            return values.view(self.shape)
+        return torch.cat([of_many.view(-1, self.columns), of_single.unsqueeze(1).expand(-1, self.columns)])
+
+    def collect(self, values: Tensor) -> Tensor:
+        if not (self.many and self.single):
+            return values.flatten()
+        return torch.cat([values[: self.many].flatten(), values[self.many :, 0]])
+
+
+@dataclass(frozen=True)
 class Nodes:
     """All nodes (C,) of the first T levels, with the fields of `Level`.
 
     path (C, T): the node of each token up to it; the node itself after its last. of_rollouts (M, N, T): the
-    node of each rollout token. With `is_merged` False, each rollout has nodes of its own.
+    node of each rollout token. With `is_merged` False, each rollout has nodes of its own: C = T * R, and node t * R + r
+    is token t of rollout r.
     """
 
     tokens: Tensor
     block: Tensor
     step: Tensor
-    path: Tensor
+    find_path: Callable[[], Tensor]
     of_rollouts: Tensor
     is_merged: bool
 
     @cached_property
+    def path(self) -> Tensor:
+        return self.find_path()
+
+    @property
+    def steps(self) -> int:
+        """The number of levels, T."""
+        return self.of_rollouts.shape[-1]
+
+    @cached_property
     def by_block(self) -> Tensor:
-        """The nodes ordered by block: (C,)."""
+        """The nodes ordered by block, and if they are not merged, by rollout: (C,)."""
+        if not self.is_merged:
+            return self.of_rollouts.flatten()
         return self.block.argsort(stable=True)
 
     @cached_property
@@ -106,6 +143,7 @@ class RolloutTree:
         self.num_blocks, self.num_samples, self.merge = num_blocks, num_samples, merge
         self.levels: list[Level] = []
         self._block = torch.arange(num_blocks, device=device).repeat_interleave(num_samples)  # (R,)
+        self._node = torch.arange(num_blocks * num_samples, device=device)  # of each rollout, if they are not merged
 
     @classmethod
     def of(cls, tokens: Tensor, merge: bool) -> RolloutTree:
@@ -115,12 +153,14 @@ class RolloutTree:
             tree.grow(of_step.flatten())
         return tree
 
-    def draws(self) -> Draws:
+    def draws(self) -> Draws | RegularDraws:
         """Return the draws of the next tokens: from the blocks, or else from the nodes of the last level."""
         return self._draws(len(self.levels))
 
-    def all_draws(self) -> Draws:
+    def all_draws(self) -> Draws | RegularDraws:
         """Return the draws of all levels, (G * R,), from rows [blocks | nodes of all levels but the last]."""
+        if not self.merge:
+            return RegularDraws(self.num_blocks, self.num_samples, len(self._block) * (len(self.levels) - 1))
         draws = [self._draws(length) for length in range(len(self.levels))]
         rows = [each.shape[0] for each in draws]
         offsets = [sum(rows[:number]) for number in range(len(rows))]
@@ -130,12 +170,16 @@ class RolloutTree:
             (sum(rows), max(each.shape[1] for each in draws)),
         )
 
-    def _draws(self, length: int) -> Draws:
+    def _draws(self, length: int) -> Draws | RegularDraws:
         """Return the draws of the tokens that follow the first `length`."""
+        if not self.merge:
+            return (
+                RegularDraws(0, 1, len(self._block)) if length else RegularDraws(self.num_blocks, self.num_samples, 0)
+            )
         if length == 0:
             return Draws.of(self._block, self.num_blocks, self.num_samples)
         level = self.levels[length - 1]
-        return Draws.of(level.node, len(level.tokens), None if self.merge else 1)
+        return Draws.of(level.node, len(level.tokens))
 
     def grow(self, tokens: Tensor) -> Level:
         """Append a token to each rollout, (R,), and return the level of the new nodes."""
@@ -147,31 +191,48 @@ class RolloutTree:
             tokens, parent = found & 0xFFFFFFFF, found >> 32
             block = parent if last is None else last.block[parent]
         else:
-            node, parent, block = torch.arange(len(tokens), device=tokens.device), None, self._block
-        step = torch.full_like(tokens, len(self.levels))
-        self.levels.append(Level(tokens, block, step, None if last is None else parent, node))
+            node, parent, block = self._node, None, self._block
+        self.levels.append(Level(tokens, block, len(self.levels), None if last is None else parent, node))
         return self.levels[-1]
 
     def nodes(self, steps: int) -> Nodes:
         """Return the nodes of the first `steps` levels."""
-        levels, paths, of_rollouts, offset = self.levels[:steps], [], [], 0
-        for step, level in enumerate(levels):
+        levels, none = self.levels[:steps], self._block[:0]
+        tokens = torch.cat([none, *(level.tokens for level in levels)])
+        if not self.merge:
+            rollouts = len(self._block)
+            numbers = torch.arange(steps * rollouts, device=none.device)
+            return Nodes(
+                tokens,
+                self._block.repeat(steps),
+                numbers // max(rollouts, 1),
+                lambda: self._path(steps),
+                numbers.view(steps, -1, self.num_samples).permute(1, 2, 0) if steps else none.view(0, 0, 0),
+                is_merged=False,
+            )
+        steps_of_levels = [torch.full_like(level.tokens, step) for step, level in enumerate(levels)]
+        offsets = [sum(len(level.tokens) for level in levels[:number]) for number in range(steps)]
+        of_rollouts = [offset + level.node for offset, level in zip(offsets, levels)]
+        return Nodes(
+            tokens,
+            torch.cat([none, *(level.block for level in levels)]),
+            torch.cat([none, *steps_of_levels]),
+            lambda: self._path(steps),
+            torch.stack(of_rollouts, -1).view(-1, self.num_samples, steps) if steps else none.view(0, 0, 0),
+            is_merged=True,
+        )
+
+    def _path(self, steps: int) -> Tensor:
+        """Return `Nodes.path` of the first `steps` levels."""
+        paths, offset = [], 0
+        for step, level in enumerate(self.levels[:steps]):
             own = offset + torch.arange(len(level.tokens), device=level.tokens.device)
             path = own.unsqueeze(1).repeat(1, steps)
             if step:
                 path[:, :step] = (paths[-1] if level.parent is None else paths[-1][level.parent])[:, :step]
             paths.append(path)
-            of_rollouts.append(offset + level.node)
             offset += len(own)
-        none = self._block[:0]
-        return Nodes(
-            torch.cat([none, *(level.tokens for level in levels)]),
-            torch.cat([none, *(level.block for level in levels)]),
-            torch.cat([none, *(level.step for level in levels)]),
-            torch.cat([none.new_empty(0, steps), *paths]),
-            torch.stack(of_rollouts, -1).view(-1, self.num_samples, steps) if steps else none.view(0, 0, 0),
-            self.merge,
-        )
+        return torch.cat([self._block.new_empty(0, steps), *paths])
 
 
 @dataclass(kw_only=True)
@@ -186,6 +247,7 @@ class StridedPass(PrefixPass):
     layout: StridedLayout
     document_positions: Tensor
     nodes: Level | Nodes | None = None
+    kept: dict = field(default_factory=dict)  # what the decode passes of one cache have in common
 
     def position_ids(self) -> Tensor:
         if self.nodes is None:
@@ -217,13 +279,14 @@ class StridedPass(PrefixPass):
         if isinstance(nodes, Level):
             document, own = _cached(self, call, key, value)
             return _node_attention(self, query, document, own, pattern, scores, sinks)
-        s = len(self.document_positions)
-        document = key[:, :s], value[:, :s]
-        output = document_attention(spans, query[:, :, :s], *document, pattern, scores, sinks)
-        if not len(nodes.tokens):  # rollouts of one token are scored from the document's states
+        s, c = len(self.document_positions), len(nodes.tokens)
+        # Split rather than sliced: the gradient of slices is a sum of as many tensors, each padded with zeros.
+        queries, keys, values = query.split([s, c], 2), key.split([s, c], 1), value.split([s, c], 1)
+        document, own = (keys[0], values[0]), (keys[1], values[1])
+        output = document_attention(spans, queries[0], *document, pattern, scores, sinks)
+        if not c:  # rollouts of one token are scored from the document's states
             return output
-        own = key[:, s:], value[:, s:]
-        return torch.cat([output, _node_attention(self, query[:, :, s:], document, own, pattern, scores, sinks)])
+        return torch.cat([output, _node_attention(self, queries[1], document, own, pattern, scores, sinks)])
 
 
 def _cached(run, call, key, value):
@@ -232,12 +295,20 @@ def _cached(run, call, key, value):
     Returns those of the documents, (K, S, D), and those of the nodes, each with those that it continues, (K, C, U, D).
     """
     document_key, document_value, *own = run.cache[call]
-    newest = (key.unsqueeze(2), value.unsqueeze(2))
-    if own and run.nodes.parent is not None:
-        own = [x.index_select(1, run.nodes.parent) for x in own]
-    own = tuple(torch.cat(pair, 2) for pair in zip(own, newest)) if own else newest
-    run.cache[call] = (document_key, document_value, *own)
-    return (document_key, document_value), own
+    newest, step = (key, value), run.nodes.step
+    if run.layout.merge_rollouts:
+        newest = [x.unsqueeze(2) for x in newest]
+        before = [x.index_select(1, run.nodes.parent) for x in own]
+        own = [torch.cat(pair, 2) for pair in zip(before, newest)] if own else newest
+        run.cache[call] = (document_key, document_value, *own)
+        return (document_key, document_value), own
+    if not own:  # room for all steps; the last token of a rollout is never read
+        steps = run.layout.generate_max_len - 1
+        own = [x.new_empty(*x.shape[:2], steps, x.shape[2]) for x in newest]
+        run.cache[call] = (document_key, document_value, *own)
+    for cached, x in zip(own, newest):
+        cached[:, :, step] = x
+    return (document_key, document_value), [x[:, :, : step + 1] for x in own]
 
 
 def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor:
@@ -247,20 +318,27 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
     Returns (C, H, D).
     """
     (k, q, _, d), nodes = query.shape, run.nodes
-    path = None if isinstance(nodes, Level) else nodes.path
-    u = own[0].shape[2] if path is None else path.shape[1]
+    path, by_rollout = None, isinstance(nodes, Nodes) and not nodes.is_merged
     rows = query.transpose(1, 2)  # (K, C, Q, D)
-    if path is not None:  # the nodes of a level are ordered by block
-        rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), path[nodes.by_block]
-    hidden = pattern.keep(("own", u), lambda: _own_hidden(run, pattern, u))[:, None].expand(-1, q, -1)
-    tiles = pattern.keep(
-        ("nodes", q, k), lambda: batch_tiles(list(_tiles(run, pattern, q)), k if sinks is None else None)
+    if by_rollout:  # (K, R, T, Q, D): the owner of keys is a rollout, and each of its tokens has Q rows
+        rows = rows.unflatten(1, (nodes.steps, -1)).transpose(1, 2)
+        own = tuple(x.unflatten(1, (nodes.steps, -1)).transpose(1, 2).contiguous() for x in own)  # (K, R, T, D)
+    elif isinstance(nodes, Nodes):  # the nodes of a level are ordered by block
+        rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), nodes.path[nodes.by_block]
+    u = own[0].shape[2] if path is None else path.shape[1]
+    owners = own[0].shape[1] if path is None else len(path)
+    tiles, hidden = _node_tiles(run, pattern, q, k if sinks is None else None, u)
+    hidden = None if hidden is None else hidden.unflatten(0, (owners, -1))
+    output = attend(
+        rows.reshape(k, -1, d), *document, Own(*own, hidden, path), tiles, scores, sink_rows(sinks, k, q, 1)
     )
-    own = Own(*own, hidden, path)
-    output = attend(rows.reshape(k, -1, d), *document, own, tiles, scores, sink_rows(sinks, k, q, 1))
-    output = output.unflatten(1, (-1, q)).transpose(0, 1)  # (C, K, Q, D)
-    if path is not None:
-        output = _Reordered.apply(output, 0, nodes.rank, nodes.by_block)
+    output = output.unflatten(1, (-1, q))  # (K, C, Q, D)
+    if by_rollout:
+        output = output.unflatten(1, (-1, nodes.steps)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+    else:
+        output = output.transpose(0, 1)  # (C, K, Q, D)
+        if path is not None:
+            output = _Reordered.apply(output, 0, nodes.rank, nodes.by_block)
     return output.flatten(1, 2)
 
 
@@ -278,8 +356,35 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(ctx.dim, ctx.inverse), None, None, None
 
 
-def _by_block(run: StridedPass) -> tuple[Tensor, Tensor]:
-    """Return block and step of the pass's nodes, ordered by block: (C,) each."""
+def _node_tiles(
+    run: StridedPass, pattern: MaskPattern, heads: int, key_heads: int | None, num_keys: int
+) -> tuple[list[Tile | BatchedTiles], Tensor | None]:
+    """Return the tiles of a pass's nodes, `heads` rows per node, and the mask of their own keys (C * heads, U).
+
+    The mask is None if nothing is masked, or if the tiles contain it.
+    """
+    nodes, is_decode = run.nodes, isinstance(run.nodes, Level)
+
+    def make() -> tuple[list[Tile | BatchedTiles], Tensor | None]:
+        tiles = batch_tiles(list(_tiles(run, pattern, heads)), key_heads)
+        # The own keys of a level are tokens that it continues, of which a causal pattern masks none.
+        hidden = None if is_decode and pattern.is_causal else _own_hidden(run, pattern, num_keys)
+        hidden = None if hidden is None else hidden.repeat_interleave(heads, 0)
+        if gpu.is_accelerator(run.layout.device) and not any(isinstance(tile, BatchedTiles) for tile in tiles):
+            return join_masks(tiles, hidden), None
+        return tiles, hidden
+
+    name = ("nodes", heads, key_heads, num_keys)
+    if is_decode and pattern.is_causal and nodes.parent is None and not run.layout.merge_rollouts:
+        # The prefix that each rollout attends to is the same in all steps.
+        if name[:3] not in run.kept:
+            run.kept[name[:3]] = make()
+        return run.kept[name[:3]]
+    return pattern.keep(name, make)
+
+
+def _by_block(run: StridedPass) -> tuple[Tensor, Tensor | int]:
+    """Return block and step of the pass's nodes, ordered by block: (C,) each, or one step for all."""
     nodes = run.nodes
     if isinstance(nodes, Level):
         return nodes.block, nodes.step
@@ -290,6 +395,7 @@ def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]
     """Return the tiles of a pass's nodes and their documents' keys, a few blocks at a time."""
     layout, nodes, (block, step) = run.layout, run.nodes, _by_block(run)
     anchor = layout.block_anchors[block]
+    position = anchor + step
     if nodes.is_merged if isinstance(nodes, Nodes) else layout.merge_rollouts:
         counts = torch.bincount(block, minlength=layout.num_blocks).tolist()
     else:  # blocks have as many nodes as each other, which a GPU need not be asked for
@@ -303,8 +409,8 @@ def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]
                 stop += counts[number + taken]
                 taken += 1
             # The prefix ends at the block's anchor, whatever the query's position in the block.
-            position, limit = anchor[first:stop] + step[first:stop], anchor[first:stop]
-            yield pattern.tile(position, heads, first, (start, anchors[taken - 1]), anchors[0], limit)
+            of_tile, limit = position[first:stop], anchor[first:stop]
+            yield pattern.tile(of_tile, heads, first, (start, anchors[taken - 1]), anchors[0], limit)
             first, number, anchors = stop, number + taken, anchors[taken:]
 
 
@@ -312,4 +418,6 @@ def _own_hidden(run: StridedPass, pattern: MaskPattern, num_keys: int) -> Tensor
     """Return which own keys of the nodes are later tokens or masked by the pattern, ordered by block: (C, U) bool."""
     block, step = _by_block(run)
     anchor, key_step = run.layout.block_anchors[block, None], torch.arange(num_keys, device=block.device)
-    return (key_step > step[:, None]) | ~pattern.allowed(anchor + step[:, None], anchor + key_step)
+    step = step if isinstance(step, int) else step[:, None]
+    hidden = key_step > step
+    return hidden if pattern.is_causal else hidden | ~pattern.allowed(anchor + step, anchor + key_step)

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 
 from ebft.prefix.cpu import ActivationReuse
 from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
+from ebft.prefix.gpu import folded_adapters
 from ebft.prefix.logps import Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
 from ebft.strided.loss import text_logps
-from ebft.strided.passes import Draws, Level, Nodes, RolloutTree, StridedPass
+from ebft.strided.passes import Draws, Level, Nodes, RegularDraws, RolloutTree, StridedPass
 
 
 @dataclass
@@ -66,9 +67,11 @@ def sample_rollouts(
 
     def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         check_length(causal_lm, int(documents.lengths.max()))
-        sampled = [
-            _sample_part(causal_lm, part, temperature, truncation, noise[part.blocks], text_gradient) for part in parts
-        ]
+        with folded_adapters(causal_lm):
+            sampled = [
+                _sample_part(causal_lm, part, temperature, truncation, noise[part.blocks], text_gradient)
+                for part in parts
+            ]
         return tuple(None if xs[0] is None else torch.cat(xs) for xs in zip(*sampled))
 
     return Rollouts(*run_wrapped(model, roll_out))
@@ -132,7 +135,7 @@ class Sampler:
         self.tree = RolloutTree(layout.num_blocks, layout.num_samples, layout.merge_rollouts, layout.device)
         self.tokens: list[Tensor] = []
         self.entropies: list[Tensor] = []
-        self.steps: list[tuple[Draws, Scored]] = []
+        self.steps: list[tuple[Draws | RegularDraws, Scored]] = []
 
     def run(self, noise: Tensor) -> Tensor:
         """Sample all tokens, given noise (G, M, N), and return the documents' states (S, D)."""
@@ -142,16 +145,16 @@ class Sampler:
         self._draw(self.before(text), noise[0])
         for of_step in noise[1:]:
             level = self.tree.levels[-1]
-            step = self.forward_pass(level, None if reuse is None else reuse.of_step(len(level.tokens)), prefill.cache)
+            reused = None if reuse is None else reuse.of_step(len(level.tokens))
+            step = self.forward_pass(level, reused, prefill)
             self._draw(backbone_states(self.causal_lm, level.tokens, step), of_step)
         return text
 
-    def forward_pass(self, nodes: Level | Nodes | None, reuse: Any, cache: dict | None = None) -> StridedPass:
-        """Return a pass over the part's documents, over a level of rollouts with the `cache`, or over both."""
-        positions = self.part.documents.positions
-        return StridedPass(
-            layout=self.part.layout, document_positions=positions, nodes=nodes, reuse=reuse, cache=cache or {}
-        )
+    def forward_pass(self, nodes: Level | Nodes | None, reuse: Any, prefill: StridedPass | None = None) -> StridedPass:
+        """Return a pass over the part's documents, over a level of rollouts after the `prefill`, or over both."""
+        layout, positions = self.part.layout, self.part.documents.positions
+        shared = {} if prefill is None else {"cache": prefill.cache, "kept": prefill.kept}
+        return StridedPass(layout=layout, document_positions=positions, nodes=nodes, reuse=reuse, **shared)
 
     def before(self, text: Tensor) -> Tensor:
         """Return the states (M, D) that predict the first tokens of the blocks, from those of the documents (S, D)."""

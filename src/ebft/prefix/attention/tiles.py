@@ -9,12 +9,14 @@ in memory at a time, and nothing of size queries x keys is stored, so memory is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from ebft.prefix import gpu
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,13 @@ class Tile:
     """Query rows `rows` and the shared keys `keys` that they attend to; `hidden` (rows, W) masks the last W keys.
 
     If rows have own keys, at least as many shared keys must follow `keys` (for a rollout, those of its reference).
+    `joined` (rows, W + U), optional: `hidden`, and beside it the mask of the own keys.
     """
 
     rows: slice
     keys: slice
     hidden: Tensor
+    joined: Tensor | None = None
 
     @property
     def height(self) -> int:
@@ -71,12 +75,13 @@ class Tile:
 class Own:
     """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys.
 
+    `hidden` is None if no own key is masked, or if all tiles have `joined` masks.
     With `path` (E, U), owners have keys in common: the keys and values are (K, C, D), and owner e has those of path[e].
     """
 
     key: Tensor
     value: Tensor
-    hidden: Tensor
+    hidden: Tensor | None
     path: Tensor | None = None
 
 
@@ -105,7 +110,7 @@ def attend(
     included in the softmax. Raises ValueError if too few shared keys follow a tile.
     """
     last_key = max((tile.keys.stop for tile in tiles if isinstance(tile, Tile)), default=0)
-    if own is not None and last_key + own.hidden.shape[-1] > key.shape[1]:
+    if own is not None and last_key + (own.key if own.path is None else own.path[..., None]).shape[-2] > key.shape[1]:
         raise ValueError("every tile must be followed by at least as many shared keys as a row has own keys")
     seed = int(torch.randint(2**31, ())) if scores.dropout else 0
     own_tensors = (None,) * 4 if own is None else (own.key.to(value.dtype), own.value, own.hidden, own.path)
@@ -118,19 +123,14 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, own_key, own_value, own_hidden, path, sinks, tiles, scores, seed):
-        weigh = _Weights(query, key, _taken(own_key, path), own_hidden, sinks, scores, seed)
-        output = query.new_empty(*query.shape[:2], value.shape[-1])
-        own_weights = []
+        weigh = _Weights(query, key, _taken(own_key, path), own_hidden, sinks, tiles, scores, seed)
+        products = Products(weigh, value, _taken(own_value, path))
         for tile in tiles:
             weights, _ = weigh(tile)
-            shared, own = weigh.columns(weigh.dropped(weights, tile).to(value.dtype), tile)
-            tile.put(output, shared, value)
-            own_weights.append(tile.in_order(own))
-        if own_key is not None:
-            output += (weigh.by_owner(torch.cat(own_weights, 1)) @ _taken(own_value, path)).view_as(output)
+            products.add(weigh.dropped(weights, tile).to(value.dtype), tile)
         ctx.save_for_backward(query, key, value, own_key, own_value, own_hidden, path, sinks)
         ctx.rest = (tiles, scores, seed)
-        return output
+        return products.total()
 
     @staticmethod
     @once_differentiable
@@ -138,14 +138,13 @@ class _Attention(torch.autograd.Function):
         query, key, value, common_key, common_value, own_hidden, path, sinks = ctx.saved_tensors
         tiles, scores, seed = ctx.rest
         own_key, own_value = _taken(common_key, path), _taken(common_value, path)
-        weigh = _Weights(query, key, own_key, own_hidden, sinks, scores, seed)
+        weigh = _Weights(query, key, own_key, own_hidden, sinks, tiles, scores, seed)
         grad = grad.contiguous()
-        grad_query = torch.empty_like(query)
-        # The gradient of a key is a sum over many tiles, so it is accumulated in float32.
-        grad_key, grad_value = (torch.zeros_like(x, dtype=weigh.dtype) for x in (key, value))
         grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=weigh.dtype)
-        grad_own = None if own_key is None else (weigh.by_owner(grad) @ own_value.mT).flatten(1, 2)
-        own_weights, own_grads = [], []
+        grad_own = weigh.of_own(grad, own_value)
+        to_query = Products(weigh, key, own_key, scores.scaling)
+        to_key = Transposed(weigh, query, key, own_key is not None, scores.scaling)
+        to_value = Transposed(weigh, grad, value, own_key is not None)
         for tile in tiles:
             weights, slope = weigh(tile)
             grad_weights = weigh.products(grad, value, grad_own, 1.0, tile).to(weigh.dtype)
@@ -157,28 +156,101 @@ class _Attention(torch.autograd.Function):
                 grad_sinks += grad_scores[..., -1].unflatten(1, (-1, sinks.shape[1])).sum(1)
             if slope is not None:
                 grad_scores *= slope
-            grad_shared, grad_of_own = weigh.columns(grad_scores.to(query.dtype), tile)
-            shared, own = weigh.columns(weigh.dropped(weights, tile).to(value.dtype), tile)
-            tile.put(grad_query, grad_shared, key)
-            tile.add_to_keys(grad_key, grad_shared, query)
-            tile.add_to_keys(grad_value, shared, grad)
-            own_weights.append(tile.in_order(own))
-            own_grads.append(tile.in_order(grad_of_own))
-        grad_own_key = grad_own_value = None
-        if own_key is not None:
-            own_grads = weigh.by_owner(torch.cat(own_grads, 1))
-            grad_query += (own_grads @ own_key).view_as(query)
-            grad_own_key = _put_back(own_grads.mT @ weigh.by_owner(query) * scores.scaling, common_key, path)
-            own_weights = weigh.by_owner(torch.cat(own_weights, 1))
-            grad_own_value = _put_back(own_weights.mT @ weigh.by_owner(grad), common_value, path)
+            grad_scores, weights = grad_scores.to(query.dtype), weigh.dropped(weights, tile).to(value.dtype)
+            to_query.add(grad_scores, tile)
+            to_key.add(grad_scores, tile)
+            to_value.add(weights, tile)
         grads = (
-            grad_query.mul_(scores.scaling),
-            grad_key.mul_(scores.scaling).to(key.dtype),
-            grad_value.to(value.dtype),
-            grad_own_key,
-            grad_own_value,
+            to_query.total(),
+            to_key.total(),
+            to_value.total(),
+            _put_back(to_key.total_of_own(), common_key, path),
+            _put_back(to_value.total_of_own(), common_value, path),
         )
         return *grads, None, None, None if sinks is None else grad_sinks.to(sinks.dtype), None, None, None
+
+
+class Products:
+    """Products of the weights (K, rows, columns) of all tiles with the shared and own keys, times `scaling`."""
+
+    def __init__(self, weigh: _Weights, keys: Tensor, own_keys: Tensor | None, scaling: float = 1.0):
+        self.weigh, self.keys, self.own_keys, self.scaling = weigh, keys, own_keys, scaling
+        self._parts: list[Tensor] = []  # of the rows of each tile; if they are not direct, of own weights
+        if not weigh.is_direct:
+            self._total = keys.new_empty(*weigh.query.shape[:2], keys.shape[-1])
+
+    def add(self, weights: Tensor, tile: Tile | BatchedTiles) -> None:
+        """Multiply the weights of a tile."""
+        shared, own = self.weigh.columns(weights, tile)
+        if not self.weigh.is_direct:
+            tile.put(self._total, shared, self.keys)
+            self._parts.append(tile.in_order(own))
+            return
+        part = _scaled(shared, tile.take_keys(self.keys), self.scaling)
+        if self.own_keys is not None:
+            own_keys = self.weigh.of_owners(self.own_keys, tile)
+            self.weigh.by_own_owner(part).baddbmm_(self.weigh.by_own_owner(own), own_keys, alpha=self.scaling)
+        self._parts.append(part)
+
+    def total(self) -> Tensor:
+        """Return the sums over shared and own keys, of all rows: (K, R, X)."""
+        if self.weigh.is_direct:
+            return _joined(self._parts)
+        if self.own_keys is not None:
+            self._total += (self.weigh.by_owner(torch.cat(self._parts, 1)) @ self.own_keys).view_as(self._total)
+        return self._total if self.scaling == 1 else self._total.mul_(self.scaling)
+
+
+class Transposed:
+    """Products of the transposed weights of all tiles with `rows` (K, R, X), summed for each of `keys` (K, S, X).
+
+    Sums over many tiles are accumulated in float32.
+    """
+
+    def __init__(self, weigh: _Weights, rows: Tensor, keys: Tensor, has_own: bool, scaling: float = 1.0):
+        self.weigh, self.rows, self.has_own, self.scaling = weigh, rows, has_own, scaling
+        self._dtype, self._own = keys.dtype, []
+        self._total = torch.zeros_like(keys, dtype=weigh.dtype)
+        self._scales_total = not weigh.is_direct or rows.dtype != weigh.dtype  # else each product is scaled
+
+    def add(self, weights: Tensor, tile: Tile | BatchedTiles) -> None:
+        """Multiply the weights of a tile."""
+        shared, own = self.weigh.columns(weights, tile)
+        if self._scales_total:
+            tile.add_to_keys(self._total, shared, self.rows)
+        else:
+            of_tile = self._total[:, tile.keys]
+            of_tile.baddbmm_(shared.mT, tile.take_rows(self.rows), alpha=self.scaling)
+        if self.has_own and self.weigh.is_direct:
+            rows = self.weigh.by_own_owner(tile.take_rows(self.rows))
+            own = _scaled(self.weigh.by_own_owner(own).mT, rows, self.scaling)
+            self._own.append(own.unflatten(0, (len(self.rows), -1)))
+        elif self.has_own:
+            self._own.append(tile.in_order(own))
+
+    def total(self) -> Tensor:
+        """Return the sums for the shared keys: (K, S, X)."""
+        total = self._total.mul_(self.scaling) if self._scales_total and self.scaling != 1 else self._total
+        return total.to(self._dtype)
+
+    def total_of_own(self) -> Tensor | None:
+        """Return the sums for the own keys, (K, E, U, X), if there are any."""
+        if not self.has_own:
+            return None
+        if self.weigh.is_direct:
+            return _joined(self._own)
+        own = self.weigh.by_owner(torch.cat(self._own, 1)).mT @ self.weigh.by_owner(self.rows)
+        return own if self.scaling == 1 else own * self.scaling
+
+
+def _scaled(left: Tensor, right: Tensor, scaling: float, out: Tensor | None = None) -> Tensor:
+    """Return the products of two batches of matrices, times `scaling`, by one kernel."""
+    out = left.new_empty(len(left), left.shape[1], right.shape[2]) if out is None else out
+    return torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _taken(common: Tensor | None, path: Tensor | None) -> Tensor | None:
@@ -188,9 +260,9 @@ def _taken(common: Tensor | None, path: Tensor | None) -> Tensor | None:
     return common.index_select(1, path.flatten()).unflatten(1, path.shape)
 
 
-def _put_back(grad: Tensor, common: Tensor, path: Tensor | None) -> Tensor:
+def _put_back(grad: Tensor | None, common: Tensor | None, path: Tensor | None) -> Tensor | None:
     """Return the gradient of `common` from that of `_taken`, in float32 until all owners are added."""
-    if path is None:
+    if grad is None or common is None or path is None:
         return grad
     rows = grad.flatten(1, 2).transpose(0, 1).flatten(1)  # (E * U, K * D), since adding whole rows is faster
     total = rows.new_zeros(common.shape[1], rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
@@ -199,46 +271,80 @@ def _put_back(grad: Tensor, common: Tensor, path: Tensor | None) -> Tensor:
 
 
 class _Weights:
-    """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink]."""
+    """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink].
 
-    def __init__(self, query, key, own_key, own_hidden, sinks, scores: Scores, seed: int):
+    `is_direct`: whether products with own keys are written into the columns of each tile, by few kernels. Otherwise
+    those of all tiles are computed first, which suits batched tiles and the matrix products of a CPU.
+    """
+
+    def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
         self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
-        self.owners, self.own_width, self.own_products = 0, 0, None
-        if own_key is not None:
-            self.owners, self.own_width = own_key.shape[1:3]
-            self.own_products = (self.by_owner(query) @ own_key.mT).mul_(scores.scaling).flatten(1, 2)
-            self.own_hidden = own_hidden.flatten(0, 1)
+        self.is_direct = gpu.is_accelerator(query.device) and {type(tile) for tile in tiles} == {Tile}
+        self.owners, self.own_width = (0, 0) if own_key is None else own_key.shape[1:3]
+        self.own_hidden = None if own_hidden is None else own_hidden.flatten(0, 1)
+        self.own = self.of_own(query, own_key, scores.scaling)
+
+    def of_own(self, rows: Tensor, own_keys: Tensor | None, scaling: float = 1.0) -> Tensor | None:
+        """Return what `products` needs of the own keys: their products with the rows, (K, R, U), or the keys."""
+        if own_keys is None or self.is_direct:
+            return own_keys
+        products = self.by_owner(rows) @ own_keys.mT
+        return (products if scaling == 1 else products.mul_(scaling)).flatten(1, 2)
 
     def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
         """Return the weights (K, rows, columns) and, with a softcap, its derivative at every score."""
-        scores, slope = self.products(self.query, self.key, self.own_products, self.scores.scaling, tile), None
+        scores, slope = self.products(self.query, self.key, self.own, self.scores.scaling, tile), None
         if self.scores.softcap is not None:
             capped = torch.tanh(scores.to(self.dtype) / self.scores.softcap)
             scores, slope = capped * self.scores.softcap, 1 - capped.square()
-        shared, own = self.columns(scores, tile)
-        tile.hide(shared)
-        if self.owners:
-            tile.hide_own(own, self.own_hidden)
+        self._hide(scores, tile)
         if self.sinks is not None:
             sinks = self.sinks.repeat(1, scores.shape[1] // self.sinks.shape[1]).unsqueeze(-1)
             scores = torch.cat([scores.to(self.dtype), sinks.to(self.dtype)], -1)
             slope = None if slope is None else F.pad(slope, (0, 1), value=1.0)
+        if self.is_direct:
+            return scores.softmax(-1, dtype=self.dtype), slope
         # Cast first: on CPU, a softmax that casts its input is slower.
         return scores.to(self.dtype).softmax(-1), slope
 
-    def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, tile: Tile) -> Tensor:
-        """Return the scaled products of a tile's rows of `left` and the shared keys of `right`, and the rows of `own`.
+    def _hide(self, scores: Tensor, tile: Tile) -> None:
+        """Set the scores of masked keys to minus infinity, in place."""
+        shared, own = self.columns(scores, tile)
+        if isinstance(tile, Tile) and tile.joined is not None:
+            first = tile.width - tile.hidden.shape[1]
+            scores[..., first : first + tile.joined.shape[1]].masked_fill_(tile.joined, float("-inf"))
+            return
+        tile.hide(shared)
+        if self.own_hidden is not None:
+            tile.hide_own(own, self.own_hidden)
 
-        The columns of the own keys are first filled with products of the keys that follow the shared keys and then
-        overwritten, because a product that writes a complete matrix is faster than one that writes a part of it.
+    def products(self, left: Tensor, right: Tensor, own: Tensor | None, scaling: float, tile: Tile) -> Tensor:
+        """Return the scaled products of a tile's rows of `left` with the shared keys of `right` and with own keys.
+
+        `own` is the result of `of_own`. The columns of the own keys are first filled with products of the keys that
+        follow the shared keys and then overwritten, because a product that writes a complete matrix is faster than one
+        that writes a part of it.
         """
         rows, columns = tile.take_rows(left), tile.take_keys(right, self.own_width).mT
-        products = left.new_empty(len(rows), rows.shape[1], columns.shape[2])
-        torch.baddbmm(products, rows, columns, beta=0, alpha=scaling, out=products)
-        if own is not None:
-            products[..., -self.own_width :] = tile.take_rows(own)
+        products = _scaled(rows, columns, scaling)
+        if own is None:
+            return products
+        target = products[..., -self.own_width :]
+        if self.is_direct:
+            _scaled(self.by_own_owner(rows), self.of_owners(own, tile).mT, scaling, out=self.by_own_owner(target))
+        else:
+            target.copy_(tile.take_rows(own))
         return products
+
+    def by_own_owner(self, rows: Tensor) -> Tensor:
+        """Reshape a tile's rows (K, rows, X) to (K * owners, R / E, X), in the same memory if they are its own."""
+        return rows.unflatten(1, (-1, self.query.shape[1] // self.owners)).flatten(0, 1)
+
+    def of_owners(self, own: Tensor, tile: Tile) -> Tensor:
+        """Return the own keys (K, E, U, X) of the tile's rows: (K * owners, U, X)."""
+        size = self.query.shape[1] // self.owners
+        return own[:, tile.rows.start // size : tile.rows.stop // size].flatten(0, 1)
 
     def columns(self, values: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Return views of the columns of the shared keys and of the own keys."""
@@ -256,6 +362,15 @@ class _Weights:
         generator = torch.Generator(weights.device).manual_seed(self.seed + tile.rows.start)
         kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate
         return weights * kept / (1 - rate)
+
+
+def join_masks(tiles: list[Tile], own_hidden: Tensor | None) -> list[Tile]:
+    """Return the tiles with the mask of shared and own keys in one tensor, given that of all rows' own keys (R, U)."""
+    found = []
+    for tile in tiles:
+        hidden = tile.hidden if own_hidden is None else torch.cat([tile.hidden, own_hidden[tile.rows]], 1)
+        found.append(replace(tile, hidden=hidden[:, : tile.hidden.shape[1]], joined=hidden))
+    return found
 
 
 # Maximum number of scores of batched tiles, which fit in the processor's cache.
