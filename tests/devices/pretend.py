@@ -356,7 +356,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     on_cpu, options = call.on_cpu(_numbers_as_tensors(op, args)), call.on_cpu(kwargs)
     call.check(args)
     if kwargs.get("generator") is not None and not _is_of_device(kwargs["generator"]):
-        raise MixedDevices(f"{op} uses a generator of the CPU. At {_line()}")
+        raise MixedDevices(f"{op} expects a generator of the device, not of the CPU. At {_line()}")
     found = op(*on_cpu, **options)
     _count(name, args, kwargs)
     return call.on_device(found)
