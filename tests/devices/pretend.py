@@ -15,6 +15,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 import ebft
@@ -149,10 +151,30 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+class _Stream:
+    """A stream or an event: everything is done at once."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        return super().__new__(cls)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    wait_event = wait_stream = record = synchronize = wait
+
+
 class _Module:
     """What PyTorch expects as `torch.pretend`."""
 
     _initialized = True
+    Stream = Event = _Stream
 
     @staticmethod
     def is_available() -> bool:
@@ -190,6 +212,14 @@ class _Module:
     def empty_cache() -> None: ...
 
     @staticmethod
+    def current_stream(device: Any = None) -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def stream(stream: Any) -> _Stream:
+        return stream
+
+    @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -221,6 +251,7 @@ def pretend_device() -> Iterator[torch.device]:
         during.enter_context(patch.object(_Hooks, "is_on", True))
         during.enter_context(patch.dict(os.environ, ACCELERATE_TORCH_DEVICE=str(device)))
         during.enter_context(patch.object(torch, "Generator", _Generator))
+        during.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
         during.enter_context(patch.object(Tensor, "pin_memory", lambda self, device=None: self))
         during.enter_context(patch.object(torch.UntypedStorage, "to", _storage_to))
         during.callback(AcceleratorState._reset_state, reset_partial_state=True)
@@ -234,7 +265,9 @@ def register() -> tuple[torch.library.Library, ...]:
     torch.utils.backend_registration._setup_privateuseone_for_python_backend(NAME, _Module, hooks)
     fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(_run, "PrivateUse1")
+    fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten.impl("copy_", _copy, "PrivateUse1")
+    _autocast_as_cuda(aten)
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
         if full.startswith("aten::_foreach_"):
@@ -246,11 +279,62 @@ def register() -> tuple[torch.library.Library, ...]:
     return fallback, aten
 
 
+# Operations that CUDA's autocast computes in the lower precision, and those that take the widest of their inputs; all
+# others that it registers are computed in float32.
+_LOWER = {
+    *("linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "addr", "prelu", "chain_matmul"),
+    *("einsum", "linalg_multi_dot", "linalg_vecdot", "scaled_dot_product_attention", "convolution", "_convolution"),
+    *("conv1d", "conv2d", "conv3d"),
+}
+_WIDEST = {
+    *("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot"),
+    *("scatter_add",),
+}
+
+
+def _autocast_as_cuda(aten: torch.library.Library) -> None:
+    """Let autocast on the device change the dtypes of the operations for which it does so on CUDA."""
+    own = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+    def cast(name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(own):
+            tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            dtypes = {each.dtype for each in tensors if each.is_floating_point() and each.dtype != torch.float64}
+            if name in _WIDEST:
+                to = torch.float32 if torch.float32 in dtypes else None
+            else:
+                to = torch.get_autocast_dtype(NAME) if name in _LOWER else torch.float32
+            if to is not None and kwargs.get("dtype") is None:
+                change = lambda each: each.to(to) if each.dtype in dtypes else each
+                args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+            return op(*args, **kwargs)
+
+    for full in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        packet = getattr(_aten, name)
+        if (overload or "default") in packet.overloads():
+            op = getattr(packet, overload or "default")
+            aten.impl(full, partial(cast, name, op), "AutocastPrivateUse1")
+
+
 class _Generator(torch.Generator):
-    """A generator of the device is one of the CPU."""
+    """A generator of the device is one of the CPU, which only operations on the device may use."""
 
     def __new__(cls, device: Any = "cpu"):
         return super().__new__(cls, _CPU if torch.device(device).type == NAME else device)
+
+    def __init__(self, device: Any = "cpu"):
+        if torch.device(device).type == NAME:
+            _generators.add(self)
+
+
+_generators: weakref.WeakSet[_Generator] = weakref.WeakSet()
+
+
+def _is_of_device(generator: torch.Generator) -> bool:
+    """By its state, since PyTorch makes another object for each call."""
+    state = generator.get_state()
+    return any(torch.equal(state, each.get_state()) for each in _generators)
 
 
 _to = torch.UntypedStorage.to
@@ -271,6 +355,8 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     call = _Call(op, name)
     on_cpu, options = call.on_cpu(_numbers_as_tensors(op, args)), call.on_cpu(kwargs)
     call.check(args)
+    if kwargs.get("generator") is not None and not _is_of_device(kwargs["generator"]):
+        raise MixedDevices(f"{op} expects a generator of the device, not of the CPU. At {_line()}")
     found = op(*on_cpu, **options)
     _count(name, args, kwargs)
     return call.on_device(found)

@@ -14,7 +14,7 @@ FAST = ("strided_lora", "strided_full")
 
 def output(*arguments):
     """What a process of its own prints, since PyTorch has to know of the device before the first backward pass."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -24,9 +24,12 @@ def test_strided_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in FAST])
-def test_a_run(name):
-    assert " kernels, " in output("-m", "tests.devices", name)
+@pytest.mark.parametrize("method", ["strided", "structured", ""])
+def test_runs(method):
+    """A process for each mode and for all other methods."""
+    of_mode = [name for name in CASES if name.startswith(("strided", "structured"))]
+    names = [name for name in of_mode if name.startswith(method)] if method else [*CASES.keys() - set(of_mode)]
+    assert output("-m", "tests.devices", *names).count(" kernels, ") == len(names)
 
 
 SCRIPT = """
@@ -45,6 +48,7 @@ with pretend_device() as device, record() as counts:
         lambda: torch.where(bools, there, there), lambda: there @ here.T,
         lambda: there.clone().index_copy_(0, index, there[1:]),
         lambda: torch.nn.functional.embedding(index, there), lambda: there[other.long()],
+        lambda: torch.rand(2, device=device, generator=torch.Generator().manual_seed(1)),
     ):
         try:
             mixes()
@@ -63,6 +67,10 @@ with pretend_device() as device, record() as counts:
         wait()
         found = counts.since(before)
         assert (sum(found.waits.values()) >= 1) == bool(times), (wait.__code__.co_firstlineno, found)
+    with torch.autocast("pretend", torch.bfloat16):  # the dtypes of CUDA, some of which are not those of the CPU
+        found = there @ there.T
+        assert (found.dtype, (found + 1).dtype, found.softmax(-1).dtype) == (*[torch.bfloat16] * 2, torch.float32)
+    torch.rand(2, device=device, generator=torch.Generator(device).manual_seed(1))
     weight = torch.nn.Parameter(there[:, :2].clone())
     (there.T @ weight).square().sum().backward()
     assert weight.grad.device == device and torch.equal(weight.grad.cpu(), torch.full((3, 2), 24.0))

@@ -123,9 +123,9 @@ def is_of_the_machine(key: str) -> bool:
     return any(mark in key for mark in OF_THE_MACHINE)
 
 
-def write_inputs(name: str, folder: Path) -> Path:
+def write_inputs(name: str, folder: Path, runs: dict[str, tuple[str, str, dict[str, Any]]] = RUNS) -> Path:
     """The run's model, rows and config file, in `folder`; returns the config file."""
-    rows, transform, keys = RUNS[name]
+    rows, transform, keys = runs[name]
     tokenizer = make_chat_tokenizer()
     chat_model(tokenizer, seed=1).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
