@@ -1,12 +1,15 @@
 """The head in chunks: values and gradients of the head at once, whatever the head does and whoever is trained."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from transformers import LogitsProcessorList, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ebft.prefix import logps, sampling
-from ebft.prefix.logps import Head, Linear
+from ebft.prefix.logps import Float32Results, Head, Linear
 from ebft.prefix.sampling import Softmax, Truncation
 
 ROWS, HIDDEN, VOCAB = 40, 6, 11
@@ -202,15 +205,85 @@ def test_rows_with_unequal_numbers_of_tokens_are_joined(module, frozen, chunks):
     close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *head.trained])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_a_linear_head_in_bfloat16(dtype, chunks):
+@pytest.fixture(params=["blocks", "library"])
+def sums(request, monkeypatch):
+    """Float32 results of 16-bit products: from blocks in float32, or from the library, as on a GPU."""
+    if request.param == "library":
+        mm = torch.mm
+
+        def of_gpu(left, right, out_dtype=None):
+            with torch.autocast("cpu", enabled=False):
+                return mm(left, right) if out_dtype is None else mm(left.to(out_dtype), right.to(out_dtype))
+
+        monkeypatch.setattr(torch, "mm", of_gpu)
+        monkeypatch.setattr(logps, "_sums_in_float32", lambda device_type, dtype: True)
+
+
+ROUNDED = [
+    (name, frozen, options, dtype, autocast)
+    for name, frozen in CASES
+    for options in ({}, {"top_k": 5})
+    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True))
+]
+
+
+@pytest.mark.parametrize(("name", "frozen", "options", "dtype", "autocast"), ROUNDED, ids=str)
+def test_logits_of_16_bit_inputs_are_not_rounded(name, frozen, options, dtype, autocast, chunks, sums):
+    """Twin: the head in float64, of states and weights that are rounded to bfloat16. Logits are up to 50."""
     torch.manual_seed(0)
-    module = nn.Linear(HIDDEN, VOCAB).to(dtype)
-    states, targets, weight = inputs(2)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-        found = logps.token_logps(states.to(dtype), targets, head_of(module), 0.7)
-        grads = torch.autograd.grad((found * weight).sum(), [states, *module.parameters()])
-    module = module.float()
-    whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
-    for ours, exact in zip(grads, torch.autograd.grad((whole * weight).sum(), [states, *module.parameters()])):
-        assert (ours.float() - exact).norm() < 0.01 * exact.norm()
+    module = copy.deepcopy(MODULES[name]).to(dtype).requires_grad_(not frozen)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(torch.randn_like(weight) * 8)
+    states, targets, weight = inputs(3)
+    states, weight = states.detach().to(dtype).requires_grad_(), weight / 8
+    bare, kept = head_of(module), Truncation(**options) if options else None
+    results = Float32Results()
+
+    def logits(x):
+        with results:
+            return module(x)
+
+    head = replace(bare, logits=logits)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = logps.token_logps(states, targets, head, 0.7, kept)
+        entropies = logps.token_logps_and_entropy(states, targets[:, 0], head, 0.7, True, kept)[1]
+        scored = logps.choose_tokens(states.detach(), lambda softmax, rows: targets[rows], head, 0.7, known=targets)
+        grads = torch.autograd.grad((found * weight).sum() + entropies.sum(), [states, *head.trained])
+    twin = copy.deepcopy(module).double()
+    rounded = lambda tensor: tensor.detach().bfloat16().double()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(rounded(parameter) if parameter.dim() == 2 else parameter)
+    x = rounded(states).requires_grad_()
+    whole = truncated(twin(x) / 0.7, targets, **options)
+    expected = whole.gather(-1, targets)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=2e-6)
+    first = truncated(twin(x) / 0.7, targets[:, :1], **options)
+    exact = -(first.exp() * first.clamp_min(-1e9)).sum(-1)
+    torch.testing.assert_close(entropies, exact.float(), atol=2e-5, rtol=2e-6)
+    if not options:  # what is sampled is what is scored
+        torch.testing.assert_close(scored.logps, found.detach(), atol=1e-6, rtol=0)
+    wanted = [x, *(each for each in twin.parameters() if each.requires_grad)]
+    for ours, theirs in zip(grads, torch.autograd.grad((expected * weight).sum() + exact.sum(), wanted), strict=True):
+        assert ours.dtype == dtype and (ours.double() - theirs).norm() < 6e-3 * theirs.norm()
+
+
+def test_rounded_weights_of_autocast_follow_their_weights(sums):
+    """Also the weights of an adapter, which has two layers, and after a step of the optimizer."""
+    module, results = nn.Sequential(nn.Linear(HIDDEN, 4), nn.Linear(4, VOCAB)), Float32Results()
+    x = torch.randn(1, ROWS, HIDDEN)
+    for _ in range(3):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with results:
+                found, again = module(x), module(x)
+            rounded = [weight.bfloat16().float() for weight in (module[0].weight, module[1].weight)]
+            with torch.autocast("cpu", enabled=False):
+                hidden = x.bfloat16().float() @ rounded[0].T + module[0].bias
+                expected = hidden.bfloat16().float() @ rounded[1].T + module[1].bias
+            assert found.dtype == torch.float32 and found.equal(again)
+            torch.testing.assert_close(found, expected)
+            module[0].weight += 1
+    with results:
+        assert module(x).equal(module[1](module[0](x)))  # in float32, nothing changes

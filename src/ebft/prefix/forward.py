@@ -20,7 +20,6 @@ import torch
 from peft.helpers import disable_input_dtype_casting
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
@@ -30,7 +29,7 @@ from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
 from ebft.prefix.cpu import cpu_matmul
-from ebft.prefix.logps import Head, Linear
+from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
 from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 
 Result = TypeVar("Result")
@@ -210,24 +209,30 @@ def _switch_off(module, args, kwargs, output):
 
 
 def head_of(causal_lm: PreTrainedModel) -> Head:
-    """Return the model's head: hidden states (P, D) to logits (P, V), exactly as in the model's forward."""
+    """Return the model's head: hidden states (P, D) to logits (P, V), as in the model's forward.
+
+    Only linear layers with 16-bit inputs differ: their results are in float32, see `ebft.prefix.logps.head_linear`.
+    """
     of_backbone = {id(parameter) for parameter in backbone_of(causal_lm).parameters()}
     own = [parameter for parameter in causal_lm.parameters() if id(parameter) not in of_backbone]
     tied = causal_lm.get_output_embeddings().parameters()  # may be shared with the backbone's token embeddings
     trained = {id(parameter): parameter for parameter in (*own, *tied) if parameter.requires_grad}
-    output, linear = causal_lm.get_output_embeddings(), None
+    output, linear, results = causal_lm.get_output_embeddings(), None, Float32Results()
     if causal_lm.has_linear_head and _is_plain(causal_lm) and trained.keys() <= {id(output.weight), id(output.bias)}:
         linear = Linear(output.weight, output.bias)
     return Head(
-        logits=lambda states: apply_head(causal_lm, states),
+        logits=lambda states: apply_head(causal_lm, states, results),
         vocab_size=causal_lm.config.get_text_config().vocab_size,
         trained=tuple(trained.values()),
         linear=linear,
     )
 
 
-def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
-    """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping."""
+def apply_head(causal_lm: PreTrainedModel, states: Tensor, results: Float32Results | None = None) -> Tensor:
+    """Return the logits (P, V) of hidden states (P, D) from the model's forward, including scaling and soft-capping.
+
+    `results` keeps rounded weights from one call to the next.
+    """
     replaced: dict[str, nn.Module] = {backbone_name(causal_lm): _GivenStates(backbone_of(causal_lm))}
     output = causal_lm.get_output_embeddings()
     if is_sharded(output):
@@ -241,7 +246,7 @@ def apply_head(causal_lm: PreTrainedModel, states: Tensor) -> Tensor:
     before = {name: causal_lm._modules[name] for name in replaced}
     causal_lm._modules.update(replaced)
     try:
-        with cpu_matmul(states.device):
+        with cpu_matmul(states.device), results or Float32Results():
             return causal_lm.forward_of_model(inputs_embeds=states.unsqueeze(0), use_cache=False).logits.squeeze(0)
     finally:
         causal_lm._modules.update(before)
@@ -271,12 +276,12 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
     if not _is_plain(causal_lm) or output.weight.is_meta:
         return False
     states = torch.randn(1, output.in_features, generator=torch.Generator().manual_seed(0)).to(output.weight)
-    with torch.autocast(states.device.type, enabled=False), cpu_matmul(states.device):
-        largest = F.linear(states, output.weight).abs().max()
+    with torch.autocast(states.device.type, enabled=False):
+        largest = head_linear(states, output.weight, None).abs().max()
         if not 0 < largest < torch.inf:
             return False
         states = torch.cat([states / largest, states * (1000 / largest)])
-        return torch.equal(apply_head(causal_lm, states), F.linear(states, output.weight, output.bias))
+        return torch.equal(apply_head(causal_lm, states), head_linear(states, output.weight, output.bias))
 
 
 # The computation between hidden states and logits (scaling, soft-capping, a projection, a bias) differs between models

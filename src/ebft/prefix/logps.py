@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ebft.models.causal_lm import report_product
@@ -24,6 +26,98 @@ Result = TypeVar("Result")
 # Tokens of the vocabulary, and rows, whose logits are computed at once in backward of a linear head.
 _TOKENS_PER_BLOCK = {"cpu": 2048, "other": 8192}
 _ROWS_PER_BLOCK = {"cpu": 1024, "other": 4096}
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def head_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype to which the inputs of a linear layer with this weight are rounded."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def head_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `linear` of x (R, D), weight (V, D) and bias (V,), without autograd. 16-bit inputs give float32 results.
+
+    A logit of 20 rounded to bfloat16 is off by up to 0.06, and with it the log-probability. Matrix units sum products
+    of 16-bit numbers in float32 in any case, so that these results take no longer on a GPU.
+    """
+    if x.dtype not in _HALF:
+        with cpu_matmul(x.device):
+            return F.linear(x, weight, bias)
+    if _sums_in_float32(x.device.type, x.dtype):
+        result = torch.mm(x, weight.mT, out_dtype=torch.float32)
+    else:  # products of 16-bit numbers are exact in float32
+        x, result = x.float(), x.new_empty(len(x), len(weight), dtype=torch.float32)
+        for block in slices(len(weight), of_device(_TOKENS_PER_BLOCK, x.device)):
+            with torch.autocast(x.device.type, enabled=False), cpu_matmul(x.device):
+                result[:, block] = F.linear(x, weight[block].float())
+    return result if bias is None else result.add_(bias)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` of matrices, without autograd; in float32 if they have 16 bits and that takes no longer."""
+    if left.dtype in _HALF and _sums_in_float32(left.device.type, left.dtype):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return cpu_product(left, right)
+
+
+@cache
+def _sums_in_float32(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether a device's library of matrix products returns the float32 sums of 16-bit products; CPU has none."""
+    one = torch.ones(1, 1, device=device_type, dtype=dtype)
+    try:
+        return torch.mm(one, one, out_dtype=torch.float32).dtype == torch.float32
+    except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
+        return False
+
+
+class Float32Results(TorchFunctionMode):
+    """Linear layers return the float32 results of products whose inputs have 16 bits, see `head_linear`.
+
+    The copies of weights that autocast rounds live as long as this object, or until the weights change.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rounded: dict[int, tuple[Tensor, int, Tensor]] = {}  # by the id of a weight: it, its version, the copy
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear and not kwargs:
+            x, weight, bias = (*args, None)[:3]
+            dtype = head_dtype(weight)
+            if dtype in _HALF and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point():
+                return _Float32Linear.apply(x, weight, bias, self._round(weight, dtype))
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if weight.dtype == dtype:
+            return weight
+        _, version, _ = self._rounded.get(id(weight), (None, None, None))
+        if version != weight._version:
+            self._rounded[id(weight)] = weight, weight._version, weight.detach().to(dtype)
+        return self._rounded[id(weight)][2]
+
+
+class _Float32Linear(torch.autograd.Function):
+    """`head_linear` of x (..., D), differentiable. `rounded`: the weight in the 16-bit dtype of the product."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, rounded):
+        rows = x.flatten(0, -2).to(rounded.dtype)
+        ctx.save_for_backward(rows, rounded)
+        ctx.like = [None if each is None else (each.shape, each.dtype) for each in (x, weight, bias)]
+        return head_linear(rows, rounded, bias).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        exact = grad.flatten(0, -2)
+        grad = exact.to(x.dtype)
+        products = lambda: _product(grad, weight), lambda: _product(grad.mT, x), lambda: exact.sum(0)
+        needed = zip(ctx.needs_input_grad, products, ctx.like)
+        return *(product().view(like[0]).to(like[1]) if needs else None for needs, product, like in needed), None
 
 
 def all_grad_logits(
@@ -152,10 +246,9 @@ class OfLinearHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, tokens, logps, log_sums, temperature, weight, bias):
         ctx.save_for_backward(states, tokens, log_sums, weight, bias)
-        device = states.device.type
         ctx.temperature = temperature
         ctx.parameter = weight  # whose identity is lost among saved tensors if a checkpoint recomputes them
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        ctx.dtype = head_dtype(weight)
         return logps.clone()
 
     @staticmethod
@@ -169,11 +262,10 @@ class OfLinearHead(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         for block in slices(len(weight), of_device(_TOKENS_PER_BLOCK, x.device)):
-            w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block].to(ctx.dtype)
+            w, b = weight[block].to(ctx.dtype), None if bias is None else bias[block]
             of_weight, of_bias = torch.zeros_like(w, dtype=exact), x.new_zeros(len(w), dtype=exact)
             for rows in slices(len(x), of_device(_ROWS_PER_BLOCK, x.device)):
-                with cpu_matmul(x.device):
-                    logits = F.linear(x[rows], w, b)
+                logits = head_linear(x[rows], w, b)
                 probabilities = (logits.to(exact) / ctx.temperature).sub_(log_sums[rows]).exp_()
                 grad_logits = probabilities.mul_(-grad[rows].sum(-1, keepdim=True))
                 index = tokens[rows] - block.start
@@ -182,9 +274,9 @@ class OfLinearHead(torch.autograd.Function):
                 if needs_bias:
                     of_bias += grad_logits.sum(0)
                 grad_logits = grad_logits.to(ctx.dtype)
-                grad_states[rows] += cpu_product(grad_logits, w)
+                grad_states[rows] += _product(grad_logits, w)
                 if needs_weight:
-                    of_weight += cpu_product(grad_logits.mT, x[rows])
+                    of_weight += _product(grad_logits.mT, x[rows])
             if needs_weight:
                 grad_weight[block] = of_weight
             if needs_bias:
@@ -362,16 +454,20 @@ def choose_tokens(
         x, tokens = states[chunk], None if known is None else known[chunk]
         with torch.set_grad_enabled(differentiates):
             x = x.detach().requires_grad_() if differentiates else x
-            logits = head.logits(x)
+            attached = head.logits(x)
+        dtype = attached.dtype if head.linear is None else head_dtype(head.linear.weight)  # of the gradients of logits
         with torch.no_grad():
-            *chosen, of_slopes = _choose(logits.detach(), choose, chunk.start, temperature, slopes, truncation, tokens)
+            logits = attached.detach()
+            *chosen, of_slopes = _choose(
+                logits, choose, chunk.start, temperature, dtype if slopes else None, truncation, tokens
+            )
         if of_slopes is not None:
             grad_logits, index, row = of_slopes
             if differentiates:
-                values = torch.autograd.grad(logits, x, grad_logits)[0]
+                values = torch.autograd.grad(attached, x, grad_logits)[0]
             else:
                 report_product(head.linear.weight, len(grad_logits))
-                values = cpu_product(grad_logits, head.linear.weight.to(grad_logits.dtype)).to(x.dtype)
+                values = _product(grad_logits, head.linear.weight.to(dtype)).to(x.dtype)
             of_slopes = Slopes(values, index, row)
         found.append(Scored(*chosen, of_slopes))
     return Scored.joined(found)
@@ -382,11 +478,14 @@ def _choose(
     choose: Choose,
     first_row: int,
     temperature: float,
-    slopes: bool,
+    slopes: torch.dtype | None,
     truncation: Truncation | None,
     known: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """Return the fields of `Scored` for a chunk; instead of slopes, the gradients of logits, and the slopes' fields."""
+    """Return the fields of `Scored` for a chunk; instead of slopes, the gradients of logits, and the slopes' fields.
+
+    `slopes`: the dtype of these gradients; None leaves them out.
+    """
     tokens, logps, log_sums, grad_logits, count, numbers, edges = [], [], [], None, 0, [], []
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
@@ -394,10 +493,10 @@ def _choose(
         tokens.append(of_tile)
         logps.append(softmax.logps(of_tile))
         log_sums.append(softmax.log_sum_exp())
-        if not slopes:
+        if slopes is None:
             continue
         if grad_logits is None:  # room for all tokens, of which the distinct ones are used
-            grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1])
+            grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1], dtype=slopes)
         row, column, number = distinct_tokens(of_tile)
         probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]
         distinct = of_tile[row, column].unsqueeze(1)
@@ -406,7 +505,7 @@ def _choose(
         numbers.append(number + count)
         edges.append(row + rows.start)
         count += len(row)
-    of_slopes = (grad_logits[:count], torch.cat(numbers), torch.cat(edges)) if slopes else None
+    of_slopes = (grad_logits[:count], torch.cat(numbers), torch.cat(edges)) if slopes is not None else None
     return torch.cat(tokens), torch.cat(logps), torch.cat(log_sums), of_slopes
 
 
