@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft import evaluate, load_config
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.tools.evaluation.models import load_subject
+from ebft.tools.evaluation.run import token_nll
 from tests.export.models import save_adapter
+from tests.strided.families import tiny_model
 from tests.structured.conftest import make_chat_tokenizer
 
 MODES = {"strided": "strided", "structured": "structured", "plain": "SFT (rl is not set)"}
@@ -309,3 +311,17 @@ def test_without_models_it_is_the_base_and_what_the_run_left(write_config, model
     assert [result.model for result in evaluate(config).models] == [str(models / "base")]
     shutil.copytree(models / "adapter", config.output_dir)
     assert [result.model for result in evaluate(config).models] == [str(models / "base"), config.output_dir]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_tokens_are_computed_from_float32_logits(dtype):
+    """Twin: the hidden states of each sequence alone, and the head in float64."""
+    model = tiny_model("llama").to(dtype).eval()
+    model.lm_head.weight.data.mul_(20)
+    sequences = [[5, 9, 12, 40, 3], [7, 8], list(range(20, 31))]
+    for ids, found in zip(sequences, token_nll(model, sequences), strict=True):
+        states = model.model(input_ids=torch.tensor([ids]), use_cache=False)[0][0, :-1].double()
+        logps = (states @ model.lm_head.weight.double().T).log_softmax(-1)
+        expected = -logps.gather(-1, torch.tensor(ids)[1:, None]).squeeze(-1)
+        torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-5)
+        assert found.dtype == torch.float32

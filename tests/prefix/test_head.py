@@ -1,5 +1,7 @@
 """Which heads are a linear layer and nothing else, so that gradients may be computed from its weights alone."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,7 +11,7 @@ from torch.nn.utils import prune
 
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor.budget import FlopMeter
-from ebft.prefix.forward import head_of, run_wrapped, take_programs
+from ebft.prefix.forward import backbone_of, head_of, last_logits, run_wrapped, take_programs
 from ebft.prefix.logps import token_logps
 from tests.strided.families import FAMILIES, tiny_model
 
@@ -92,3 +94,24 @@ def test_a_head_that_is_changed_later_has_the_gradients_of_its_forward(change):
     expected = (output(states) / 0.7).log_softmax(-1).gather(-1, tokens)
     grads = zip(torch.autograd.grad(found.sum(), trained), torch.autograd.grad(expected.sum(), trained))
     assert all(torch.allclose(ours, theirs, atol=1e-5) for ours, theirs in grads)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "opt"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_logits_of_16_bit_weights_are_those_of_a_float32_head(family, autocast):
+    """Twin: the same model with its head in float32, given the hidden states of the rounded one."""
+    model = tiny_model(family).to(torch.float32 if autocast else torch.bfloat16).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20).copy_(model.get_output_embeddings().weight.bfloat16())
+    ids, mask = torch.randint(3, 97, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = last_logits(model, ids, mask, 4)
+        states = backbone_of(model)(input_ids=ids, attention_mask=mask, use_cache=False)[0][:, -4:]
+        rounded = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -4:]
+    take_programs(twin := copy.deepcopy(model).float())
+    with torch.no_grad():
+        exact = run_wrapped(twin, lambda lm: head_of(lm).logits(states.bfloat16().float().flatten(0, 1)))
+    assert found.dtype == torch.float32 and states.isfinite().all()
+    torch.testing.assert_close(found, exact.view_as(found), atol=1e-4, rtol=1e-5)
+    assert (rounded.float() - exact.view_as(found)).abs().max() > 100 * (found - exact.view_as(found)).abs().max()

@@ -256,9 +256,10 @@ def test_model_by_name_with_a_new_adapter(tmp_path):
 def test_mixed_precision_samples_as_it_trains(single_pass, tmp_path):
     """Also in a direct call: the model is only prepared for mixed precision by train()."""
     options = {"bf16": True, "single_pass": single_pass, "temperature": 1.0, "ce_coef": 0.5, "max_grad_norm": 0.0}
-    model, seen, drawn = tiny_model("llama"), [], []
+    model, seen, drawn, inside = tiny_model("llama"), [], [], []
     trainer = make(tmp_path, model=model, max_steps=1, learning_rate=0.0, **options)
     hook = model.lm_head.register_forward_hook(lambda module, args, out: drawn.append(out.dtype))
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, out: inside.append(out.dtype))
     training_loss = trainer.compute_loss
 
     def keep(model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -269,7 +270,7 @@ def test_mixed_precision_samples_as_it_trains(single_pass, tmp_path):
     trainer.compute_loss = keep
     trainer.train()
     hook.remove()
-    assert set(drawn) == {torch.bfloat16} and drawn.count(torch.bfloat16) > 8
+    assert set(inside) == {torch.bfloat16} and set(drawn) == {torch.float32} and len(drawn) > 8
     (inputs, trained), gradients = seen[0], {}
     for prepares in (True, False):
         if not prepares:

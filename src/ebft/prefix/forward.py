@@ -182,12 +182,10 @@ def _cheaply(causal_lm: PreTrainedModel, run: PrefixPass) -> Iterator[None]:
 
 def last_logits(model: nn.Module, input_ids: Tensor, attention_mask: Tensor, count: int) -> Tensor:
     """Return the logits (B, count, V) of the last `count` tokens of `input_ids` (B, tokens), from a plain pass."""
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-    if not is_sharded(model):
-        return model(**inputs, logits_to_keep=count).logits[:, -count:]
 
     def without_hooks_of_head(causal_lm: PreTrainedModel) -> Tensor:
-        # The backward of the hooks would free weights of the head that TRL's pass, in the same loss, still needs.
+        # With FSDP2, the backward of the hooks of the head would free weights that TRL's pass still needs.
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         states = backbone_of(causal_lm)(**inputs)[0][:, -count:]
         return apply_head(causal_lm, states.flatten(0, 1)).unflatten(0, states.shape[:2])
 

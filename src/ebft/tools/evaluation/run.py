@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from ebft.anchors import BlockOptions
@@ -32,9 +31,10 @@ from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, 
 from ebft.features import check_sampled_ids
 from ebft.models.causal_lm import evaluating, positions_of, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
-from ebft.prefix.forward import check_supported
+from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
+from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.config import check_own_kwargs, generate_kwargs
 from ebft.structured.reward import continuation_features, end_token_ids, pool_sequence
@@ -352,7 +352,7 @@ def _seeded(key: str) -> Iterator[None]:
         yield
 
 
-TOKENS_PER_PASS = 4096  # with a vocabulary of 150,000, the logits take 2.5 GB in float32
+TOKENS_PER_PASS = 4096
 
 
 def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
@@ -360,6 +360,7 @@ def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
 
     In nats, at temperature 1. Padding is on the right, which causal models do not attend to.
     """
+    take_programs(model)
     device = unwrap_adapter(model).device
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     found: dict[int, Tensor] = {}
@@ -368,10 +369,10 @@ def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
         input_ids = pad_sequence(rows, batch_first=True)
         lengths = torch.tensor([len(row) for row in rows], device=device)
         attention_mask = (torch.arange(input_ids.shape[1], device=device) < lengths[:, None]).long()
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         with evaluating(model):
-            logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
-            for i, row_logits, row in zip(batch, logits, rows):
-                found[i] = F.cross_entropy(row_logits[: len(row) - 1].float(), row[1:], reduction="none").cpu()
+            losses = token_cross_entropies(model, inputs, input_ids[:, 1:, None], attention_mask[:, 1:].bool())
+        found |= {i: row[: len(sequences[i]) - 1] for i, row in zip(batch, losses.squeeze(-1).cpu())}
     return [found[i] for i in range(len(sequences))]
 
 
