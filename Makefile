@@ -14,7 +14,7 @@ MINIMUM_TESTS := tests/test_contracts.py tests/test_rewards.py tests/config test
 	tests/structured/test_trainer.py
 
 .PHONY: install install-vllm quickstart test test-all test-failed test-minimum test-vllm test-ray test-published lint \
-	typecheck lock docs dist bench bench-guard study
+	typecheck lock docs dist bench bench-guard gpu study
 
 install: $(STAMP)
 
@@ -97,6 +97,11 @@ lock: $(STAMP)
 bench: $(STAMP) $(VLLM_STAMP)
 	$(BIN)/python -m benchmarks.strided_step
 	$(BIN)/python -m benchmarks.overlap --vllm-python $(VLLM_VENV)/bin/python
+
+# The first hour on a GPU: what works there, how exact and how fast it is. The same again goes on where it was stopped.
+# OPTIONS=--plan prints the parts and needs no GPU, OPTIONS="--minutes 9" starts those that fit into nine minutes.
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
 
 # Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no further run after two hours; MODEL=tiny takes
 # minutes.

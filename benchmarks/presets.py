@@ -33,7 +33,7 @@ class Preset:
 
     name: str
     shape: dict[str, int]  # of LlamaConfig
-    lora_rank: int | None
+    lora_rank: int | None  # None or 0: full fine-tuning
     dtypes: tuple[str, ...]  # the first for both trainers, the others for ours alone
     lengths: tuple[int, ...]  # for both trainers
     alone: tuple[int, ...]  # for ours only
@@ -87,6 +87,7 @@ def find_preset(name: str, on_cuda: bool) -> Preset:
             variants={
                 "ours flex": {"attention": "flex_attention"},
                 "ours single pass": {"single_pass": True},
+                "ours full": {"lora_rank": 0},
             },
             overhead_steps=0,
         )
@@ -140,7 +141,7 @@ def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: s
     model = model.to(dtype)
     if attention is not None:
         model.set_attn_implementation(attention)
-    if preset.lora_rank is None:
+    if not preset.lora_rank:
         return model
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     adapter = LoraConfig(
@@ -151,7 +152,8 @@ def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: s
 
 def _random_model(preset: Preset, positions: int) -> nn.Module:
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, **special, **preset.shape))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a GPU draws 1B weights in no time
+        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=positions, **special, **preset.shape))
 
 
 def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:

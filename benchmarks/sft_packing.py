@@ -2,9 +2,9 @@
 
     python -m benchmarks.sft_packing [--preset 7m] [--length 512] [--rows 8] [--cpu-time]
 
-Full fine-tuning in float32 on random tokens. Lengths of documents are log-normal, with a median of a sixth of the
-longest. Every way trains on the same documents with the trainer of `ebft train`; they take turns, and each has its
-fastest round, to which other work on the machine adds least. Tokens are those of documents, without padding.
+Random tokens. Lengths of documents are log-normal, with a median of a sixth of the longest. Every way trains on the
+same documents with the trainer of `ebft train`; they take turns, and each has its fastest round, to which other work on
+the machine adds least. Tokens are those of documents, without padding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Way:
     """A trainer with its batches over all documents."""
 
     def __init__(self, model: Any, rows: Any, per_batch: int, folder: Path, batch_flattening: bool) -> None:
-        args = TrainingArguments(str(folder), report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no")
+        args = TrainingArguments(str(folder), report_to=[], disable_tqdm=True, use_cpu=not torch.cuda.is_available())
         collator = JoiningCollator(0)
         self.trainer = SFTTrainer(model, args, collator, train_dataset=rows, batch_flattening=batch_flattening)
         self.trainer.current_gradient_accumulation_steps = 1
@@ -71,7 +71,7 @@ class Way:
 
 def make_ways(preset: Preset, rows: list[Any], plan: argparse.Namespace, folder: Path) -> dict[str, Way]:
     """Batches of as many documents, or of as many packed rows as have about the tokens of such a batch."""
-    model = build_model(preset, torch.float32, plan.length)
+    model = build_model(preset, getattr(torch, plan.dtype), plan.length, plan.attention)
     tokens = sum(len(row["input_ids"]) for row in rows)
     packed = pack_rows(rows, plan.length)
     per_batch = max(1, round(plan.rows * tokens / len(rows) / plan.length))
@@ -85,9 +85,10 @@ def make_ways(preset: Preset, rows: list[Any], plan: argparse.Namespace, folder:
 def measure(ways: dict[str, Way], tokens: int, repeats: int) -> list[dict[str, Any]]:
     """The fastest round of every way, after one that is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    device = ways["padded"].trainer.args.device
     for number in range(repeats + 1):
         for name, way in ways.items():
-            taken = timed(way.run, torch.device("cpu"))[1]
+            taken = timed(way.run, device)[1]
             seconds[name] += [taken] * (number > 0)
     rates = {name: tokens / min(found) for name, found in seconds.items()}
     return [
@@ -105,7 +106,9 @@ def measure(ways: dict[str, Way], tokens: int, repeats: int) -> list[dict[str, A
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--preset", choices=("7m", "smollm2"), default="7m")
+    add("--preset", choices=("7m", "smollm2", "1b"), default="7m")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--attention", help="the implementation of attention (default: the model's own)")
     add("--length", type=int, default=512, help="tokens of the longest document and of a packed row")
     add("--documents", type=int, default=64)
     add("--rows", type=int, default=8, help="documents of a padded batch")
@@ -116,7 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     plan = parser.parse_args(arguments)
     if plan.cpu_time:
         Clock.count_cpu_seconds()
-    preset = find_preset(plan.preset, on_cuda=False)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    preset = find_preset(plan.preset, on_cuda=device.type == "cuda")
     preset = preset.shrunken() if plan.tiny else preset
     rows = short_documents(plan.documents, plan.length, preset.shape["vocab_size"])
     lengths = sorted(len(row["input_ids"]) for row in rows)
@@ -124,11 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
         warnings.simplefilter("ignore")
         found = measure(make_ways(preset, rows, plan, Path(folder)), sum(lengths), plan.repeats)
     card = {
-        "model": f"{preset.description}, float32",
+        "model": f"{preset.description}, {plan.dtype}",
+        "attention": plan.attention,
         "documents": f"{len(rows)} of {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(rows) // 2]}",
         "rows": f"{plan.rows} documents in a padded batch, packed rows of {plan.length} tokens",
         "rounds": plan.repeats,
-        **machine(torch.device("cpu")),
+        **machine(device),
     }
     for name, value in card.items():
         print(f"{name:<14}{value}")
@@ -139,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     results = rounded({"card": card, "ways": found})
     print(json.dumps(results))
-    output = plan.output or RESULTS / f"sft-packing-{preset.name}-cpu.json"
+    output = plan.output or RESULTS / f"sft-packing-{preset.name}-{device.type}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import published, report
 from benchmarks.measuring import Clock, machine, peak_flops, within_free_memory
-from benchmarks.presets import OPTIONS, Preset, document, find_preset
+from benchmarks.presets import OPTIONS, document, find_preset
 from benchmarks.recompilations import recompilations
 from benchmarks.rounds import Rounds, measure
 from benchmarks.sides import Side, ours, theirs
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder, within_free_memory(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         both, others = make_sides(plan, Path(folder))
-        results = {"card": card(plan.preset, plan.dtypes[0], both), "lengths": []}
+        results = {"card": card(plan, both), "lengths": []}
         print(report.card(results["card"]) + "\n\n" + report.header(), flush=True)
         for side in both + others:  # thread pools, kernels and lazy imports belong to no length
             Rounds(side, document(plan.preset, WARM_UP_LENGTH, side.device)).warm_up()
@@ -79,7 +79,8 @@ def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list
         trainer_class = published.load_trainer(plan.wheel)
         both.append(theirs(plan.preset, plan.dtypes[0], positions, folder, trainer_class))
     except published.NotAvailable as reason:
-        print(f"axolotl {published.VERSION} is not measured: {reason}")
+        plan.published = f"not measured: {reason}"
+        print(f"axolotl {published.VERSION} is {plan.published}")
     others = [ours(plan.preset, dtype, positions, folder, name=f"ours {dtype}") for dtype in plan.dtypes[1:]]
     for name, settings in plan.preset.variants.items():
         settings = {"dtype": plan.dtypes[0], **settings}
@@ -87,18 +88,18 @@ def make_sides(plan: argparse.Namespace, folder: Path) -> tuple[list[Side], list
     return both, others
 
 
-def card(preset: Preset, dtype: str, sides: list[Side]) -> dict[str, Any]:
+def card(plan: argparse.Namespace, sides: list[Side]) -> dict[str, Any]:
     """What was measured, on what."""
-    device = sides[0].device
+    device, preset = sides[0].device, plan.preset
     peak = peak_flops(device)
     return {
         "step": "forward and backward of the loss, one document",
         "document": "random tokens" if preset.weights is None else "the source code of Python's argparse",
         "model": preset.description,
-        "dtype": dtype,
+        "dtype": plan.dtypes[0],
         "options": OPTIONS,
         **machine(device),
-        "axolotl": published.VERSION if len(sides) > 1 else None,
+        "axolotl": plan.published,
         "mfu_of": f"{peak[0] / 1e12:.0f} TFLOP/s, {peak[1]}" if peak else "the measured rate of a matrix product",
     }
 
@@ -156,7 +157,7 @@ def make_plan(arguments: list[str] | None) -> argparse.Namespace:
     if plan.model and preset.weights is None:
         parser.error(f"--model belongs to --preset smollm2: the weights of preset {preset.name} are random")
     preset = replace(preset, weights=plan.model) if plan.model else preset
-    plan.preset = preset.shrunken() if plan.tiny else preset
+    plan.preset, plan.published = preset.shrunken() if plan.tiny else preset, published.VERSION
     if unknown := set(plan.variants or []) - set(preset.variants):
         parser.error(f"preset {preset.name} has no variant {min(unknown)!r}; it has {', '.join(preset.variants)}")
     if plan.variants is not None:
