@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from inspect import signature
 from types import MethodType
 
@@ -77,6 +77,20 @@ def has_running_state(causal_lm: PreTrainedModel) -> bool:
 def cache_argument(model: nn.Module) -> str:
     """Return the name of the argument for the cache: `cache` since transformers 5.24, where the older name warns."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
+def checkpointing_argument() -> str:
+    """Return TrainingArguments' name for gradient checkpointing: since transformers 5.24, the older name warns."""
+    names = {argument.name for argument in fields(TrainingArguments)}
+    return "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+
+
+def rename_checkpointing(args: TrainingArguments) -> None:
+    """Set the arguments for gradient checkpointing under the names that do not warn, unless these are set."""
+    for ending in ("", "_kwargs"):
+        name = f"{checkpointing_argument()}{ending}"
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, f"gradient_checkpointing{ending}"))
 
 
 def use_one_gpu(args: TrainingArguments) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ebft.transformers_internals import cache_argument
+
 # Where a completion ends: at the first line that is not indented, or with its line. Ends of functions are those of the
 # stop sequences of HumanEval (def, class, if, print, #), which all begin a line.
 STOPS = {"functions": re.compile(r"\n(?=\S)"), "translation": re.compile(r"\n")}
@@ -73,9 +75,8 @@ class Sampler:
     def _forward(self, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Logits (rows, vocabulary) of the next token."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        output = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-        )
+        kept = {cache_argument(self.model): cache, "logits_to_keep": 1}
+        output = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **kept)
         return output.logits[:, -1].float()
 
     def _noise(self, numbers: list[int], samples: int) -> Tensor:

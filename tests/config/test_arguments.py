@@ -2,12 +2,13 @@ import warnings
 
 import pytest
 
-from ebft import EBFTConfig
+from ebft import EBFTConfig, StridedEBFTConfig
 from ebft.config.options import StridedOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine
 from ebft.run.trainer import planned_steps, training_kwargs
+from ebft.transformers_internals import checkpointing_argument
 from tests.config.test_messages import CPU, GPU, PREFERENCES, PROMPTS, config
 
 AMPERE = Machine(has_accelerator=True, supports_bf16=True, supports_tf32=True)
@@ -19,7 +20,9 @@ FSDP["final_state_dict_type"] = "FULL_STATE_DICT"
 RESHARD = {"fsdp": True, "fsdp_config": {"cpu_offload": True, "reshard_after_forward": False}}
 LAYERS = {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
 WRAPPED = {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "cpu_offload": True}
-DETAILS = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+REENTRANT = {"use_reentrant": True}
+DETAILS = {"gradient_checkpointing_kwargs": REENTRANT}
+CHECKPOINTING = checkpointing_argument()
 SAME = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 8, "neftune_noise_alpha": 5.0, "torch_compile": True}
 SAME |= {"torch_compile_backend": "inductor", "torch_compile_mode": "default", "trackio_space_id": "me/space"}
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -52,8 +55,8 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
     (EVAL, CPU, {"eval_strategy": "epoch", "load_best_model_at_end": ...}),
     ({**EVAL, "eval_steps": 3}, CPU, {"eval_steps": 3}),
     ({"saves_per_epoch": 0, "evals_per_epoch": 0, **EVAL}, CPU, {"save_strategy": "no", "eval_strategy": "no"}),
-    ({"gradient_checkpointing": True, **DETAILS}, CPU, DETAILS),
-    (DETAILS, CPU, {"gradient_checkpointing_kwargs": ...}),
+    ({"gradient_checkpointing": True, **DETAILS}, CPU, {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": REENTRANT}),
+    (DETAILS, CPU, {CHECKPOINTING: False, f"{CHECKPOINTING}_kwargs": ...}),
     ({"fsdp": ["full_shard", "offload"], "fsdp_config": LAYERS}, CPU, {"fsdp": True, "fsdp_config": WRAPPED}),
     ({"fsdp": "shard_grad_op auto_wrap"}, CPU, {"fsdp_config": {"reshard_after_forward": False}}),
     ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp": True, "fsdp_config": FSDP}, CPU, RESHARD),
@@ -85,6 +88,22 @@ def test_transformers_knows_every_argument(make, tmp_path):
     assert args.max_steps == 3 and args.num_train_epochs == 1
     assert kwargs(make(deepspeed="zero2"))["deepspeed"]["zero_optimization"]["stage"] == 2
     assert make(torch_compile="auto").torch_compile is False
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_no_name_of_gradient_checkpointing_warns(make, tmp_path, given):
+    from transformers import TrainingArguments
+
+    keys = {"gradient_checkpointing": given, **DETAILS}
+    directly = {**keys, "output_dir": str(tmp_path), "report_to": "none"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        of_config = TrainingArguments(**kwargs(make(output_dir=str(tmp_path), **keys)))
+        for args in (StridedEBFTConfig(**directly), EBFTConfig(**directly), of_config):
+            assert args.gradient_checkpointing is given and getattr(args, CHECKPOINTING) is given
+            if given or args is not of_config:
+                assert getattr(args, f"{CHECKPOINTING}_kwargs") == REENTRANT
+        assert getattr(EBFTConfig(output_dir=str(tmp_path), report_to="none"), CHECKPOINTING) is True  # TRL's default
 
 
 @pytest.mark.parametrize(("keys", "loads_best"), [

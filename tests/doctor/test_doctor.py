@@ -1,5 +1,6 @@
 """`ebft doctor`: the environment, configs that can be trained, and one error for each thing that cannot work."""
 
+import importlib.util
 import json
 import re
 import warnings
@@ -113,6 +114,9 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
 def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypatch, overrides, level, name, message):
     monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    find, absent = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "trackio", "wandb")
+    for module in ("importlib.util", "ebft.config.checks.processes", "ebft.run.reporting"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", *overrides)
     assert code == (level == "error") and message in found[level, name], found
     assert not any("peak" in name for _, name in found) and (level != "ok" or levels(found) == {"ok"})

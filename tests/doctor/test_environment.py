@@ -1,5 +1,6 @@
 import json
 import sys
+from importlib.metadata import version
 
 from ebft.tools.doctor.environment import environment, relevant_variables
 from tests.cli.conftest import ebft
@@ -23,7 +24,7 @@ def test_the_text_has_versions_machine_and_devices(ebft, monkeypatch):
 def test_json_has_the_same_facts(ebft):
     found = json.loads(ebft("env", "--json").output)
     assert found.keys() == environment().keys()
-    assert found["packages"]["torch"] == __import__("torch").__version__
+    assert found["packages"]["torch"] == version("torch")
     assert found["ebft"]["version"] and found["python"]["executable"] == sys.executable
 
 

@@ -177,7 +177,7 @@ def test_the_folder_of_an_adapter_with_shrunk_embeddings(make_base, configured, 
 
 def test_embeddings_of_the_original_size_are_not_saved(tiny_llama_dir, configured, tmp_path):
     config, tokenizer = configured(tiny_llama_dir, ["q_proj"])
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings(action="error", category=UserWarning):
         model = load_model(config, tokenizer)
     folder = save(trained(model), tokenizer, tmp_path / "adapter")
     assert not any("embed" in name for name in load_file(folder / "adapter_model.safetensors"))

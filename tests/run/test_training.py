@@ -127,7 +127,7 @@ def test_a_resumed_run_says_which_settings_of_the_optimizer_are_in_effect(make, 
 def test_a_resumed_run_says_what_it_continues_with(make, tmp_path, tiny_llama_dir, recwarn):
     """Other base weights and settings are a line each, once; rows that are held out are compared too."""
     keys = {**LORA, "base_model": tmp_path / "model", "save_steps": 1, "sequence_len": 24, **AUTO}
-    said = lambda: [str(recwarn.pop(UserWarning).message) for _ in list(recwarn)]
+    said = lambda: [str(recwarn.pop(found.category).message) for found in list(recwarn)]
     lines = lambda: [line for line in said() if line.startswith(("Resumed", "No effect", "The ", "Training is"))]
     shutil.copytree(tiny_llama_dir, tmp_path / "model")
     train(strided(make, **keys, max_steps=1, val_set_size=2))

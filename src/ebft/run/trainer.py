@@ -26,7 +26,7 @@ from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
 from ebft.serving.server import VLLMServer
-from ebft.transformers_internals import is_torch_tf32_available, use_one_gpu
+from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_available, use_one_gpu
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
@@ -104,7 +104,7 @@ _SAME_NAME = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("gradient_accumulation_steps", "max_steps", "seed", "data_seed", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "neftune_noise_alpha", "torch_compile_backend"),
-    *("torch_compile_mode", "trackio_space_id", "fp16", "gradient_checkpointing", "torch_compile"),
+    *("torch_compile_mode", "trackio_space_id", "fp16", "torch_compile"),
     *("output_dir", "save_total_limit", "save_only_model", "load_best_model_at_end", "logging_steps"),
     *("hub_model_id", "hub_strategy", "hub_private_repo"),
 )
@@ -123,7 +123,9 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     """Arguments for TrainingArguments; `rows` is the number of training rows, for settings that count per epoch."""
     kwargs = {key: getattr(config, key) for key in _SAME_NAME}
     kwargs |= {name: getattr(config, key) for key, name in _OTHER_NAME.items()}
+    checkpointing = checkpointing_argument()
     kwargs |= {
+        checkpointing: config.gradient_checkpointing,
         "optim_args": optimizer_arguments(config.optim_args),
         "per_device_eval_batch_size": config.eval_batch_size or config.micro_batch_size,
         "warmup_steps": config.warmup_steps if config.warmup_steps is not None else config.warmup_ratio,
@@ -138,7 +140,7 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     }
     if config.gradient_checkpointing and config.gradient_checkpointing_kwargs:
         details = config.gradient_checkpointing_kwargs.model_dump(exclude_none=True)
-        kwargs["gradient_checkpointing_kwargs"] = details
+        kwargs[f"{checkpointing}_kwargs"] = details
     kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)

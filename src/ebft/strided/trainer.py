@@ -39,6 +39,7 @@ from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
 from ebft.trainer import OverTrainer
+from ebft.transformers_internals import rename_checkpointing
 
 _PARSED = "documents"  # the key of a batch's Documents, once they are parsed
 
@@ -56,6 +57,7 @@ class StridedEBFTConfig(StridedOptions, TrainingArguments):
     def __post_init__(self):
         if self.dataloader_pin_memory is None:
             self.dataloader_pin_memory = torch.cuda.is_available()
+        rename_checkpointing(self)
         super().__post_init__()
         validate_options(StridedOptions, self)
         # The collator's columns are read by name and need not be arguments of the model's forward.

@@ -16,6 +16,7 @@ from ebft.config.rules import validate_options
 from ebft.config.section import with_prefix
 from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
+from ebft.transformers_internals import rename_checkpointing
 
 _OPTION = "Use the option of the same name."
 _TRAINERS = "It is set by the trainer."
@@ -76,6 +77,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
             self.bf16: bool | None = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        rename_checkpointing(self)  # TRL's default has the older name
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
         self._check_generation_kwargs()
