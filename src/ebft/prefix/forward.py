@@ -29,9 +29,8 @@ from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import adapt, check_adapted
 from ebft.prefix.attention.passes import pass_in, running
 from ebft.prefix.cpu import cpu_matmul
-from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
 from ebft.prefix.gpu import fuse
-from ebft.prefix.logps import Head, Linear
+from ebft.prefix.logps import Float32Results, Head, Linear, head_linear
 from ebft.transformers_internals import ModelOutput, hooks_of, switch_attention, takes_attention_functions
 
 Result = TypeVar("Result")
