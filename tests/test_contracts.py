@@ -86,7 +86,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
     PreparedBatches: {
         "_stored_metrics": "{mode: {name: [values]}}, whose means are logged, of the trainers of trl.experimental",
     },
-    StridedEBFTTrainer: shared("_get_num_items_in_batch"),
+    StridedEBFTTrainer: shared("_get_num_items_in_batch", "_prepare_inputs"),
     OverTRL: {
         "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
         "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",

@@ -26,6 +26,9 @@ RlooBaseline = Literal["independent", "mean"]
 _MIN_REWARD_STD = 1e-6
 # Singular values below this fraction of the largest are dropped in whitening, with embeddings computed in float32.
 _MIN_SINGULAR_VALUE = 1e-5
+# In whitening, the check of embeddings and the decomposition each wait for a GPU, but only once together if they are on
+# CPU, where the decomposition of up to 8 x 8 values takes about 10 microseconds.
+_MOST_SAMPLES_ON_CPU = 8
 
 
 class RewardSettings(Protocol):
@@ -117,11 +120,15 @@ def whiten(
         raise ValueError("whitening requires at least 2 samples per group, got 1. Set use_whitening to false")
     x_ND, y_D = samples.double(), reference.double()
     gram_NN = x_ND @ x_ND.mT
+    if samples.shape[-2] <= _MOST_SAMPLES_ON_CPU:
+        gram_NN = gram_NN.cpu()
     if not torch.isfinite(gram_NN).all():
         raise ValueError("cannot whiten embeddings that contain NaN or infinity")
     eigenvalue_N, u_NN = torch.linalg.eigh(gram_NN)  # squared singular values, ascending
     kept_N = eigenvalue_N > (tol**2) * eigenvalue_N[..., -1:].clamp_min(torch.finfo(torch.float64).tiny)
     inverse_s_N = torch.where(kept_N, eigenvalue_N.clamp_min(0).rsqrt(), 0.0)  # diagonal of S^+
+    both = torch.cat([u_NN, inverse_s_N.unsqueeze(-2)], -2).to(samples.device, non_blocking=True)
+    u_NN, inverse_s_N = both[..., :-1, :], both[..., -1, :]
     inverse_root_NN = (u_NN * inverse_s_N.unsqueeze(-2)) @ u_NN.mT  # (X X^T)^(-1/2)
     white_samples_ND = inverse_root_NN @ x_ND  # U S^+ U^T X = X W = U V^T: the two maps agree on X itself
     if space == "sample":

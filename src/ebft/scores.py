@@ -121,7 +121,7 @@ class Scores:
     def add_all(self, values: Mapping[str, Tensor], documents: Iterable[int]) -> None:
         """Add values (M,) by name; `documents` contains the document of each value."""
         documents = list(documents)
-        for name, value in values.items():
+        for name, value in zip(values, torch.stack(list(values.values())).cpu()):  # in one wait for their device
             self.add(name, documents, value)
 
     def keep_samples(self, phi: Tensor, phi_ref: Tensor, alignment_coef: float, diversity_coef: float) -> None:
@@ -136,14 +136,14 @@ class Scores:
 
         All ranks must have added the same names.
         """
-        means = {}
-        for name, entries in self.sums.items():
-            pair = torch.tensor(list(entries.values()) or [[0.0, 0.0]], dtype=torch.float64).sum(0)
-            if accelerator is not None:
-                pair = accelerator.reduce(pair.to(accelerator.device), "sum")
-            total, weight = pair.tolist()
-            if weight:
-                means[name] = total / weight
+        pairs = [
+            torch.tensor(list(entries.values()) or [[0.0, 0.0]], dtype=torch.float64).sum(0)
+            for entries in self.sums.values()
+        ]
+        sums = torch.stack(pairs) if pairs else torch.zeros(0, 2)
+        if accelerator is not None and accelerator.num_processes > 1:
+            sums = accelerator.reduce(sums.to(accelerator.device), "sum")
+        means = {name: total / weight for name, (total, weight) in zip(self.sums, sums.tolist()) if weight}
         return means | perplexities(means)
 
     def per_document(self) -> dict[str, dict[str, list]]:

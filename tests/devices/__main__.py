@@ -120,25 +120,35 @@ def of_two_in_three(completions: list[Any], **columns: Any) -> list[float]:
 
 
 CASES = {
-    "strided_lora": Case("strided_lora", most_waits=28),
-    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=28),
-    "strided_checkpointing": Case("strided_full", {"gradient_checkpointing": True}),
-    "strided_single_pass": Case("strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}),
-    "strided_packed": Case("strided_packed"),
-    "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}),
-    "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}),
-    "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}),
-    "strided_cpu_features": Case("strided_full", on_device={"ebft.feature_device": "cpu"}),
-    "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}),
-    "strided_flex": Case("strided_lora", during=flex_kernel),
-    "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, is_rounded=True),
-    "strided_autocast": Case("strided_lora", {"bf16": True}, is_rounded=True),
+    "strided_lora": Case("strided_lora", most_waits=4),
+    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=4),
+    "strided_checkpointing": Case("strided_full", {"gradient_checkpointing": True}, most_waits=4),
+    "strided_single_pass": Case(  # of which each level of the tree of rollouts is waited for
+        "strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}, most_waits=29
+    ),
+    "strided_packed": Case("strided_packed", most_waits=3),
+    "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}, most_waits=6),
+    "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}, most_waits=4),
+    "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=4),
     "structured_single_turn": Case("structured_single_turn"),
     "structured_several_turns": Case(
         "structured_several_turns", {"gradient_checkpointing": True}, {"ebft.feature_device": "pretend:1"}
     ),
     "structured_resumed": Case("structured_single_turn", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}),
     "structured_cross_entropy": Case("structured_cross_entropy"),
+    "grpo": Case("grpo"),
+    **{
+        name: Case(name, most_waits=waits)
+        for name, waits in {"sft": 12, "dpo": 39, "reward_model": 10, "process_reward_model": 6}.items()
+    },
+}
+# What is rarer.
+CASES |= {
+    "strided_cpu_features": Case("strided_full", on_device={"ebft.feature_device": "cpu"}, most_waits=6),
+    "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}, most_waits=5),
+    "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=18),
+    "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, is_rounded=True, most_waits=4),
+    "strided_autocast": Case("strided_lora", {"bf16": True}, is_rounded=True, most_waits=4),
     "structured_cpu_features": Case("structured_several_turns", on_device={"ebft.feature_device": "cpu"}),
     "structured_accumulation": Case("structured_single_turn", {"gradient_accumulation_steps": 3}),
     "structured_parts": Case("structured_single_turn", {"ebft.rollout_tokens_per_pass": 64}),
@@ -153,7 +163,8 @@ CASES = {
     "sft_packed": Case("sft", {"sample_packing": True}),
     "sft_offloading": Case("sft", {"activation_offloading": True}, during=unpinned),
     "sft_autocast": Case("sft", {"bf16": True, "gradient_checkpointing": True}, is_rounded=True),
-    **{name: Case(name) for name in ("grpo", "sft", "dpo", "reward_model", "process_reward_model", *OTHERS)},
+    "kto": Case("kto"),
+    "orpo": Case("orpo"),
 }
 
 

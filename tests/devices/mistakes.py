@@ -78,11 +78,12 @@ MISTAKES = {
         "(advantages.detach().cpu().unsqueeze(-1) * logps)",
     ),
     "a matrix": Mistake(
-        "structured_single_turn", "rewards.py", "(u_NN * inverse_s_N.unsqueeze(-2))", "(u_NN * inverse_s_N.unsqueeze(-2).cpu())"
+        "structured_single_turn",
+        "rewards.py",
+        "(u_NN * inverse_s_N.unsqueeze(-2))",
+        "(u_NN * inverse_s_N.unsqueeze(-2).cpu())",
     ),
-    "positions": Mistake(
-        "strided_lora", "strided/layout.py", "documents", "documents"
-    ),
+    "positions": Mistake("strided_lora", "strided/layout.py", "documents", "documents"),
     "a mask of references": Mistake(
         "structured_cross_entropy",
         "structured/trainer.py",

@@ -81,3 +81,50 @@ assert not torch.accelerator.is_available()
 
 def test_the_device_itself():
     output("-c", SCRIPT)
+
+
+OWN_BATCHES = """
+import sys
+import torch
+from transformers import Trainer
+from ebft import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.rewards import whiten
+from tests.devices.pretend import pretend_device, record, register
+from tests.strided.families import tiny_model
+from tests.strided.short_run import documents
+
+register()
+
+def trained(are_on_device):
+    with pretend_device(), record() as counts:
+        args = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "report_to": [], "grad_norms_every": 1}
+        args = StridedEBFTConfig(output_dir=sys.argv[1], logging_steps=1, learning_rate=1e-3, **args)
+        trainer = StridedEBFTTrainer(model=tiny_model("llama"), args=args, train_dataset=documents()[:12])
+        if are_on_device:  # as those of a trainer of transformers
+            trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
+        trainer.train()
+        batch = next(iter(trainer.get_train_dataloader()))
+        assert batch["input_ids"].device.type == ("pretend" if are_on_device else "cpu")
+        assert trainer._prepare_inputs(batch)["labels"].device.type == "pretend"
+        loss = trainer.compute_loss(trainer.model, batch).item()
+        return loss, [w.detach().cpu() for w in trainer.model.parameters()], sum(counts.waits.values())
+
+(loss, weights, waits), (other_loss, other_weights, more_waits) = trained(False), trained(True)
+assert loss == other_loss and all(map(torch.equal, weights, other_weights)) and waits < more_waits
+with pretend_device() as device:
+    for samples in (4, 9):  # whose decomposition is on CPU, and on the device
+        x, y = torch.randn(3, samples, 20), torch.randn(3, 20)
+        for space in ("feature", "sample"):
+            for found, wanted in zip(whiten(x.to(device), y.to(device), space), whiten(x, y, space)):
+                assert found.device == device and torch.equal(found.cpu(), wanted)
+        try:
+            whiten(x.to(device) * torch.inf, y.to(device))
+        except ValueError as error:
+            assert "NaN or infinity" in str(error)
+        else:
+            raise AssertionError("nothing was raised")
+"""
+
+
+def test_batches_on_the_device_give_the_same_results(tmp_path):
+    output("-c", OWN_BATCHES, str(tmp_path))

@@ -5,7 +5,7 @@ import torch
 from accelerate import Accelerator
 
 from ebft.monitor import Throughput
-from ebft.monitor.metrics import MeanMetrics
+from ebft.monitor.metrics import MeanMetrics, read_numbers
 
 
 @pytest.fixture
@@ -21,6 +21,19 @@ def test_means_are_over_items_not_over_batches(one):
     assert metrics.drain(one) == {"x": pytest.approx(3.5)} and metrics.drain(one) == {}
     metrics.add("x", 0.0, 0)  # nothing weighed has no mean
     assert metrics.drain(one) == {}
+
+
+def test_numbers_are_read_in_their_order_and_without_rounding():
+    numbers = [
+        2,
+        torch.tensor(0.1),
+        torch.tensor(2**40 + 1),
+        0.25,
+        torch.tensor(True),
+        torch.tensor(0.7, dtype=torch.float64),
+    ]
+    assert read_numbers(numbers) == [2.0, torch.tensor(0.1).item(), 2.0**40 + 1, 0.25, 1.0, 0.7]
+    assert read_numbers([]) == []
 
 
 def test_rates_cover_the_time_since_the_last_report(one):

@@ -109,6 +109,18 @@ def test_values_and_gradients_are_those_of_the_head_at_once(module, frozen, k, o
     assert not any(grad.any() for grad in torch.autograd.grad(nothing.sum(), [states, *head.trained]))
 
 
+@pytest.mark.parametrize("several", [0, 9, ROWS + 1])
+@pytest.mark.parametrize("module", MODULES)
+def test_rows_that_repeat_their_first_token_need_not_be_looked_for(module, several, chunks):
+    module = MODULES[module].requires_grad_(False)
+    states, targets, weight = inputs(4)
+    targets[several:] = targets[several:, :1].clone()
+    found = logps.token_logps(states, targets, head_of(module), 0.7, several=several)
+    whole = (module(states) / 0.7).log_softmax(-1).gather(-1, targets)
+    torch.testing.assert_close(found, whole)
+    close_gradients((found * weight).sum(), (whole * weight).sum(), [states])
+
+
 @pytest.mark.parametrize("options", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("with_gradient", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])

@@ -160,19 +160,27 @@ def test_full_model_saves_and_keeps_its_frozen_copy(tmp_path):
 
 
 def test_non_finite_numbers_stop_before_the_update(tmp_path):
-    for number, message in (
-        ("loss", r"loss is nan at step 2.*token ids \[\["),
-        ("norm", "norm is (nan|inf) at step 2"),
+    for number, message, batches in (
+        ("loss", r"loss is nan at step 2.*token ids \[\[", 1),
+        ("loss", r"loss is nan at step 2.*token ids \[\[", 3),
+        ("norm", "norm is (nan|inf) at step 2", 1),
     ):
         model = tiny_model("llama")
-        trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0)
+        trainer = make(tmp_path, model=model, max_steps=3, ce_coef=1.0, gradient_accumulation_steps=batches)
         plain, broken = trainer.compute_loss, lambda value, t=trainer: value if t.state.global_step == 1 else 1.0
         if number == "loss":
-            trainer.compute_loss = lambda *a, **k: plain(*a, **k) * broken(float("nan"))  # noqa: B023
+            seen = []  # the first tokens of the batches of step 2, of which only the first has such a loss
+
+            def compute_loss(model, inputs, *a, **k):
+                seen.extend([inputs["input_ids"][0, :8].tolist()] * (broken(None) is None))  # noqa: B023
+                return plain(model, inputs, *a, **k) + (broken(float("nan")) if len(seen) == 1 else 0.0)  # noqa: B023
+
+            trainer.compute_loss = compute_loss
         else:
             model.model.layers[0].mlp.up_proj.weight.register_hook(lambda g: g * broken(float("inf")))  # noqa: B023
-        with pytest.raises(NonFiniteLossError, match=message):
+        with pytest.raises(NonFiniteLossError, match=message) as raised:
             trainer.train()
+        assert number == "norm" or (len(seen) == batches and f"token ids [{seen[0]}" in str(raised.value))
         assert trainer.state.global_step == 1 and all(p.isfinite().all() for p in model.parameters())
 
 

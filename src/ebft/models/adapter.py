@@ -39,7 +39,7 @@ from ebft.models.adapter_targets import (
 )
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import read_object, refuse_classifier, refuse_values
-from ebft.models.weights import WeightFiles, adapter_file
+from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
 if TYPE_CHECKING:

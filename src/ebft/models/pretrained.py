@@ -31,13 +31,13 @@ from ebft.errors import ModelError, cause
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import key_with, read_object, refuse_values, wrong_values
+from ebft.models.weight_files import other_content
 from ebft.models.weights import (
     check_readable,
     load_complete,
     load_gguf_config,
     load_gguf_model,
     load_gguf_tokenizer,
-    other_content,
 )
 from ebft.transformers_internals import QuantizationMethod
 

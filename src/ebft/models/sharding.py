@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
-from ebft.models.weights import WeightFiles
+from ebft.models.weight_files import WeightFiles
 from ebft.transformers_internals import convert_weights, unset_hf_deepspeed_config, weight_groups
 
 

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 from ebft.files import STATE, json_object
 from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
 from ebft.models.quantised_experts import unpacked_size
+from ebft.monitor.metrics import sums_over_ranks
 from ebft.run.keys import BudgetSection
 from ebft.transformers_internals import Conv1D
 
@@ -51,10 +51,8 @@ class Budget:
 
     def gather(self, accelerator: Any) -> None:
         """Add the amounts of all ranks since the last call to the totals."""
-        added = torch.tensor([self._documents, self._generated_tokens, self.meter.flops], dtype=torch.float64)
-        if accelerator.num_processes > 1:
-            added = accelerator.reduce(added.to(accelerator.device), "sum")
-        totals = {name: self.totals[name] + value for name, value in zip(COUNTED, added.tolist())}
+        added = sums_over_ranks((self._documents, self._generated_tokens, self.meter.flops), accelerator)
+        totals = {name: self.totals[name] + value for name, value in zip(COUNTED, added)}
         self.restart({name: round(value) for name, value in totals.items()})
 
 

@@ -6,7 +6,8 @@ Also the batches of an evaluation by several processes: each row is evaluated by
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,40 +17,77 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
-from ebft.machine import peak_resident
+from ebft.machine import copy_to, peak_resident
 from ebft.printed import printable
+
+Number = Tensor | float
+
+
+def read_numbers(numbers: Iterable[Number]) -> list[float]:
+    """Return numbers as floats; of those that are tensors of a device, all are read together, in one wait for it."""
+    found = list(numbers)
+    places: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for place, number in enumerate(found):
+        if isinstance(number, Tensor):
+            places[number.device][number.dtype].append(place)
+    for of_types in places.values():
+        together = [torch.stack([found[place] for place in of_type]).detach().double() for of_type in of_types.values()]
+        for place, number in zip(chain(*of_types.values()), torch.cat(together).tolist()):
+            found[place] = number
+    return [float(number) for number in found]
+
+
+def sums_over_ranks(numbers: Iterable[Number], accelerator: Any) -> list[float]:
+    """Return the sums of numbers over all ranks, which must give equally many. A single rank reads them once."""
+    found = read_numbers(numbers)
+    if accelerator.num_processes == 1:
+        return found
+    return accelerator.reduce(_on_device(found, accelerator), "sum").tolist()
+
+
+def maxima_over_ranks(numbers: list[float], accelerator: Any) -> list[float]:
+    """Return the maxima of numbers over all ranks, which must give equally many."""
+    if accelerator.num_processes == 1:
+        return numbers
+    return accelerator.gather(_on_device(numbers, accelerator)[None]).amax(0).tolist()
+
+
+def _on_device(numbers: list[float], accelerator: Any) -> Tensor:
+    return copy_to(accelerator.device, torch.tensor(numbers, dtype=torch.float64))[0]
 
 
 class MeanMetrics:
     """Accumulates (sum, weight) pairs by name; `drain` returns the means over all ranks and resets."""
 
     def __init__(self):
-        self._sums: dict[str, list[Tensor]] = defaultdict(list)
+        self._sums: dict[str, list[tuple[Number, Number]]] = defaultdict(list)
 
-    def add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
-        """Add `total`, a sum over `weight` items."""
-        device = total.device if isinstance(total, Tensor) else "cpu"
-        pair = [torch.as_tensor(x, device=device, dtype=torch.float64).detach() for x in (total, weight)]
-        self._sums[name].append(torch.stack(pair))
+    def add(self, name: str, total: Number, weight: Number) -> None:
+        """Add `total`, a sum over `weight` items; tensors have no dimensions, and must not be changed afterwards."""
+        total, weight = (number.detach() if isinstance(number, Tensor) else number for number in (total, weight))
+        self._sums[name].append((total, weight))
 
     def drain(self, accelerator: Any) -> dict[str, float]:
         """Return the weighted means since the last call, by name, for names with non-zero weight.
 
-        All ranks must add the same names.
+        All ranks must add the same names. All tensors are read in one wait for their device.
         """
         names = sorted(self._sums)
         if not names:
             return {}
-        sums = [torch.stack([pair.to(accelerator.device) for pair in self._sums[name]]).sum(0) for name in names]
+        read, sums = iter(read_numbers(number for name in names for pair in self._sums[name] for number in pair)), []
+        for name in names:
+            pairs = [(next(read), next(read)) for _ in self._sums[name]]
+            sums += map(sum, zip(*pairs))
         self._sums.clear()
-        reduced = accelerator.reduce(torch.stack(sums), "sum").tolist()  # of all names at once
-        return {name: total / weight for name, (total, weight) in zip(names, reduced) if weight}
+        reduced = sums_over_ranks(sums, accelerator)  # of all names at once
+        return {name: total / weight for name, total, weight in zip(names, reduced[::2], reduced[1::2]) if weight}
 
-    def state(self) -> dict[str, list[Tensor]]:
+    def state(self) -> dict[str, list[tuple[Number, Number]]]:
         """Return what was added since the last `drain`, for `restore`."""
         return {name: list(pairs) for name, pairs in self._sums.items()}
 
-    def restore(self, state: dict[str, list[Tensor]]) -> None:
+    def restore(self, state: dict[str, list[tuple[Number, Number]]]) -> None:
         """Continue from a result of `state`."""
         self._sums.clear()
         self._sums.update({name: list(pairs) for name, pairs in state.items()})
@@ -154,15 +192,15 @@ class Throughput:
         """
         if self._seconds == 0:
             return {}
-        sums = torch.tensor([self._documents, self._generated_tokens, self._seconds], device=accelerator.device)
-        documents, tokens, seconds = accelerator.reduce(sums, "sum").tolist()
-        peak = accelerator.gather(torch.tensor([peak_memory_gib()], device=accelerator.device)).max()
+        counted = (self._documents, self._generated_tokens, self._seconds)
+        documents, tokens, seconds = sums_over_ranks(counted, accelerator)
+        (peak,) = maxima_over_ranks([peak_memory_gib()], accelerator)
         seconds /= accelerator.num_processes
         self.__init__()
         return {
             "throughput/documents_per_s": documents / seconds,
             "throughput/generated_tokens_per_s": tokens / seconds,
-            "memory/peak_gib": peak.item(),
+            "memory/peak_gib": peak,
         }
 
 

@@ -73,8 +73,24 @@ class Slopes(NamedTuple):
         return cls(torch.cat([part.values for part in parts]), torch.cat(index), torch.cat(row))
 
 
-def distinct_tokens(tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return row and column (E,) of each distinct token of a row, in order, and which one each token is: (R, K)."""
+def distinct_tokens(tokens: Tensor, several: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row and column (E,) of each distinct token of a row, in order, and which one each token is: (R, K).
+
+    With `several`, without looking at the tokens, which a GPU would be waited for: all K of the first `several` rows,
+    and the first one of the others, which repeat it.
+    """
+    rows, columns = tokens.shape
+    several = 0 if columns == 1 else several
+    if several is not None:
+        several = min(several, rows)
+        row, column = torch.arange(rows, device=tokens.device), torch.arange(columns, device=tokens.device)
+        all_of, one_of = row[:several], row[several:]
+        number = [all_of[:, None] * columns + column, (one_of[:, None] + several * (columns - 1)).expand(-1, columns)]
+        return (
+            torch.cat([all_of.repeat_interleave(columns), one_of]),
+            torch.cat([column.repeat(several), torch.zeros_like(one_of)]),
+            torch.cat(number),
+        )
     first = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).int().argmax(-1)  # the first column with the same token
     is_first = first == torch.arange(tokens.shape[1], device=tokens.device)
     number = is_first.flatten().cumsum(0).view_as(tokens) - 1
@@ -275,18 +291,26 @@ class Scored(NamedTuple):
 
 
 def token_logps(
-    states: Tensor, targets: Tensor, head: Head, temperature: float, truncation: Truncation | None = None
+    states: Tensor,
+    targets: Tensor,
+    head: Head,
+    temperature: float,
+    truncation: Truncation | None = None,
+    several: int | None = None,
 ) -> Tensor:
-    """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32."""
+    """Return the log-probabilities (R, K) of targets (R, K) given hidden states (R, D), in float32.
+
+    `several`: as in `distinct_tokens`, if it is known.
+    """
     has_gradient = torch.is_grad_enabled()
     needs_states = has_gradient and states.requires_grad
     slopes = needs_states and head.gives_slopes(targets.shape[-1])
     if slopes or (has_gradient and head.linear is not None and head.trained and truncation is None):
         choose = lambda softmax, rows: targets[rows]
-        scored = choose_tokens(states.detach(), choose, head, temperature, slopes, truncation, targets)
+        scored = choose_tokens(states.detach(), choose, head, temperature, slopes, truncation, targets, several)
         return with_gradient(states, scored, head, temperature, truncation)
     if needs_states and head.gives_slopes(1) and truncation is None:  # rows with several tokens are repeated
-        row, column, index = distinct_tokens(targets)
+        row, column, index = distinct_tokens(targets, several)
         return token_logps(states[row], targets[row, column, None], head, temperature).squeeze(-1)[index]
 
     def of_chunk(chunk: Tensor, rows: slice) -> Tensor:
@@ -348,10 +372,11 @@ def choose_tokens(
     slopes: bool = False,
     truncation: Truncation | None = None,
     known: Tensor | None = None,
+    several: int | None = None,
 ) -> Scored:
     """Return the tokens that `choose` selects from the distributions given states (R, D), with log-probabilities.
 
-    `known` (R, K) are these tokens if they are known, see `Softmax`.
+    `known` (R, K) are these tokens if they are known, see `Softmax`; `several`: as in `distinct_tokens`.
 
     With `slopes`, the gradients of the log-probabilities with respect to the states are computed while the softmax is
     available, so that backward needs neither the head nor the softmax, see `Head.gives_slopes`.
@@ -364,7 +389,9 @@ def choose_tokens(
             x = x.detach().requires_grad_() if differentiates else x
             logits = head.logits(x)
         with torch.no_grad():
-            *chosen, of_slopes = _choose(logits.detach(), choose, chunk.start, temperature, slopes, truncation, tokens)
+            *chosen, of_slopes = _choose(
+                logits.detach(), choose, chunk.start, temperature, slopes, truncation, tokens, several
+            )
         if of_slopes is not None:
             grad_logits, index, row = of_slopes
             if differentiates:
@@ -385,12 +412,14 @@ def _choose(
     slopes: bool,
     truncation: Truncation | None,
     known: Tensor | None,
+    several: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """Return the fields of `Scored` for a chunk; instead of slopes, the gradients of logits, and the slopes' fields."""
     tokens, logps, log_sums, grad_logits, count, numbers, edges = [], [], [], None, 0, [], []
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, None if known is None else known[rows])
-        of_tile = choose(softmax, slice(first_row + rows.start, first_row + rows.stop))
+        first = first_row + rows.start
+        of_tile = choose(softmax, slice(first, first_row + rows.stop))
         tokens.append(of_tile)
         logps.append(softmax.logps(of_tile))
         log_sums.append(softmax.log_sum_exp())
@@ -398,7 +427,7 @@ def _choose(
             continue
         if grad_logits is None:  # room for all tokens, of which the distinct ones are used
             grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1])
-        row, column, number = distinct_tokens(of_tile)
+        row, column, number = distinct_tokens(of_tile, None if several is None else max(0, several - first))
         probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]
         distinct = of_tile[row, column].unsqueeze(1)
         grad = grad_of_logits(probabilities, distinct, torch.ones_like(distinct, dtype=logps[-1].dtype), temperature)

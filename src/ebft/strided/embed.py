@@ -67,10 +67,11 @@ def layout_states(
     They are on the feature network's device.
     """
     device = network.device
+    documents, layout = documents.to(device), layout.to(device)
     prepare(network.causal_lm)
     nodes = RolloutTree.of(rollouts.to(device), layout.merge_rollouts).nodes(rollouts.shape[-1])
-    tokens = torch.cat([documents.tokens.to(device), nodes.tokens])
-    run = StridedPass(layout=layout.to(device), document_positions=documents.positions.to(device), nodes=nodes)
+    tokens = torch.cat([documents.tokens, nodes.tokens])
+    run = StridedPass(layout=layout, document_positions=documents.positions, nodes=nodes)
     states = network.hidden_states(
         lambda model: run_wrapped(model, lambda causal_lm: backbone_states(causal_lm, tokens, run)[None])
     )

@@ -67,13 +67,13 @@ class HeldOutMeasure:
     def add(self, inputs: dict[str, Tensor], ids: Iterable[int]) -> None:
         """Score a batch whose documents have the identifiers `ids`; at least one must be long enough for a block."""
         device = next(self.causal_lm.parameters()).device
-        documents = Documents.from_inputs({name: value.to(device) for name, value in inputs.items()})
+        documents = Documents.from_inputs(inputs, device)
         layout = StridedLayout.place(documents, self.block_options)
-        predicted = documents.positions > 0
+        whole = replace(documents, ce_mask=documents.host_positions > 0)
         with evaluating(self.causal_lm), self.autocast():
             rollouts = sample_rollouts(
                 self.causal_lm,
-                replace(documents, ce_mask=predicted),
+                whole,
                 layout,
                 temperature=self.temperature,
                 noise=self._noise.draw(documents, layout, step=0),
@@ -83,16 +83,16 @@ class HeldOutMeasure:
             check_sampled_ids(self.network, int(rollouts.tokens.max()))
             lengths = curve_lengths(layout.generate_max_len) if self.curves else [layout.generate_max_len]
             embedded = embed_prefixes(
-                self.network, documents, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass
+                self.network, whole, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass
             )
         ids = torch.tensor(list(ids))
-        nll_S = rollouts.text_logps.new_zeros(len(documents.tokens)).masked_scatter(predicted, -rollouts.text_logps)
+        nll_S = rollouts.text_logps.new_zeros(len(whole.tokens)).index_put_((whole.predicted,), -rollouts.text_logps)
         if self.counts_all_labels:
-            labels = inputs["labels"][inputs["attention_mask"].bool()].to(device)
-            documents = replace(documents, ce_mask=predicted & labels.ne(IGNORE_INDEX))
-        document_S = ids.repeat_interleave(documents.lengths.cpu())
-        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", predicted)):
-            self.scores.add(name, document_S[mask.cpu()].tolist(), nll_S[mask])
+            labels = inputs["labels"][inputs["attention_mask"].bool()].cpu()
+            documents = replace(documents, ce_mask=whole.ce_mask & labels.ne(IGNORE_INDEX))
+        document_S, host_nll_S = ids.repeat_interleave(documents.lengths), nll_S.cpu()
+        for name, mask in (("ce_loss", documents.ce_mask), ("ce_loss_all", whole.ce_mask)):
+            self.scores.add(name, document_S[mask].tolist(), host_nll_S[mask])
         blocks = [int(ids[d]) for d, row in enumerate(layout.anchors) for _ in row]
         self._add_features(embedded, lengths, blocks)
         if self.curves:

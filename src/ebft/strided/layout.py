@@ -6,45 +6,52 @@ M   blocks of all documents   N  rollouts per block   G  tokens per rollout   NB
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebft.anchors import BlockOptions, turn_anchors
+from ebft.machine import copy_to
 
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A batch of concatenated documents, without padding.
+    """A batch of concatenated documents, without padding. The fields are on the host, since layouts are made there.
 
-    tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt; turns (B, K, 2) long:
-    start and end of each turn that contains blocks, in the order of the document, (0, 0) for documents with fewer;
-    ce_mask (S,) bool: tokens predicted by the cross-entropy term (never the first of a document).
+    host_tokens (S,) long; lengths (B,) long; prompt_length (B,) long, 0 for text without a prompt; turns (B, K, 2)
+    long: start and end of each turn that contains blocks, in the order of the document, (0, 0) for documents with
+    fewer; ce_mask (S,) bool: tokens predicted by the cross-entropy term (never the first of a document). On `device`,
+    in one copy: tokens (S,), positions (S,), and predicted: the indices of the tokens in ce_mask.
     """
 
-    tokens: Tensor
+    host_tokens: Tensor
     lengths: Tensor
     prompt_length: Tensor
     turns: Tensor
     ce_mask: Tensor
+    device: torch.device
 
     @classmethod
-    def from_inputs(cls, inputs: dict[str, Tensor]) -> Documents:
-        """Read `input_ids` (rows, tokens) and optionally the other inputs.
+    def from_inputs(cls, inputs: Mapping[str, Any], device: torch.device | None = None) -> Documents:
+        """Read `input_ids` (rows, tokens) and optionally the other inputs, for passes on `device` (default: theirs).
 
         These are `attention_mask`, `labels` and `position_ids` (rows, tokens), `prompt_length` (B,), `turn_spans`
         (B, K, 2). A row is a single document, padded on either side. With `position_ids`, a row may contain several
         documents; a new one starts wherever the positions return to 0. `prompt_length` has one value per document;
         without it, a leading run of masked labels (-100) is the prompt. Blocks and cross-entropy are restricted to the
         turns: their start and end positions within the document, filled up with (0, 0) in documents with fewer turns. A
-        document without any is a single turn, from `prompt_length` to its end. Raises ValueError for inconsistent
-        inputs.
+        document without any is a single turn, from `prompt_length` to its end. Inputs on a device are read on the host,
+        which waits for it. Raises ValueError for inconsistent inputs.
         """
+        device = inputs["input_ids"].device if device is None else device
+        inputs = {name: values.cpu() for name, values in inputs.items() if isinstance(values, Tensor)}
         input_ids = inputs["input_ids"].long()
         if input_ids.dim() != 2 or input_ids.numel() == 0:
             raise ValueError(
@@ -72,12 +79,11 @@ class Documents:
         target = torch.ones_like(input_ids[real]).bool() if labels is None else labels[real].ne(IGNORE_INDEX)
         tokens = input_ids[real]
         position = _positions(lengths, len(tokens))
-        document = torch.arange(len(lengths), device=lengths.device)
-        document = document.repeat_interleave(lengths, output_size=len(tokens))
+        document = torch.arange(len(lengths)).repeat_interleave(lengths)
         prompt_length = inputs.get("prompt_length")
         if prompt_length is None:
             prompt_length = _leading_masked(target, position, document, lengths)
-        prompt_length = prompt_length.to(device=input_ids.device, dtype=torch.long).reshape(-1)
+        prompt_length = prompt_length.long().reshape(-1)
         if prompt_length.shape != lengths.shape or bool((prompt_length < 0).any()):
             raise ValueError(
                 f"prompt_length must contain one non-negative value per document, got {prompt_length.tolist()} "
@@ -86,16 +92,35 @@ class Documents:
         turns = _turns(inputs.get("turn_spans"), prompt_length, lengths)
         starts, ends = turns[document].unbind(-1)  # (S, K)
         in_turn = ((position[:, None] >= starts) & (position[:, None] < ends)).any(1)
-        return cls(tokens, lengths, prompt_length, turns, target & in_turn & (position > 0))
+        return cls(tokens, lengths, prompt_length, turns, target & in_turn & (position > 0), device)
 
     @cached_property
+    def host_positions(self) -> Tensor:
+        """`positions`, on the host."""
+        return _positions(self.lengths, len(self.host_tokens))
+
+    @cached_property
+    def _on_device(self) -> list[Tensor]:
+        return copy_to(self.device, self.host_tokens, self.host_positions, self.ce_mask.nonzero().squeeze(1))
+
+    @property
+    def tokens(self) -> Tensor:
+        """The tokens of all documents: (S,)."""
+        return self._on_device[0]
+
+    @property
     def positions(self) -> Tensor:
         """Position of every token within its document: (S,)."""
-        return _positions(self.lengths, len(self.tokens))
+        return self._on_device[1]
+
+    @property
+    def predicted(self) -> Tensor:
+        """Indices of the tokens in `ce_mask` among the S tokens, ascending."""
+        return self._on_device[2]
 
     def to(self, device: torch.device | str) -> Documents:
-        """Return the same documents on another device."""
-        return Documents(*(getattr(self, field.name).to(device) for field in fields(self)))
+        """Return the same documents for passes on another device."""
+        return self if torch.device(device) == self.device else replace(self, device=torch.device(device))
 
     def between(self, first: int, stop: int, scored: int = 0) -> Documents:
         """Return documents [first, stop), with `ce_mask` set to False for the first `scored` tokens."""
@@ -104,13 +129,13 @@ class Documents:
         ce_mask = self.ce_mask[tokens].clone()
         ce_mask[:scored] = False
         per_document = (values[first:stop] for values in (self.lengths, self.prompt_length, self.turns))
-        return Documents(self.tokens[tokens], *per_document, ce_mask)
+        return Documents(self.host_tokens[tokens], *per_document, ce_mask, self.device)
 
 
 def _positions(lengths: Tensor, total: int) -> Tensor:
     """Return the concatenated positions 0, ..., length - 1 of each document, `total` in number: (S,)."""
     starts = lengths.cumsum(0) - lengths
-    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)
+    return torch.arange(total) - starts.repeat_interleave(lengths)
 
 
 def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
@@ -146,7 +171,7 @@ def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tens
             f"turn_spans must contain (start, end) pairs for each document, of shape ({len(lengths)}, turns, 2), got "
             f"shape {tuple(given.shape)}. Fill up documents with fewer turns with (0, 0)"
         )
-    turns = given.to(device=lengths.device, dtype=torch.long)
+    turns = given.long()
     starts, ends = turns.unbind(-1)
     empty = (starts == 0) & (ends == 0)
     within = empty | ((starts >= 0) & (starts < ends) & (ends <= lengths[:, None]))
@@ -199,24 +224,38 @@ class StridedLayout:
             )
         ends = torch.tensor(lengths).cumsum(0).tolist()
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
-        device = documents.tokens.device
+        device = documents.device
         merge = device.type == "cpu" if options.merge_rollouts is None else options.merge_rollouts
         return cls(spans, anchors, options.n_samples_per_prompt, options.generate_max_len, merge, device)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""
-        return replace(self, device=torch.device(device))
+        return self if torch.device(device) == self.device else replace(self, device=torch.device(device))
 
     @cached_property
+    def _blocks(self) -> tuple[Tensor, ...]:
+        """Anchor, first reference token, document, and number within it of every block: (M,) each."""
+        blocks = [
+            (anchor, start + anchor, document, number)
+            for document, ((start, _), anchors) in enumerate(zip(self.spans, self.anchors))
+            for number, anchor in enumerate(anchors)
+        ]
+        return copy_to(self.device, torch.tensor(blocks).T.contiguous())[0].unbind()
+
+    @property
     def block_anchors(self) -> Tensor:
         """Anchor of every block, as a position within its document: (M,)."""
-        return torch.tensor([a for row in self.anchors for a in row], device=self.device)
+        return self._blocks[0]
 
-    @cached_property
+    @property
     def block_index(self) -> Tensor:
         """Index of every block's first reference token among the S tokens: (M,)."""
-        index = [start + a for (start, _), row in zip(self.spans, self.anchors) for a in row]
-        return torch.tensor(index, device=self.device)
+        return self._blocks[1]
+
+    @property
+    def block_document(self) -> Tensor:
+        """Document of every block: (M,)."""
+        return self._blocks[2]
 
     @property
     def num_blocks(self) -> int:
@@ -233,19 +272,12 @@ class StridedLayout:
 
     def block_mask(self) -> Tensor:
         """Return which of the NB blocks each document has, existing blocks first: (B, NB) bool."""
-        counts = [len(row) for row in self.anchors]
-        return torch.arange(max(counts), device=self.device) < torch.tensor(counts, device=self.device)[:, None]
-
-    @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Document and number within it of every block: (M,) each."""
-        places = [(d, number) for d, row in enumerate(self.anchors) for number in range(len(row))]
-        return torch.tensor(places, device=self.device).unbind(1)
+        return self.for_users(torch.ones_like(self.block_document, dtype=torch.bool))
 
     def for_users(self, values: Tensor) -> Tensor:
         """Return values of the blocks, (M, ...), as (B, NB, ...), zero-padded for documents with fewer than NB."""
         shape = len(self.anchors), max(len(row) for row in self.anchors)
-        return values.new_zeros(*shape, *values.shape[1:]).index_put_(self._places, values)
+        return values.new_zeros(*shape, *values.shape[1:]).index_put_(self._blocks[2:], values)
 
 
 @dataclass(frozen=True)
@@ -264,6 +296,8 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
     """
     size = layout.num_samples * layout.generate_max_len
     most = layout.num_blocks if tokens_per_pass is None else max(1, tokens_per_pass // size)
+    if most >= layout.num_blocks:  # whose tensors are on the device already
+        return [Part(documents, layout, slice(0, layout.num_blocks))]
     blocks = [(d, a) for d, row in enumerate(layout.anchors) for a in row]
     parts, last = [], -1
     for b in range(0, len(blocks), most):

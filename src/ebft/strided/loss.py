@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ebft.monitor.metrics import read_numbers
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps
 from ebft.prefix.sampling import Truncation
@@ -79,7 +80,8 @@ def _score_part(
     # A rollout's first token is predicted at document position a_b - 1, each later token at the token before it.
     draws, by_step = tree.all_draws(), rollouts.movedim(-1, 0)
     predicting = torch.cat([text[layout.block_index - 1], of_nodes])
-    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature, truncation)
+    several = None if tree.merge else layout.num_blocks  # without merging, nodes draw one token each
+    found = token_logps(predicting, draws.spread(by_step.flatten()), head, temperature, truncation, several)
     logps = draws.collect(found).view(by_step.shape).movedim(0, -1)
     with torch.set_grad_enabled(text_gradient and torch.is_grad_enabled()):
         return logps, text_logps(text, documents, head)
@@ -87,7 +89,7 @@ def _score_part(
 
 def text_logps(states: Tensor, documents: Documents, head: Head) -> Tensor:
     """Return the log-probabilities of the document tokens selected by `ce_mask`, from hidden states (S, D)."""
-    predicted = documents.ce_mask.nonzero().squeeze(1)
+    predicted = documents.predicted
     return token_logps(states[predicted - 1], documents.tokens[predicted, None], head, 1.0).squeeze(-1)
 
 
@@ -129,9 +131,10 @@ class TermGradients:
 
     def drain(self, accelerator: Any) -> dict[str, float]:
         """Return the norm of each term's gradient over all parameters, with gradients summed over ranks, and reset."""
-        norms = {}
-        for name, sums in self._sums.items():
-            squares = [accelerator.reduce(total, "sum").double().square().sum().item() for total in sums]
-            norms[name] = sum(squares) ** 0.5
+        squares = {
+            name: [accelerator.reduce(total, "sum").double().square().sum() for total in sums]
+            for name, sums in self._sums.items()
+        }
         self._sums.clear()
-        return norms
+        numbers = iter(read_numbers([number for of_term in squares.values() for number in of_term]))
+        return {name: sum(next(numbers) for _ in of_term) ** 0.5 for name, of_term in squares.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -80,12 +81,14 @@ class StridedOutput:
             return ids if tokenizer is None else tokenizer.batch_decode(ids)
 
         samples, length = self.rollouts.shape[1], self.rollouts.shape[-1]
-        per_sample = {name: getattr(self, name) for name in ("alignment", "diversity", "rewards", "advantages")}
-        for number, ids in enumerate(documents.tokens.split(documents.lengths.tolist())):
-            anchors = self.anchors[number][self.block_mask[number]].tolist()
+        names = ("alignment", "diversity", "rewards", "advantages")
+        per_sample = dict(zip(names, torch.stack([getattr(self, name) for name in names]).cpu()))
+        rollouts, anchors_of_all, is_block = (x.cpu() for x in (self.rollouts, self.anchors, self.block_mask))
+        for number, ids in enumerate(documents.host_tokens.split(documents.lengths.tolist())):
+            anchors = anchors_of_all[number][is_block[number]].tolist()
             if not anchors:
                 continue
-            completions = texts(self.rollouts[number, :, : len(anchors)].flatten(0, 1).tolist())
+            completions = texts(rollouts[number, :, : len(anchors)].flatten(0, 1).tolist())
             references = texts([ids[anchor : anchor + length].tolist() for anchor in anchors])
             offsets = anchors if tokenizer is None else _characters_before(anchors, ids.tolist(), tokenizer)
             values = {name: value[number].tolist() for name, value in per_sample.items()}
@@ -143,7 +146,7 @@ class StepMetrics(MeanMetrics):
         add("ebft/advantages_mean", output.advantages.sum(), samples)
         add("ebft/advantages_std", output.advantages.square().sum(), samples)
         add("ebft/rl_loss", -(output.advantages.unsqueeze(-1) * output.logps).sum(), generated)
-        add("ebft/ce_loss", -text_logps.detach().sum(), documents.ce_mask.sum())
+        add("ebft/ce_loss", -text_logps.detach().sum(), int(documents.ce_mask.sum()))
         add("entropy", entropy.sum(), generated)
 
     def drain(self, accelerator: Accelerator) -> dict[str, float]:

@@ -259,12 +259,10 @@ class StridedPass(PrefixPass):
         if not isinstance(self.nodes, Nodes):
             return None
         layout, nodes = self.layout, self.nodes
-        blocks = torch.tensor([len(row) for row in layout.anchors], device=layout.device)
-        document = torch.arange(len(blocks), device=layout.device).repeat_interleave(blocks)
         return Tokens.of(
             layout.spans,
             self.position_ids()[0],
-            document=document[nodes.block],
+            document=layout.block_document[nodes.block],
             owner=torch.arange(len(nodes.tokens), device=layout.device),
             prefix=layout.block_anchors[nodes.block],
             step=nodes.step,

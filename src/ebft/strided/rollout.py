@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from ebft.machine import copy_to
 from ebft.prefix.cpu import ActivationReuse
 from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
 from ebft.prefix.gpu import folded_adapters
@@ -209,7 +210,7 @@ class DocumentNoise:
         """Return the noise (M, N, G) in [0, 1) for the rollouts of a batch at an optimizer step."""
         if step != self._step:
             self._step, self._seen = step, Counter()
-        tokens, noise = documents.tokens.cpu(), []
+        tokens, noise = documents.host_tokens, []
         for (start, end), anchors in zip(layout.spans, layout.anchors):
             identity = hashlib.blake2b(tokens[start:end].contiguous().numpy().tobytes(), digest_size=16).digest()
             key = f"{self.seed}:{step}:{self._seen[identity]}:".encode() + identity
@@ -217,4 +218,4 @@ class DocumentNoise:
             seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
             shape = (len(anchors), layout.num_samples, layout.generate_max_len)
             noise.append(torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
-        return torch.cat(noise).to(layout.device)
+        return copy_to(layout.device, torch.cat(noise))[0]

@@ -6,7 +6,6 @@ N rollouts, G tokens); `StridedOutput` returns (B documents, N, NB blocks of the
 
 from __future__ import annotations
 
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from ebft.config.rules import check_trainable, resolve_single_sample, validate_o
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
 from ebft.features import FeatureNetwork
+from ebft.machine import copy_to
 from ebft.models.causal_lm import evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
@@ -187,7 +187,7 @@ class StridedEBFTTrainer(OverTrainer):
     def _documents(self, inputs: dict[str, Any]) -> Documents:
         """Return the documents of a batch, which are parsed already if the tokens of the step were counted."""
         parsed = inputs.get(_PARSED)
-        return Documents.from_inputs(inputs) if parsed is None else parsed.to(inputs["input_ids"].device)
+        return Documents.from_inputs(inputs, self.args.device) if parsed is None else parsed
 
     def _sample(
         self, model: nn.Module, documents: Documents, layout: StridedLayout, noise: DocumentNoise, single_pass: bool
@@ -236,14 +236,25 @@ class StridedEBFTTrainer(OverTrainer):
                 tokens_per_pass=self.args.rollout_tokens_per_pass,
             )
 
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        loader.device = None  # of accelerate: documents are parsed, and their layout made, before a batch is copied
+        return loader
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Copy the tensors of a batch to the device, for subclasses; the step uses its documents."""
+        copied = {name: x.to(self.args.device, non_blocking=True) for name, x in inputs.items() if torch.is_tensor(x)}
+        return {**inputs, **copied}
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        started = time.perf_counter()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._throughput.add(seconds=time.perf_counter() - started)
         if self._measures_gradients() and self.accelerator.sync_gradients:
             for term, norm in self._term_gradients.drain(self.accelerator).items():
                 self._metrics.add(f"ebft/{term}_grad_norm", norm, 1)
         return loss
+
+    def add_seconds(self, seconds: float) -> None:
+        self._throughput.add(seconds=seconds)
 
     def running_state(self) -> dict[str, Any]:
         return super().running_state() | {"metrics": self._metrics.state()}
@@ -312,15 +323,15 @@ class StridedEBFTTrainer(OverTrainer):
         """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,)."""
         counts = torch.zeros(2, dtype=torch.long)
         for inputs in batch_samples:
-            documents = inputs[_PARSED] = Documents.from_inputs(inputs)
+            documents = inputs[_PARSED] = Documents.from_inputs(inputs, device)
             counts[0] += generated_token_count(documents, self.block_options)
-            counts[1] += documents.ce_mask.sum().cpu()
-        return self.accelerator.reduce(counts.to(device), "sum")
+            counts[1] += documents.ce_mask.sum()
+        return counts if self.args.world_size == 1 else self.accelerator.reduce(*copy_to(device, counts), "sum")
 
     def _token_counts(self, documents: Documents, layout: StridedLayout, counts: Tensor | None) -> Tensor:
         """Return the token counts that normalise the two losses, at least 1 to avoid division by zero: (2,)."""
         if counts is None:
-            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()], device=layout.device)
+            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()])
         elif not isinstance(counts, Tensor) or counts.shape != (2,):
             raise ValueError(
                 f"num_items_in_batch must be a tensor with the numbers of generated tokens and of cross-entropy tokens "

@@ -158,10 +158,10 @@ class RolloutGRPOTrainer(OverTRL):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | None = None) -> Tensor:
         if self.generation.prefetcher is not None:
             self.generation.prefetcher.raise_failure()
-        started = time.perf_counter()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self._throughput.add(seconds=time.perf_counter() - started)
-        return loss
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def add_seconds(self, seconds: float) -> None:
+        self._throughput.add(seconds=seconds)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""

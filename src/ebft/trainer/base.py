@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainerControl
@@ -34,6 +36,7 @@ from ebft.models.sharding import (
     shard_on_cpu,
 )
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
+from ebft.monitor.metrics import maxima_over_ranks, read_numbers
 from ebft.trainer import checkpoints
 from ebft.trainer.pushing import Pushing
 from ebft.transformers_internals import check_tied_weights
@@ -83,11 +86,14 @@ class OverTrainer(Trainer):
     _evaluated_step = -1
     _completed: dict[str, Any] | None = None  # what `save_stopped` needs of the last completed step
     _loss_to_log: tuple[Tensor, int] | None = None
+    _step_began: float | None = None  # when its first micro-batch did
     _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # which waits twice for every loss; those are checked below
         self.budget: Budget = Budget()
+        self._unchecked: list[tuple[Tensor, dict[str, Any]]] = []  # the losses of the step, and their batches
         self.add_callback(KeepBudget(self))
 
     @cached_property
@@ -116,26 +122,45 @@ class OverTrainer(Trainer):
         return [self.model]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._unchecked, self._step_began = [], None
         with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
             return super().train(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self._step_began = time.perf_counter() if self._step_began is None else self._step_began
         with self.budget.meter.counting():
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise NonFiniteLossError(
-                f"The loss is {loss.item()} at step {self.state.global_step + 1}, in a batch of {_describe(inputs)}. "
-                + _HINT
-            )
+        self._unchecked.append((loss, inputs))
+        if not self.is_in_train:  # then no update follows, before which it is checked
+            self._check_losses()
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = self._check_losses(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         # With fp16, the gradient scaler skips such updates and reduces its scale.
         if norm is not None and not self.args.fp16 and not math.isfinite(norm):
             step = self.state.global_step + 1
             raise NonFiniteLossError(f"The gradient norm is {norm} at step {step}. " + _HINT)
+        if self._step_began is not None:
+            self.add_seconds(time.perf_counter() - self._step_began)
+            self._step_began = None
         return norm
+
+    def _check_losses(self, norm: Tensor | float | None = None) -> float | None:
+        """Check the losses of the step before its update, and return the gradient norm, in one wait for the device."""
+        unchecked, self._unchecked = self._unchecked, []
+        *losses, read = read_numbers([*(loss for loss, _ in unchecked), 0.0 if norm is None else norm])
+        for loss, (_, inputs) in zip(losses, unchecked):
+            if not math.isfinite(loss):
+                step = self.state.global_step + 1
+                raise NonFiniteLossError(
+                    f"The loss is {loss} at step {step}, in a batch of {_describe(inputs)}. " + _HINT
+                )
+        return None if norm is None else read
+
+    def add_seconds(self, seconds: float) -> None:
+        """Called before each update with the time that its gradients took, from the first micro-batch on."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with `train_loss` as the mean over all steps of the run; without it if earlier losses are unknown."""
@@ -153,10 +178,10 @@ class OverTrainer(Trainer):
     def _peak_memory(self) -> dict[str, float]:
         """Return the peaks in GiB of what PyTorch has allocated and reserved on the GPU, the maxima over ranks."""
         peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
-        of_ranks = self.accelerator.gather(torch.tensor([peaks], device=self.accelerator.device))
-        return dict(zip(("memory/max_alloc", "memory/max_reserved"), of_ranks.amax(0).tolist()))
+        return dict(zip(("memory/max_alloc", "memory/max_reserved"), maxima_over_ranks(peaks, self.accelerator)))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._check_losses()  # of an epoch that ends without an update
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._remember(evaluation=self.is_evaluation_due)
         self.may_stop = True

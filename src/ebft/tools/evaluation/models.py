@@ -20,7 +20,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config
 from ebft.models.pretrained import find_model, pretrained_tokenizer
-from ebft.models.weights import refuse_other_formats
+from ebft.models.weight_files import refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from ebft.models.files import refuse_classifier
 from ebft.models.keys import ModelSettings
 from ebft.models.load import weights_dtype
 from ebft.models.pretrained import REWRITE_BASE
-from ebft.models.weights import WeightFiles, adapter_file
+from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.transformers_internals import get_keys_to_not_convert
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError
 from ebft.files import MODEL_WEIGHTS, file_hash, first_weights, publish, write_text
-from ebft.models.weights import WeightFiles, weight_files
+from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import convert_moe_packed_tensors
 
 SINGLE = MODEL_WEIGHTS[0]

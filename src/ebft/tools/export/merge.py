@@ -24,7 +24,7 @@ from ebft.files import file_hash, write_text
 from ebft.models.keys import ModelSettings
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
-from ebft.models.weights import WeightFiles, adapter_file
+from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
     Adapter,

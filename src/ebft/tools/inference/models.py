@@ -24,7 +24,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
 from ebft.models.load import load_base_model
 from ebft.models.tokenizer import load_tokenizer
-from ebft.models.weights import pickles, refuse_other_formats
+from ebft.models.weight_files import pickles, refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.run_files import run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
