@@ -270,7 +270,7 @@ def register() -> tuple[torch.library.Library, ...]:
     _autocast_as_cuda(aten)
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
-        if full.startswith("aten::_foreach_"):
+        if full.startswith("aten::_foreach_") or full == "aten::silu_backward":
             op = getattr(getattr(_aten, name), overload or "default")
             aten.impl(full, partial(_run, op), "PrivateUse1")
     for name, function in _ONE_KERNEL.items():

@@ -157,7 +157,7 @@ def backbone_states(causal_lm: PreTrainedModel, tokens: Tensor, run: PrefixPass)
         raise ModelError(
             f"{type(causal_lm).__name__}: only {len(run.calls)} of {depth} layers used strided attention. {HINT}"
         )
-    return states[0]
+    return states.squeeze(0)
 
 
 @contextmanager

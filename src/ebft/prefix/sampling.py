@@ -59,25 +59,30 @@ def sample_tokens(probabilities: Tensor, noise: Tensor) -> Tensor:
     sums = probabilities[:, : runs * _RUN].unflatten(-1, (runs, _RUN)).sum(-1)
     sums = torch.cat([sums, probabilities[:, runs * _RUN :].sum(-1, keepdim=True)], -1)
     run, rest = _invert(sums, noise)
-    index = run.unsqueeze(-1) * _RUN + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
+    first = run.unsqueeze(-1) * _RUN
+    index = first + torch.arange(_RUN, device=probabilities.device)  # (R, K, _RUN)
     inside = probabilities.gather(-1, index.clamp_max(vocabulary - 1).flatten(1)).view_as(index)
-    token, _ = _invert(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
+    token, *_ = _select(inside.masked_fill_(index >= vocabulary, 0.0), rest.unsqueeze(-1))
     # NaN probabilities select an index past the end; the check of the loss then reports that the model diverged.
-    return (run * _RUN + token.squeeze(-1)).clamp_max(vocabulary - 1)
+    return (first + token).clamp_max_(vocabulary - 1).squeeze(-1)
 
 
 def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_select` does, and the relative position of the noise within the selected weight, in [0, 1)."""
+    found, target, cumulative = _select(weights, noise)
+    weight = weights.gather(-1, found).double()
+    below = cumulative.gather(-1, found) - weight
+    return found, ((target - below) / weight).clamp_(0.0, _BELOW_ONE)
+
+
+def _select(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1).
 
-    Returns the selected indices and the relative position of the noise within the selected weight, in [0, 1), both
-    (..., K). Entries of weight 0 are never selected.
+    Returns the selected indices (..., K), of which none has weight 0, the noise times the sum, and the cumulative sum.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise * cumulative[..., -1:]
-    found = torch.searchsorted(cumulative, target, right=True).clamp_max(weights.shape[-1] - 1)
-    weight = weights.gather(-1, found).double()
-    below = cumulative.gather(-1, found) - weight
-    return found, ((target - below) / weight).clamp(0.0, _BELOW_ONE)
+    return torch.searchsorted(cumulative, target, right=True).clamp_max_(weights.shape[-1] - 1), target, cumulative
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
@@ -102,11 +107,11 @@ class Softmax:
     def __init__(
         self, logits: Tensor, temperature: float, truncation: Truncation | None = None, tokens: Tensor | None = None
     ):
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if temperature != 1:
-            scores /= temperature
+            scores = scores / temperature if scores is logits else scores.div_(temperature)
         self._largest = scores.amax(-1, keepdim=True)
-        scores -= self._largest
+        scores = scores - self._largest if scores is logits else scores.sub_(self._largest)
         if truncation is not None:
             kept = truncation.kept(scores)
             kept = kept if tokens is None else kept.scatter_(-1, tokens, True)

@@ -213,10 +213,11 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     mask = None if scores.dropout else run.flex_mask(pattern, query.device)
     if mask is not None:
         return flex.attend_all(query, key, value, mask, scores, sinks)[None], None
-    query = query[0].unflatten(0, (key.shape[1], -1))  # (K, Q, tokens, D)
+    # Squeezed rather than indexed, whose gradient would be copied into zeros.
+    query, key, value = query.squeeze(0).unflatten(0, (key.shape[1], -1)), key.squeeze(0), value.squeeze(0)
     # Linear layers alone are reused, so the functions in here need not be intercepted.
     with nullcontext() if run.reuse is None else torch._C.DisableTorchFunction():
-        output = run.attend(call, query, key[0], value[0], pattern, scores, sinks)
+        output = run.attend(call, query, key, value, pattern, scores, sinks)  # query (K, Q, tokens, D)
     return output.contiguous()[None], None  # as the functions of transformers return it; some models view it
 
 
@@ -227,19 +228,21 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     longest = max(end - start for start, end in spans)
     are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
     if _is_plain(pattern, scores, sinks) and not are_short:
-        documents = []
-        for start, end in spans:
+        documents, lengths = [], [end - start for start, end in spans]
+        # Split rather than sliced, whose gradients would be as many tensors, padded with zeros.
+        parts = ((query, key, value),) if len(spans) == 1 else zip(*(x.split(lengths, -2) for x in (query, key, value)))
+        for of_query, of_key, of_value in parts:
             part = F.scaled_dot_product_attention(
-                query[:, :, start:end].flatten(0, 1)[None],
-                key[None, :, start:end],
-                value[None, :, start:end],
+                of_query.flatten(0, 1)[None],
+                of_key[None],
+                of_value[None],
                 dropout_p=scores.dropout,
                 is_causal=True,
                 scale=scores.scaling,
                 enable_gqa=q > 1,
             )
-            documents.append(part[0].transpose(0, 1))
-        return torch.cat(documents)
+            documents.append(part.squeeze(0).transpose(0, 1))
+        return documents[0] if len(documents) == 1 else torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
     tiles = pattern.document_tiles(spans, q, k if sinks is None else None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
