@@ -1,4 +1,4 @@
-"""`python -m tests.devices.mistakes`: plant mistakes of device in the package, and require that the pretend one finds them.
+"""`python -m tests.devices.mistakes`: plant mistakes of device in the package, and require that all of them are found.
 
 Each is one line of `src/ebft` written as it could be by someone without a GPU: an index that is made on the CPU, a mask
 that stays there, a generator of the other device. A run on the pretend device must fail, and name the line.
@@ -83,7 +83,12 @@ MISTAKES = {
         "(u_NN * inverse_s_N.unsqueeze(-2))",
         "(u_NN * inverse_s_N.unsqueeze(-2).cpu())",
     ),
-    "positions": Mistake("strided_lora", "strided/layout.py", "documents", "documents"),
+    "an index of references": Mistake(
+        "strided_full",
+        "strided/layout.py",
+        "torch.arange(self.generate_max_len, device=self.device)",
+        "torch.arange(self.generate_max_len)",
+    ),
     "a mask of references": Mistake(
         "structured_cross_entropy",
         "structured/trainer.py",

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from ebft.prefix.attention import suffixes
 from ebft.prefix.forward import prepare
 from ebft.structured.shared_prompt import Prompt, score_completions
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
@@ -71,3 +72,25 @@ def test_family_with_lora(family):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "mixtral"])
 def test_family_full_fine_tuning(family, entropy_gradient):
     compare(tiny_model(family), prompts(1), entropy_gradient)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_adjacent_prompts_are_computed_at_once(family, monkeypatch):
+    """Of unequal lengths, as on a GPU; others have another number of completions."""
+    ids = lambda length, seed: torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    sizes = [(9, [5, 2, 12]), (4, [3, 3, 3]), (17, [2, 2, 8]), (6, [4, 1]), (6, [9]), (5, [1]), (7, [3]), (8, [2, 4])]
+    sizes.append((8, [3, 9]))
+    drawn = [(ids(size, n), [ids(own, 10 * n + i) for i, own in enumerate(own)]) for n, (size, own) in enumerate(sizes)]
+    batch = [Prompt(prompt, own[:1], own[1:]) for prompt, own in drawn]
+    lengths = [[own - 1 for own in lengths] for _, lengths in sizes]
+    grouped = lambda: [
+        group.prompts.lengths
+        for group in suffixes.PromptLayout([size for size, _ in sizes], lengths, torch.device("cpu")).groups
+    ]
+    assert grouped() == [[9], [4], [17], [6], [6], [7], [8], [8]]  # a completion of one token is only scored
+    monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", 10.0)
+    monkeypatch.setitem(suffixes._HEADS_AS_ROWS, "cpu", 0)
+    assert grouped() == [[9, 4, 17], [6, 6, 7], [8, 8]]
+    compare(tiny_model(family), batch, entropy_gradient=False)
+    monkeypatch.setattr(suffixes, "_MOST_SCORES", 3 * 2 * 256 * (4 + 9))
+    assert grouped() != [[9, 4, 17], [6, 6, 7], [8, 8]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,6 +162,11 @@ def tiles(logits: Tensor) -> list[slice]:
 def of_device(sizes: dict[str, int], device: torch.device) -> int:
     """Return the size for a device."""
     return sizes["cpu" if device.type == "cpu" else "other"]
+
+
+def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Return a tensor of values that are known on the host; copying them does not wait for the device."""
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def slices(count: int, size: int) -> list[slice]:

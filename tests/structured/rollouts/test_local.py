@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ebft.models.causal_lm import decoder_layers, evaluating
+from ebft.prefix.attention import suffixes
 from ebft.prefix.forward import prepare
+from ebft.structured.rollouts import local
 from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
 from tests.prefix.test_logps import truncated
@@ -21,12 +23,21 @@ def contexts(seed=0):
     return [first] * 3 + [second] + [third] * 2
 
 
+def pairs(seed=0):
+    """Two samples of each of three prompts of unequal lengths."""
+    prompts = contexts(seed)
+    return [prompts[index] for index in (0, 0, 3, 3, 4, 4)]
+
+
 def later_turns(seed=0):
     """Contexts that share a prompt of 9 or 14 tokens, and differ after it."""
     generator = torch.Generator().manual_seed(seed)
     ids = lambda n: torch.randint(3, VOCAB, (n,), generator=generator).tolist()
     prompts = [ids(9)] * 3 + [ids(14)] * 2
     return [prompt + ids(n) for prompt, n in zip(prompts, (4, 1, 7, 3, 3))]
+
+
+HOW = {"prompt by prompt": 0.0, "batched": 10.0}  # the most padding
 
 
 def sample(model, prompts, limits, *, shared=True, **sampling):
@@ -37,9 +48,22 @@ def sample(model, prompts, limits, *, shared=True, **sampling):
         return sampler(model, prompts, limits)
 
 
-@pytest.mark.parametrize("make", [contexts, later_turns])
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_log_probabilities_are_those_of_the_plain_model(family, make):
+@pytest.mark.parametrize(
+    ("family", "shared", "make"),
+    [
+        *((family, "copied", make) for family in FAMILIES for make in (contexts, later_turns)),
+        *(
+            (family, *how)
+            for family in ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
+            for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", pairs))
+        ),
+    ],
+)
+def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, monkeypatch):
+    if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
+        monkeypatch.setattr(suffixes, "_SHORT", 0)
+        monkeypatch.setattr(suffixes, "_GROWTH", 1)
+        monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", HOW[shared])
     model = tiny_model(family).eval()
     prompts = make()
     limits = [4, 9, 1, 12, 7, 12][: len(prompts)]
@@ -76,6 +100,35 @@ def test_each_sample_ends_by_itself(shared):
         assert len(completion.ids) == limit or completion.ids[-1] in ends
         ended += len(completion.ids) < limit
     assert 10 < ended < 60
+
+
+def plain_samples(model, prompts, limits, ends):
+    """Samples of whole sequences, one forward pass each, with one random number for each sample that has not ended."""
+    found = [[] for _ in prompts]
+    for _ in range(max(limits)):
+        live = [i for i, ids in enumerate(found) if len(ids) < limits[i] and not ends & set(ids)]
+        for index, number in zip(live, torch.rand(len(live)).tolist()):
+            logits = model(input_ids=torch.tensor([prompts[index] + found[index]])).logits[0, -1]
+            sums = (logits.double() / 0.7).softmax(-1).cumsum(-1)
+            found[index].append(int((sums <= number * sums[-1]).sum()))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+def test_samples_are_the_same_however_many_tokens_are_read_at_once(tokens, monkeypatch):
+    """As are the random numbers that later draws get."""
+    monkeypatch.setitem(local._TOKENS_PER_READ, "cpu", tokens)
+    model, ends = tiny_model("llama").eval(), frozenset(range(3, 18))
+    prompts, limits = contexts() * 3, [3, 9, 20, 1, 20, 20] * 3
+    torch.manual_seed(0)
+    with torch.no_grad():
+        wanted = plain_samples(model, prompts, limits, ends)
+    after = torch.rand(3)
+    assert sum(len(ids) < limit for ids, limit in zip(wanted, limits)) > 8 and max(map(len, wanted)) > 9
+    torch.manual_seed(0)
+    found = sample(model, prompts, limits, end_ids=ends)
+    assert [completion.ids for completion in found] == wanted and torch.equal(torch.rand(3), after)
+    assert all(len(completion.logps) == len(completion.ids) for completion in found)
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])

@@ -1,14 +1,15 @@
 """Attention over [prompts | suffixes]: each prompt is followed by suffixes of different lengths, without padding.
 
-S  prompt tokens     X  suffix tokens      P  tokens of a prompt    N  suffixes of a prompt    L  longest suffix
-H  query heads       K  key/value heads    Q = H / K                D  head dimension
+S  prompt tokens     X  suffix tokens     P  tokens of the longest prompt     L  tokens of the longest suffix
+G  prompts           M  suffixes of each prompt           N = G * M suffixes
+H  query heads       K  key/value heads    Q = H / K      D  head dimension
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -17,9 +18,20 @@ from torch.nn import functional as F
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import Call, MaskPattern, PrefixPass, document_attention, sink_rows
 from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
+from ebft.prefix.sampling import of_device, on_device
 
 # Query rows per tile where scaled_dot_product_attention cannot be used.
 _ROWS_PER_TILE = 4096
+
+
+# Query heads whose queries are rows of one matrix; 0 for all that have the same key head.
+_HEADS_AS_ROWS = {"cpu": 1, "other": 0}
+
+# How much larger the attention of the suffixes of adjacent prompts may become by padding, if it is computed at once. On
+# CPU, where a kernel costs nothing to start, they are computed prompt by prompt.
+_MOST_PADDING = {"cpu": 0.0, "other": 1.5}
+_MOST_SCORES = 2**24  # of all suffixes of these prompts with their keys, which bounds the memory
+_FEWEST_TOKENS = 256  # of a suffix; shorter ones count as having as many scores, since keys need memory as well
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class PromptLayout:
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """The (start, end) of every prompt among the S tokens."""
-        ends = torch.tensor(self.prompts).cumsum(0).tolist()
+        ends = list(accumulate(self.prompts))
         return [(end - length, end) for end, length in zip(ends, self.prompts)]
 
     @cached_property
@@ -51,23 +63,93 @@ class PromptLayout:
 
     @cached_property
     def groups(self) -> list[SuffixGroup]:
-        """The suffixes of every prompt that has any."""
+        """The suffixes of all prompts that have any, those of adjacent prompts together if `batches` says so."""
+        suffixes = [[length for length in own if length] for own in self.suffixes]
+        return self._groups(batches(self.prompts, suffixes, self.device), suffixes)
+
+    @cached_property
+    def groups_by_prompt(self) -> list[SuffixGroup]:
+        """The suffixes of every prompt that has any, those of each prompt separately."""
+        suffixes = [[length for length in own if length] for own in self.suffixes]
+        return self._groups([[number] for number, own in enumerate(suffixes) if own], suffixes)
+
+    def _groups(self, prompts: list[list[int]], suffixes: list[list[int]]) -> list[SuffixGroup]:
         groups, first = [], 0
-        for span, suffixes in zip(self.spans, self.suffixes):
-            if sum(suffixes):
-                groups.append(SuffixGroup(span, first, [x for x in suffixes if x], self.device))
-            first += sum(suffixes)
+        for numbers in prompts:
+            lengths = [length for number in numbers for length in suffixes[number]]
+            groups.append(SuffixGroup(PromptBatch([self.spans[i] for i in numbers], self.device), first, lengths))
+            first += sum(lengths)
         return groups
+
+
+def batches(prompts: list[int], suffixes: list[list[int]], device: torch.device) -> list[list[int]]:
+    """Return the numbers of all prompts with suffixes; of adjacent ones together if they are to be computed at once.
+
+    These have equally many suffixes. `suffixes` are the lengths of those of each prompt, all above 0.
+    """
+    found: list[list[int]] = []
+    for number, lengths in enumerate(suffixes):
+        if not lengths:
+            continue
+        if found and _fit([*found[-1], number], prompts, suffixes, of_device(_MOST_PADDING, device)):
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def _fit(numbers: list[int], prompts: list[int], suffixes: list[list[int]], most_padding: float) -> bool:
+    count = len(suffixes[numbers[0]])
+    if any(len(suffixes[i]) != count for i in numbers):
+        return False
+    sizes = [(prompts[i] + max(suffixes[i]), max(suffixes[i])) for i in numbers]
+    keys, queries = (max(size) for size in zip(*sizes))
+    padded = len(numbers) * keys * queries
+    is_small = padded * count * max(1, _FEWEST_TOKENS // queries) <= _MOST_SCORES
+    return is_small and padded <= most_padding * sum(keys * queries for keys, queries in sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """Adjacent prompts, at `spans` among the S tokens, whose suffixes are computed at once."""
+
+    spans: list[tuple[int, int]]
+    device: torch.device
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [end - start for start, end in self.spans]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def is_padded(self) -> bool:
+        return min(self.lengths) < self.longest
+
+    @cached_property
+    def _index(self) -> Tensor | None:
+        """Index among the S tokens of each of the G * P, some of which are any tokens; None if they are adjacent."""
+        if not self.is_padded and self.spans[-1][1] - self.spans[0][0] == len(self.spans) * self.longest:
+            return None
+        last = self.spans[-1][1] - 1
+        places = [min(start + step, last) for start, _ in self.spans for step in range(self.longest)]
+        return on_device(places, self.device)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return x (K, S, D) of all prompts as (K, G, P, D) of these, with any values after the end of a prompt."""
+        x = x[:, self.spans[0][0] : self.spans[-1][1]] if self._index is None else x.index_select(1, self._index)
+        return x.unflatten(1, (len(self.spans), self.longest))
 
 
 @dataclass(frozen=True, eq=False)
 class SuffixGroup:
-    """The suffixes of one prompt: `first` is the index of their first token among the X, `lengths` are above 0."""
+    """The suffixes of some prompts: `first` is the index of their first token among the X, `lengths` are above 0."""
 
-    prompt: tuple[int, int]
+    prompts: PromptBatch
     first: int
     lengths: list[int]
-    device: torch.device
 
     @property
     def tokens(self) -> slice:
@@ -80,8 +162,8 @@ class SuffixGroup:
         longest = max(self.lengths)
         if min(self.lengths) == longest:
             return None
-        lengths = torch.tensor(self.lengths, device=self.device)[:, None]
-        return (torch.arange(longest, device=self.device) < lengths).flatten().nonzero().squeeze(1)
+        entries = [row * longest + step for row, length in enumerate(self.lengths) for step in range(length)]
+        return on_device(entries, self.prompts.device)
 
     def padded(self, x: Tensor) -> Tensor:
         """Return x (Y, tokens, D) of the group's tokens as (Y, N, L, D), with zeros as padding."""
@@ -95,6 +177,34 @@ class SuffixGroup:
         x = x.flatten(0, 1)
         return x if self._entries is None else x.index_select(0, self._entries)
 
+    def mask(self, pattern: MaskPattern, times: int) -> Tensor:
+        """Return which keys the L queries of a suffix, repeated `times`, attend to: (times * L, P + L) bool.
+
+        With an additional dimension for suffixes and one for heads, (N, 1), if prompts have different lengths.
+        """
+
+        def make() -> Tensor:
+            prompts, device = self.prompts, self.prompts.device
+            index = torch.arange(prompts.longest + max(self.lengths), device=device)
+            if not prompts.is_padded:
+                return pattern.allowed(index[prompts.longest :, None], index).repeat(times, 1)
+            lengths = on_device(prompts.lengths, device)[:, None]  # (G, 1)
+            position, is_padding = _padded_positions(index, prompts.longest, lengths)
+            query = (lengths + index[: max(self.lengths)]).unsqueeze(-1)  # (G, L, 1)
+            seen = pattern.allowed(query, position.unsqueeze(1)) & ~is_padding.unsqueeze(1)
+            return seen.repeat_interleave(len(self.lengths) // len(seen), 0).repeat(1, times, 1).unsqueeze(1)
+
+        return pattern.keep(("suffixes", self, times), make)
+
+
+def _padded_positions(index: Tensor, longest: int, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions of keys (P + U,) after prompts of `lengths` (Y, 1) padded to `longest`, and which are padding.
+
+    Both are (Y, P + U).
+    """
+    is_own = index >= longest
+    return torch.where(is_own, index - longest + lengths, index), ~is_own & (index >= lengths)
+
 
 @dataclass
 class SuffixPass(PrefixPass):
@@ -104,26 +214,22 @@ class SuffixPass(PrefixPass):
     keeps_keys: bool = False
 
     def position_ids(self) -> Tensor:
-        device, layout = self.layout.device, self.layout
+        layout = self.layout
         starts = [layout.prompts[number] for number in layout.prompt_of]
-        parts = [torch.arange(length, device=device) for length in layout.prompts]
-        parts += [start + torch.arange(n, device=device) for start, n in zip(starts, layout.lengths)]
-        return torch.cat(parts)[None]
+        parts = [torch.arange(length) for length in layout.prompts]
+        parts += [torch.arange(start, start + length) for start, length in zip(starts, layout.lengths)]
+        return torch.cat(parts)[None].to(layout.device, non_blocking=True)
 
     def tokens(self) -> flex.Tokens | None:
         if self.keeps_keys:  # which flex_attention does not
             return None
         device, layout = self.layout.device, self.layout
-        integers = {"dtype": torch.long, "device": device}  # also if there are no suffixes
-        lengths = torch.tensor(layout.lengths, **integers)
-        prompt = torch.tensor(layout.prompt_of, **integers).repeat_interleave(lengths)
-        return flex.Tokens.of(
-            layout.spans,
-            self.position_ids()[0],
-            document=prompt,
-            owner=torch.arange(len(lengths), device=device).repeat_interleave(lengths),
-            prefix=torch.tensor(layout.prompts, device=device)[prompt],
-        )
+        lengths = torch.tensor(layout.lengths, dtype=torch.long)  # also if there are no suffixes
+        prompt = torch.tensor(layout.prompt_of, dtype=torch.long).repeat_interleave(lengths)
+        owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+        prefix = torch.tensor(layout.prompts)[prompt]
+        document, owner, prefix = (x.to(device, non_blocking=True) for x in (prompt, owner, prefix))
+        return flex.Tokens.of(layout.spans, self.position_ids()[0], document, owner, prefix)
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         if self.keeps_keys:
@@ -131,54 +237,51 @@ class SuffixPass(PrefixPass):
         spans = self.layout.spans
         s = spans[-1][1]
         prompts = key[:, :s], value[:, :s]
-        attend_group = _with_kernel if scores.softcap is None and sinks is None else _with_tiles
+        has_kernel = scores.softcap is None and sinks is None
+        attend_group = _with_kernel if has_kernel else _with_tiles
         outputs = [document_attention(spans, query[:, :, :s], *prompts, pattern, scores, sinks)]
-        for group in self.layout.groups:
-            start, end = group.prompt
-            of_prompt = tuple(x[:, start:end] for x in prompts)
+        for group in self.layout.groups if has_kernel else self.layout.groups_by_prompt:
+            of_prompts = tuple(group.prompts.of(x) for x in prompts)  # (K, G, P, D)
             of_group = tuple(group.padded(x[:, s:][:, group.tokens]) for x in (key, value))  # (K, N, L, D)
             queries = group.padded(query[:, :, s:][:, :, group.tokens].flatten(0, 1))  # (H, N, L, D)
-            output = attend_group(group, queries, of_prompt, of_group, pattern, scores, sinks)
+            output = attend_group(group, queries, of_prompts, of_group, pattern, scores, sinks)
             outputs.append(group.unpadded(output))
-        return torch.cat(outputs)
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _with_kernel(group, query, prompt, own, pattern, scores, sinks) -> Tensor:
-    """Attention of padded suffixes by scaled_dot_product_attention, with the prompt's keys repeated: (N, L, H, D)."""
-    n = len(group.lengths)
-    key, value = (
-        torch.cat([of_prompt.expand(n, -1, -1, -1), of_suffixes.transpose(0, 1)], 2)  # (N, K, P + L, D)
-        for of_prompt, of_suffixes in zip(prompt, own)
-    )
-    query = query.transpose(0, 1).to(value.dtype)  # with autocast, float32 after the rotary embedding
-    return F.scaled_dot_product_attention(
-        query,
+def _with_kernel(group, query, prompts, own, pattern, scores, sinks) -> Tensor:
+    """Attention of padded suffixes by scaled_dot_product_attention, with the prompts' keys repeated: (N, L, H, D)."""
+    shape = len(group.prompts.spans), -1
+    key, value = (_joined(of_prompts, of_suffixes.unflatten(1, shape)) for of_prompts, of_suffixes in zip(prompts, own))
+    # Rows, because the memory-efficient CUDA kernel takes a mask, but not several query heads for a key head.
+    heads = of_device(_HEADS_AS_ROWS, query.device) or len(query) // key.shape[1]
+    rows = query.unflatten(0, (-1, heads)).permute(2, 0, 1, 3, 4)  # (N, H / heads, heads, L, D)
+    output = F.scaled_dot_product_attention(
+        rows.flatten(2, 3).to(value.dtype),  # with autocast, float32 after the rotary embedding
         key.to(value.dtype),
         value,
-        attn_mask=_mask(group, pattern),
+        attn_mask=group.mask(pattern, heads),
         dropout_p=scores.dropout,
         scale=scores.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    ).transpose(1, 2)
+        enable_gqa=rows.shape[1] != key.shape[1],
+    )
+    return output.unflatten(2, (heads, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _mask(group: SuffixGroup, pattern: MaskPattern) -> Tensor:
-    """Return which of the P + L keys each of the L queries of a suffix attends to: (L, P + L) bool."""
-
-    def make() -> Tensor:
-        length = group.prompt[1] - group.prompt[0]
-        position = torch.arange(length + max(group.lengths), device=group.device)
-        return pattern.allowed(position[length:, None], position)
-
-    return pattern.keep(("suffixes", group), make)
+def _joined(of_prompts: Tensor, of_suffixes: Tensor) -> Tensor:
+    """Return keys of prompts (K, G, P, D) followed by those of suffixes (K, G, M, L, D): (N, K, P + L, D)."""
+    of_suffixes = of_suffixes.permute(1, 2, 0, 3, 4)
+    repeated = of_prompts.transpose(0, 1).unsqueeze(1).expand(-1, of_suffixes.shape[1], -1, -1, -1)
+    return torch.cat([repeated, of_suffixes], 3).flatten(0, 1)
 
 
-def _with_tiles(group, query, prompt, own, pattern, scores: Scores, sinks) -> Tensor:
-    """The same attention in tiles, for models that cap scores or have attention sinks: (N, L, H, D)."""
+def _with_tiles(group, query, prompts, own, pattern, scores: Scores, sinks) -> Tensor:
+    """The same attention in tiles, for models that cap scores or have attention sinks, of one prompt: (N, L, H, D)."""
     (k, n, length, _), q = own[0].shape, len(query) // len(own[0])
+    prompt = tuple(x.squeeze(1) for x in prompts)
     size = prompt[0].shape[1]
     rows = query.unflatten(0, (k, q)).transpose(1, 2).flatten(1, 3)  # (K, N * Q * L, D)
-    hidden = ~_mask(group, pattern)
+    hidden = ~group.mask(pattern, 1)
     of_rows = hidden[None, None].expand(n, q, -1, -1).flatten(0, 2)  # (N * Q * L, P + L)
     # `attend` expects other keys after the shared ones, in whose place the products with own keys are written.
     key, value = (F.pad(x, (0, 0, 0, length)) for x in prompt)
@@ -194,85 +297,131 @@ def _with_tiles(group, query, prompt, own, pattern, scores: Scores, sinks) -> Te
     return output.view(k, n, q, length, -1).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-_GROWTH = 64  # own tokens by which the cache grows
+_GROWTH = 64  # fewest own tokens by which the cache grows; it doubles if it has more
 _SHORT = 128  # tokens of the longest prompt up to which prompts are copied
 
 
 class SharedCache:
     """Keys and values of every layer after a `SuffixPass` with `keeps_keys`, one suffix (possibly empty) per sample.
 
-    `prompt_of` is the number of each sample's prompt, in increasing order; `lengths` (N,) the number of own tokens.
+    `prompt_of` is the number of each sample's prompt, in increasing order; `lengths` the number of own tokens of each.
+    At most `room` tokens are added to a sample. `prompts` are the keys and values of each call, for every batch of
+    prompts in `groups`, which replace those in the pass.
     """
 
-    def __init__(self, prefill: SuffixPass):
+    def __init__(self, prefill: SuffixPass, room: int):
         layout = prefill.layout
-        self.layout: PromptLayout = layout
-        self.prompt_of = layout.prompt_of
+        self.prompt_of: list[int] = layout.prompt_of
         self._copies = max(layout.prompts) <= _SHORT
-        s, copied = layout.spans[-1][1], [layout.prompts[i] if self._copies else 0 for i in self.prompt_of]
-        lengths = [own + prompt for own, prompt in zip(layout.lengths, copied)]
-        self.lengths = torch.tensor(lengths, device=layout.device)
-        self._used = max(lengths)  # number of own tokens of the longest sample
-        self._prompts = torch.tensor(layout.prompts, device=layout.device)[self.prompt_of]
-        if self._copies:
-            self._prompts = torch.zeros_like(self._prompts)
-        self.prompts: dict[Call, tuple[Tensor, ...]] = {}
+        copied = [layout.prompts[i] if self._copies else 0 for i in self.prompt_of]
+        self.lengths: list[int] = [own + prompt for own, prompt in zip(layout.lengths, copied)]
+        self._used = max(self.lengths)  # number of own tokens of the longest sample
+        self._most = self._used + room
+        positions = [layout.prompts[i] + own for i, own in zip(self.prompt_of, layout.lengths)]
+        self._next = on_device([positions, self.lengths], layout.device)  # position and own place of the next token
+        self._rows = torch.arange(len(self.lengths), device=layout.device)
+        numbers = batches(layout.prompts, [[1] * len(own) for own in layout.suffixes], layout.device)
+        self._numbers = [list(range(len(layout.prompts)))] if self._copies else numbers
+        spans = [[(0, 0)] if self._copies else [layout.spans[i] for i in batch] for batch in self._numbers]
+        self._batches = [PromptBatch(each, layout.device) for each in spans]
+        self.groups: list[SampleGroup] = self._grouped()
+        self.prompts: dict[Call, list[tuple[Tensor, ...]]] = {}
         self._own: dict[Call, tuple[Tensor, ...]] = {}
-        rows = torch.arange(len(lengths), device=layout.device).repeat_interleave(self.lengths)
-        steps = torch.cat([torch.arange(length, device=layout.device) for length in lengths])
-        source = torch.tensor(self._source(), dtype=torch.long, device=layout.device)
-        for call, keys_and_values in prefill.cache.items():
-            self.prompts[call] = tuple(x[:, : 0 if self._copies else s] for x in keys_and_values)
-            own = tuple(x.new_zeros(len(x), len(lengths), self._used + _GROWTH, x.shape[-1]) for x in keys_and_values)
-            for padded, x in zip(own, keys_and_values):
+        rows = on_device([row for row, length in enumerate(self.lengths) for _ in range(length)], layout.device)
+        steps = on_device([step for length in self.lengths for step in range(length)], layout.device)
+        source = on_device(self._source(layout), layout.device)
+        for call in list(prefill.cache):
+            whole = prefill.cache.pop(call)
+            self.prompts[call] = [tuple(batch.of(x).contiguous() for x in whole) for batch in self._batches]
+            shape = len(self.lengths), min(self._used + _GROWTH, self._most)
+            own = tuple(x.new_zeros(len(x), *shape, x.shape[-1]) for x in whole)
+            for padded, x in zip(own, whole):
                 padded[:, rows, steps] = x[:, source]
             self._own[call] = own
 
-    def _source(self) -> list[int]:
+    def _source(self, layout: PromptLayout) -> list[int]:
         """Return the index, in the prefill, of each token that is stored for a sample."""
-        found, end = [], self.layout.spans[-1][1]
-        for prompt, length in zip(self.prompt_of, self.layout.lengths):
-            found += range(*self.layout.spans[prompt]) if self._copies else ()
+        found, end = [], layout.spans[-1][1]
+        for prompt, length in zip(self.prompt_of, layout.lengths):
+            found += range(*layout.spans[prompt]) if self._copies else ()
             found += range(end, end + length)
             end += length
         return found
 
+    def _grouped(self) -> list[SampleGroup]:
+        """Return the samples of every batch of prompts that has any; those of copied prompts are one group."""
+        groups, first = [], 0
+        for number, (prompts, numbers) in enumerate(zip(self._batches, self._numbers)):
+            counts = [self.prompt_of.count(i) for i in numbers]
+            rows = slice(first, first + sum(counts))
+            first = rows.stop
+            if sum(counts):
+                groups.append(SampleGroup(number, prompts, rows, [sum(counts)] if self._copies else counts))
+        return groups
+
     def positions(self) -> Tensor:
         """Return the position of every sample's next token: (N,)."""
-        return self._prompts + self.lengths
+        return self._next[0]
+
+    def own_places(self) -> Tensor:
+        """Return the number of own tokens of every sample, `lengths`, on the device: (N,)."""
+        return self._next[1]
 
     def append(self, call: Call, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the next token's key and value (K, N, D), and return the call's own ones: (K, N, U, D)."""
-        rows = torch.arange(len(self.lengths), device=self.lengths.device)
         own = self._own[call]
         if own[0].shape[2] == self._used:
-            own = tuple(F.pad(x, (0, 0, 0, _GROWTH)) for x in own)
-            self._own[call] = own
+            added = min(max(_GROWTH, self._used), max(self._most - self._used, 1))
+            own = self._own[call] = tuple(F.pad(x, (0, 0, 0, added)) for x in own)
         for stored, x in zip(own, (key, value)):
-            stored[:, rows, self.lengths] = x.to(stored.dtype)
+            stored[:, self._rows, self._next[1]] = x.to(stored.dtype)
         return tuple(x[:, :, : self._used + 1] for x in own)
 
     def advance(self) -> None:
         """Count the token that `append` stored in every layer."""
-        self.lengths = self.lengths + 1
+        self.lengths = [length + 1 for length in self.lengths]
+        self._next = self._next + 1
         self._used += 1
 
-    def keep(self, samples: Tensor) -> None:
-        """Drop all samples except those with the given indices, in increasing order."""
-        self.lengths, self._prompts = self.lengths[samples], self._prompts[samples]
-        self.prompt_of = [self.prompt_of[index] for index in samples.tolist()]
-        self._own = {call: tuple(x[:, samples] for x in own) for call, own in self._own.items()}
+    def keep(self, samples: list[int], index: Tensor) -> None:
+        """Drop all samples except those with the given indices, in increasing order; `index` has them on the device."""
+        self.lengths = [self.lengths[sample] for sample in samples]
+        self.prompt_of = [self.prompt_of[sample] for sample in samples]
+        self._next, self._rows = self._next[:, index], self._rows[: len(samples)]
+        self._own = {call: tuple(x[:, index] for x in own) for call, own in self._own.items()}
+        self.groups = self._grouped()
 
-    def groups(self) -> list[tuple[tuple[int, int], slice]]:
-        """Return the span of every prompt that has samples, and the indices of these; (0, 0) for all copied prompts."""
-        if self._copies:
-            return [((0, 0), slice(0, len(self.lengths)))]
-        found, first = [], 0
-        for number, samples in groupby(self.prompt_of):
-            stop = first + len(list(samples))
-            found.append((self.layout.spans[number], slice(first, stop)))
-            first = stop
-        return found
+
+@dataclass(eq=False)
+class SampleGroup:
+    """The samples at `rows` of the N, which follow the batch of prompts with this number; `counts` (G,) of each."""
+
+    number: int
+    prompts: PromptBatch
+    rows: slice
+    counts: list[int]
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor] | None:
+        """The sample at each of the G * M places, any for those of dropped ones, and the place of each sample."""
+        most = max(self.counts)
+        if min(self.counts) == most:
+            return None
+        firsts = [end - count for end, count in zip(accumulate(self.counts), self.counts)]
+        last = sum(self.counts) - 1
+        samples = [min(first + i, last) for first in firsts for i in range(most)]
+        places = [prompt * most + i for prompt, count in enumerate(self.counts) for i in range(count)]
+        return on_device(samples, self.prompts.device), on_device(places, self.prompts.device)
+
+    def by_prompt(self, x: Tensor) -> Tensor:
+        """Return x (K, n, Q, Y) of the samples as (K, G, M * Q, Y)."""
+        x = x if self._places is None else x.index_select(1, self._places[0])
+        return x.unflatten(1, (len(self.counts), -1)).flatten(2, 3)
+
+    def by_sample(self, x: Tensor, q: int) -> Tensor:
+        """Return x (K, G, M * Q, Y) as (K, n, Q, Y)."""
+        x = x.unflatten(2, (-1, q)).flatten(1, 2)
+        return x if self._places is None else x.index_select(1, self._places[1])
 
 
 @dataclass
@@ -286,49 +435,56 @@ class DecodePass(PrefixPass):
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         own_key, own_value = self.samples.append(call, key, value)
-        prompt_key, prompt_value = self.samples.prompts[call]
         outputs = []
-        for (start, end), samples in pattern.keep("groups", self.samples.groups):
-            own = own_key[:, samples], own_value[:, samples]
-            prompt = prompt_key[:, start:end], prompt_value[:, start:end]
-            hidden = self._hidden(pattern, samples, end - start, own_key.shape[2])
-            outputs.append(_attend(query[:, :, samples], prompt, own, hidden, scores, sinks))
-        return torch.cat(outputs)
+        for group in self.samples.groups:
+            own = own_key[:, group.rows], own_value[:, group.rows]
+            prompts = self.samples.prompts[call][group.number]
+            masks = self._masks(pattern, group, own_key.shape[2])
+            outputs.append(_attend(group, query[:, :, group.rows], prompts, own, masks, scores, sinks))
+        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _hidden(self, pattern: MaskPattern, samples: slice, prompt: int, own: int) -> Tensor | None:
-        """Return the keys that a prompt's samples do not attend to, (n, P + U) bool; None if there are none."""
+    def _masks(self, pattern: MaskPattern, group: SampleGroup, own: int) -> tuple[Tensor, Tensor] | None:
+        """Return the keys that a group's samples attend to, and the others: (n, P + U) bool; None if there are none."""
+        prompts, samples = group.prompts, self.samples
 
-        def make() -> Tensor | None:
-            query = self.samples.positions()[samples, None]
-            seen = pattern.allowed(query, torch.arange(prompt + own, device=query.device))
-            return None if seen.all() else ~seen
+        def make() -> tuple[Tensor, Tensor] | None:
+            if pattern.is_causal and not prompts.is_padded and min(samples.lengths[group.rows]) == own - 1:
+                return None
+            query = samples.positions()[group.rows, None]
+            key = torch.arange(prompts.longest + own, device=query.device)
+            is_padding = None
+            if prompts.is_padded:
+                lengths = query - samples.own_places()[group.rows, None]
+                key, is_padding = _padded_positions(key, prompts.longest, lengths)
+            seen = pattern.allowed(query, key)
+            seen = seen if is_padding is None else seen & ~is_padding
+            return seen, ~seen
 
-        return pattern.keep((samples.start, prompt), make)
+        return pattern.keep(("samples", group.number), make)
 
 
-def _attend(query: Tensor, prompt, own, hidden: Tensor | None, scores: Scores, sinks: Tensor | None) -> Tensor:
-    """Compute attention of query (K, Q, n, D) to keys and values of the prompt, (K, P, D), and own, (K, n, U, D).
+def _attend(group: SampleGroup, query: Tensor, prompts, own, masks, scores: Scores, sinks: Tensor | None) -> Tensor:
+    """Compute attention of query (K, Q, n, D) to keys and values of prompts, (K, G, P, D), and own, (K, n, U, D).
 
     A single softmax, in float32, covers both. Returns (n, H, D).
     """
     k, q, n, d = query.shape
-    if prompt[0].shape[1] == 0 and scores.softcap is None and sinks is None:
-        mask = None if hidden is None else ~hidden[:, None, None]
-        rows = query.permute(2, 0, 1, 3).reshape(n, k * q, 1, d).to(own[1].dtype)
-        key, value = (x.transpose(0, 1) for x in own)
-        return F.scaled_dot_product_attention(
-            rows, key.to(rows.dtype), value, mask, scale=scores.scaling, enable_gqa=q > 1
-        ).squeeze(2)
+    if prompts[0].shape[2] == 0 and scores.softcap is None and sinks is None:
+        mask = None if masks is None else masks[0][:, None, None]
+        # The query heads of a key head are rows of one product, so that no kernel has to repeat keys.
+        rows = query.permute(2, 0, 1, 3).to(own[1].dtype)  # (n, K, Q, D)
+        key, value = (x.transpose(0, 1).to(rows.dtype) for x in own)
+        return F.scaled_dot_product_attention(rows, key, value, mask, scale=scores.scaling).flatten(1, 2)
     query = query.transpose(1, 2).to(own[1].dtype)  # (K, n, Q, D)
-    of_prompt = (query.flatten(1, 2) @ prompt[0].to(query.dtype).mT).view(k, n, q, -1)
+    of_prompt = group.by_sample(group.by_prompt(query) @ prompts[0].to(query.dtype).mT, q)
     weights = torch.cat([of_prompt, query @ own[0].to(query.dtype).mT], -1).float() * scores.scaling
     if scores.softcap is not None:
         weights = scores.softcap * torch.tanh(weights / scores.softcap)
-    if hidden is not None:
-        weights.masked_fill_(hidden[:, None], float("-inf"))
+    if masks is not None:
+        weights.masked_fill_(masks[1][:, None], float("-inf"))
     if sinks is not None:
         weights = torch.cat([weights, sinks.float().view(k, 1, q, 1).expand(-1, n, -1, -1)], -1)
     weights = weights.softmax(-1).to(query.dtype)
     p, u = of_prompt.shape[-1], own[0].shape[2]
-    output = (weights[..., :p].flatten(1, 2) @ prompt[1]).view(k, n, q, -1) + weights[..., p : p + u] @ own[1]
+    output = group.by_sample(group.by_prompt(weights[..., :p]) @ prompts[1], q) + weights[..., p : p + u] @ own[1]
     return output.transpose(0, 1).flatten(1, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
 from ebft.models.sharding import is_partitioned, is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped, take_programs
-from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
+from ebft.prefix.sampling import Softmax, Truncation, of_device, on_device, sample_tokens
 from ebft.structured.rollouts.turns import Completion, Sampling
 
 
@@ -154,34 +154,109 @@ class SharedPromptSampler:
         layout, tokens, last = _prefill_layout(prompts, device)
         prefill = SuffixPass(layout, keeps_keys=True)
         states = backbone_states(causal_lm, tokens, prefill)[last]
-        cache = SharedCache(prefill)
-        ids, logps = ([[] for _ in prompts] for _ in range(2))
-        live, limits, ends = torch.arange(len(prompts)), torch.tensor(max_tokens), torch.tensor(self._end_ids)
+        cache = SharedCache(prefill, max(max_tokens))
+        drawn = _Drawn(len(prompts), self._end_ids, device)
         for length in range(1, max(max_tokens) + 1):
-            token, logp = self._draw(head.logits(states))
-            for index, drawn, value in zip(live.tolist(), token.tolist(), logp.tolist()):
-                ids[index].append(drawn)
-                logps[index].append(value)
-            goes_on = (limits[live] > length) & ~torch.isin(token.cpu(), ends)
-            if not goes_on.any():
+            token = self._draw(head.logits(states), drawn)
+            if drawn.is_full:
+                drawn.read()
+            goes_on = [max_tokens[index] > length and not drawn.has_ended(index) for index in drawn.live]
+            kept = [row for row, does in enumerate(goes_on) if does]
+            if not kept:
                 break
-            if not goes_on.all():
-                kept = goes_on.nonzero().squeeze(1)
-                live, token = live[kept], token[kept.to(device)]
-                cache.keep(kept.to(device))
+            if len(kept) < len(drawn.live):
+                rows = on_device(kept, device)
+                token = token[rows]
+                cache.keep(kept, rows)
+                drawn.keep(kept, rows)
             states = backbone_states(causal_lm, token, DecodePass(cache))
             cache.advance()
-        return [Completion(*sampled) for sampled in zip(ids, logps)]
+        drawn.read()
+        return drawn.completions
 
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the next token of every sample and its log-probability, (N,) each, given logits (N, V)."""
+    def _draw(self, logits: Tensor, drawn: _Drawn) -> Tensor:
+        """Draw the next token of every sample of the batch, (N,), given logits (N, V)."""
         if self._temperature == 0:
             softmax = Softmax(logits, 1.0)
             token = softmax.most_likely()
         else:
             softmax = Softmax(logits, self._temperature, self._truncation)
-            token = sample_tokens(softmax.probabilities, torch.rand(len(logits), 1, device=logits.device))
-        return token.squeeze(-1), softmax.logps(token).squeeze(-1)
+            token = sample_tokens(softmax.probabilities, drawn.noise())
+        drawn.add(token.squeeze(-1), softmax.logps(token).squeeze(-1))
+        return token.squeeze(-1)
+
+
+# Tokens of each sample that are drawn before the process waits for the device, to read them and to drop the samples
+# that have ended. On CPU, where there is nothing to wait for, ended samples would only be computed for longer.
+_TOKENS_PER_READ = {"cpu": 1, "other": 8}
+
+
+class _Drawn:
+    """The tokens drawn so far, of which the last ones are on the device and not yet read.
+
+    `live` are the indices of the N samples in the batch. Their random numbers are those of the generator for CPU, so
+    that they are the same on every device: for each token, one number per sample that has not ended, in order. Which
+    samples have ended since the last `read` is known on the device only.
+    """
+
+    def __init__(self, count: int, end_ids: list[int], device: torch.device) -> None:
+        self.completions = [Completion([], []) for _ in range(count)]
+        self.live = list(range(count))
+        self._end_ids, self._device, self._per_read = end_ids, device, of_device(_TOKENS_PER_READ, device)
+        self._ends = on_device(end_ids, device)
+        self._unread: list[tuple[list[int], Tensor, Tensor]] = []  # `live`, and results (N,)
+        self._go_on: Tensor  # (N,) bool, whether samples have not ended; while tokens are unread
+        self._numbers: Tensor | None = None  # random numbers until the next `read`
+        self._last: Tensor | int = 0  # index of the last one that was used
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many tokens are unread as may be."""
+        return len(self._unread) == self._per_read
+
+    def has_ended(self, index: int) -> bool:
+        """Whether a sample had ended when it was last read."""
+        return any(token in self._end_ids for token in self.completions[index].ids[-1:])
+
+    def noise(self) -> Tensor:
+        """Return the random numbers of the next token, (N, 1); any numbers for samples that have ended."""
+        if not self._unread:  # none of them has
+            self._state = torch.get_rng_state()
+            self._numbers = torch.rand(len(self.live) * self._per_read).to(self._device, non_blocking=True)
+            self._last = len(self.live) - 1
+            return self._numbers[: len(self.live), None]
+        index = self._go_on.cumsum(0) + self._last
+        self._last = index[-1:]
+        return self._numbers[index, None]
+
+    def add(self, token: Tensor, logp: Tensor) -> None:
+        """Add a token of every sample and its log-probability, (N,) each."""
+        self._unread.append((self.live, token, logp))
+        if not self.is_full:
+            goes_on = (token[:, None] != self._ends).all(-1)
+            self._go_on = goes_on if len(self._unread) == 1 else self._go_on & goes_on
+
+    def keep(self, rows: list[int], index: Tensor) -> None:
+        """Drop all samples of the batch except those with the given indices; `index` has them on the device."""
+        self.live = [self.live[row] for row in rows]
+        if self._unread:
+            self._go_on = self._go_on[index]
+
+    def read(self) -> None:
+        """Wait for the tokens drawn since the last call, and add them to the completions that they continue."""
+        if not self._unread:
+            return
+        lives, tokens, logps = zip(*self._unread)
+        table, count = torch.stack([torch.cat(tokens).double(), torch.cat(logps).double()]).tolist(), 0
+        for index, token, logp in zip(chain(*lives), *table):
+            if not self.has_ended(index):
+                self.completions[index].ids.append(int(token))
+                self.completions[index].logps.append(logp)
+                count += 1
+        if self._numbers is not None and count < len(self._numbers):  # as if no others had been drawn
+            torch.set_rng_state(self._state)
+            torch.rand(count)
+        self._unread = []
 
 
 def _prefill_layout(contexts: list[list[int]], device: torch.device) -> tuple[PromptLayout, Tensor, Tensor]:
@@ -204,7 +279,7 @@ def _prefill_layout(contexts: list[list[int]], device: torch.device) -> tuple[Pr
             position += length
             last.append(position - 1 if length else end - 1)
     layout = PromptLayout([len(prompt) for prompt in prompts], lengths, device)
-    return layout, torch.tensor(tokens, device=device), torch.tensor(last, device=device)
+    return layout, on_device(tokens, device), on_device(last, device)
 
 
 def _with_common_prefixes(contexts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
