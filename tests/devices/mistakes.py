@@ -50,7 +50,7 @@ MISTAKES = {
         "strided_lora", "prefix/sampling.py", "torch.arange(_RUN, device=probabilities.device)", "torch.arange(_RUN)"
     ),
     "a generator": Mistake(
-        "strided_dropout",
+        "strided_attention_dropout",
         "prefix/attention/tiles.py",
         "torch.Generator(weights.device)",
         "torch.Generator()",
@@ -62,8 +62,9 @@ MISTAKES = {
     "tokens on the policy's device": Mistake(
         "strided_full",
         "strided/embed.py",
-        "torch.cat([documents.tokens.to(device), nodes.tokens])",
-        "torch.cat([documents.tokens, nodes.tokens])",
+        "documents, layout = documents.to(device), layout.to(device)",
+        "documents, layout = documents, layout.to(device)",
+        at="tokens = torch.cat([documents.tokens, nodes.tokens])",
     ),
     "a sum": Mistake(
         "strided_lora",
@@ -94,19 +95,23 @@ MISTAKES = {
         "structured/trainer.py",
         "mask = pad(masks).to(self.args.device)",
         "mask = pad(masks)",
+        at="return (-(logps * counted).sum(-1)",
     ),
     "tokens of the feature network": Mistake(
         "structured_single_turn", "structured/reward.py", "tokens.to(network.device)", "tokens"
     ),
     "targets of preferences": Mistake(
-        "dpo", "preferences/trl.py", "labels[:, 1:].to(states.device)", "labels[:, 1:].cpu()"
+        "dpo",
+        "preferences/trl.py",
+        "labels[:, 1:].to(states.device)",
+        "labels[:, 1:].cpu()",
+        at="most_likely().eq(tokens)",
     ),
-    "a metric": Mistake(
-        "strided_lora",
-        "monitor/metrics.py",
-        "[torch.as_tensor(x, device=device, dtype=torch.float64).detach() for x in (total, weight)]",
-        "[torch.as_tensor(x, dtype=torch.float64).detach() for x in (total, weight)]",
-        at="self._sums[name].append(torch.stack(pair))",
+    "columns of a tree of rollouts": Mistake(
+        "strided_single_pass",
+        "strided/passes.py",
+        "torch.arange(len(row), device=row.device) - first",
+        "torch.arange(len(row)) - first",
     ),
 }
 
