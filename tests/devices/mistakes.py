@@ -1,4 +1,4 @@
-"""`python -m tests.devices.mistakes`: plant mistakes of device in the package, and require that the pretend one finds them.
+"""`python -m tests.devices.mistakes`: plant mistakes of device in the package, and require that all of them are found.
 
 Each is one line of `src/ebft` written as it could be by someone without a GPU: an index that is made on the CPU, a mask
 that stays there, a generator of the other device. A run on the pretend device must fail, and name the line.
@@ -50,7 +50,7 @@ MISTAKES = {
         "strided_lora", "prefix/sampling.py", "torch.arange(_RUN, device=probabilities.device)", "torch.arange(_RUN)"
     ),
     "a generator": Mistake(
-        "strided_dropout",
+        "strided_attention_dropout",
         "prefix/attention/tiles.py",
         "torch.Generator(weights.device)",
         "torch.Generator()",
@@ -62,8 +62,9 @@ MISTAKES = {
     "tokens on the policy's device": Mistake(
         "strided_full",
         "strided/embed.py",
-        "torch.cat([documents.tokens.to(device), nodes.tokens])",
-        "torch.cat([documents.tokens, nodes.tokens])",
+        "documents, layout = documents.to(device), layout.to(device)",
+        "documents, layout = documents, layout.to(device)",
+        at="tokens = torch.cat([documents.tokens, nodes.tokens])",
     ),
     "a sum": Mistake(
         "strided_lora",
@@ -83,25 +84,34 @@ MISTAKES = {
         "(u_NN * inverse_s_N.unsqueeze(-2))",
         "(u_NN * inverse_s_N.unsqueeze(-2).cpu())",
     ),
-    "positions": Mistake("strided_lora", "strided/layout.py", "documents", "documents"),
+    "an index of references": Mistake(
+        "strided_full",
+        "strided/layout.py",
+        "torch.arange(self.generate_max_len, device=self.device)",
+        "torch.arange(self.generate_max_len)",
+    ),
     "a mask of references": Mistake(
         "structured_cross_entropy",
         "structured/trainer.py",
         "mask = pad(masks).to(self.args.device)",
         "mask = pad(masks)",
+        at="return (-(logps * counted).sum(-1)",
     ),
     "tokens of the feature network": Mistake(
         "structured_single_turn", "structured/reward.py", "tokens.to(network.device)", "tokens"
     ),
     "targets of preferences": Mistake(
-        "dpo", "preferences/trl.py", "labels[:, 1:].to(states.device)", "labels[:, 1:].cpu()"
+        "dpo",
+        "preferences/trl.py",
+        "labels[:, 1:].to(states.device)",
+        "labels[:, 1:].cpu()",
+        at="most_likely().eq(tokens)",
     ),
-    "a metric": Mistake(
-        "strided_lora",
-        "monitor/metrics.py",
-        "[torch.as_tensor(x, device=device, dtype=torch.float64).detach() for x in (total, weight)]",
-        "[torch.as_tensor(x, dtype=torch.float64).detach() for x in (total, weight)]",
-        at="self._sums[name].append(torch.stack(pair))",
+    "columns of a tree of rollouts": Mistake(
+        "strided_single_pass",
+        "strided/passes.py",
+        "torch.arange(len(row), device=row.device) - first",
+        "torch.arange(len(row)) - first",
     ),
 }
 

@@ -32,6 +32,11 @@ def test_runs(method):
     assert output("-m", "tests.devices", *names).count(" kernels, ") == len(names)
 
 
+@pytest.mark.slow
+def test_planted_mistakes_are_found_with_their_lines():
+    assert " found\n" in output("-m", "tests.devices.mistakes")
+
+
 SCRIPT = """
 import torch
 from tests.devices.pretend import MixedDevices, pretend_device, record, register
