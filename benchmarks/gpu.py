@@ -209,7 +209,7 @@ def plan_text(names: list[str], results: Results, options: argparse.Namespace) -
         part = PARTS[name]
         state = results.parts.get(name, {}).get("state", "")
         state = f"  [{state}]" if state else ""
-        lines.append(f"{part.minutes * options.slower:5.1f} min  {name:<10}  {part.about}{state}")
+        lines.append(f"{part.minutes * options.slower:5.1f} min  {name:<11}  {part.about}{state}")
     total = sum(PARTS[name].minutes for name in names) * options.slower
     lines.append(f"{total:5.1f} min  if each takes all of its minutes; a part starts only if it can end within")
     lines.append(f"{options.minutes:5.1f} min  (--minutes). Results: {results.path} and {results.markdown.name}")

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, measuring
+from benchmarks import gpu, gpu_parts, guard, measuring
+from benchmarks.presets import find_preset
 
 WHEEL = os.environ.get("EBFT_AXOLOTL_WHEEL")
 CUDA = torch.device("cuda")
@@ -308,6 +309,19 @@ def test_vllm_shares_the_gpu_with_training_and_serves_on_a_second_one(setting, m
     gpu_parts.vllm(setting, report)
     assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
     assert configs[-1].trl.vllm_mode == "managed" and configs[-1].vllm.python == sys.executable
+
+
+def test_runs_train_a_model_of_the_shape_on_long_rows(setting, monkeypatch):
+    small = find_preset("1b", on_cuda=False).shrunken()
+    small = replace(small, shape={**small.shape, "vocab_size": 8192})
+    monkeypatch.setattr(gpu_parts, "find_preset", lambda name, on_cuda: small)
+    setting.shape, report = "1b", gpu_parts.Report()
+    for name in ("SFT LoRA", "DPO LoRA"):
+        gpu_parts._train(setting, report, name, *guard.METHODS[name], 64)
+    assert "wrong" not in report.content and report.content["summary"] == "2 runs"
+    assert json.loads((setting.folder / "shape" / "config.json").read_text())["num_hidden_layers"] == 4
+    rows = [json.loads(line) for line in (setting.folder / "rows.jsonl").read_text().splitlines()]
+    assert len(rows[0]["input"].split()) + len(rows[0]["output"].split()) == 56 and setting.tokens(512) == 512
 
 
 def test_two_gpus_are_needed_for_two_processes(setting, monkeypatch):
