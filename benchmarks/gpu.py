@@ -62,13 +62,15 @@ PARTS: dict[str, Part] = {  # in order of importance
     "beside 512": Part(1.5, "the same with 512 tokens"),
     "beside 2048": Part(2.0, "the same with 2048 tokens"),
     "beside 4096": Part(2.5, "the same with 4096 tokens"),
-    "tests": Part(3.0, "the tests that are marked gpu"),
+    "tests": Part(3.0, "the tests that are marked gpu", True),
     "kernels": Part(1.0, "kernels, waits by line and idle time of a step, by PyTorch's profiler"),
     "methods": Part(2.5, "every method through ebft.train: losses, seconds and memory of its steps"),
     "flex": Part(3.0, "flex_attention beside the portable path: values, gradients, speed, recompilations"),
     "packing": Part(1.5, "SFT on short documents: padded, packed and flattened, with sdpa and flash attention"),
     "memory": Part(1.5, "SFT with Liger, offloading and checkpointing: seconds and memory"),
-    "vllm": Part(2.5, "structured steps with vLLM in the same process, on the same GPU"),
+    "vllm": Part(
+        2.5, "structured steps with vLLM: on the same GPU in the same process, and a server if there are two", True
+    ),
     "processes": Part(2.0, "DDP and FSDP2 on two GPUs: the losses of one process", True),
 }
 
@@ -168,12 +170,12 @@ def environment(part: Part, device: str, variables: Mapping[str, str]) -> dict[s
 def table(parts: Mapping[str, dict[str, Any]]) -> str:
     """The Markdown page of the results."""
     device = parts.get("device", {}).get("facts", {}).get("device", "a device that was not checked")
-    lines = [f"# Measured on {device}", "", "| part | state | seconds | commit | about |", f"|{' --- |' * 5}"]
+    lines = [f"# Measured on {device}", "", "| part | state | seconds | commit | result |", f"|{' --- |' * 5}"]
     for name, record in parts.items():
         seconds, commit = record.get("seconds", ""), record.get("commit", "")
-        lines.append(f"| {name} | {record['state']} | {seconds} | {commit} | {PARTS[name].about} |")
+        lines.append(f"| {name} | {record['state']} | {seconds} | {commit} | {shown(outcome(record))} |")
     for name, record in parts.items():
-        lines += ["", f"## {name}", ""]
+        lines += ["", f"## {name}", "", f"- {PARTS[name].about}"]
         lines += [f"- **{record[key]}**" for key in ("error", "skipped") if key in record]
         lines += [f"- **{line}**" for line in record.get("wrong", [])]
         lines += [f"- {fact}: {shown(value)}" for fact, value in record.get("facts", {}).items()]
@@ -185,6 +187,12 @@ def table(parts: Mapping[str, dict[str, Any]]) -> str:
         if "output" in record:
             lines += ["", "```text", *record["output"], "```"]
     return "\n".join(lines)
+
+
+def outcome(record: Mapping[str, Any]) -> str:
+    """A part's result in a line."""
+    wrong = "; ".join(record.get("wrong", []))
+    return wrong or record.get("error") or record.get("skipped") or record.get("summary", "")
 
 
 def shown(value: Any) -> str:
@@ -201,7 +209,7 @@ def plan_text(names: list[str], results: Results, options: argparse.Namespace) -
         part = PARTS[name]
         state = results.parts.get(name, {}).get("state", "")
         state = f"  [{state}]" if state else ""
-        lines.append(f"{part.minutes * options.slower:5.1f} min  {name:<10}  {part.about}{state}")
+        lines.append(f"{part.minutes * options.slower:5.1f} min  {name:<11}  {part.about}{state}")
     total = sum(PARTS[name].minutes for name in names) * options.slower
     lines.append(f"{total:5.1f} min  if each takes all of its minutes; a part starts only if it can end within")
     lines.append(f"{options.minutes:5.1f} min  (--minutes). Results: {results.path} and {results.markdown.name}")
@@ -283,9 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
         results.store(name, {"state": STARTED, "starts": 1 + starts % STARTS})
         record = run(name, part, options)
         results.store(name, record)
-        reason = record.get("error") or record.get("skipped") or "; ".join(record.get("wrong", []))
-        line = f"[{number}/{len(waiting)}] {name}: {record['state']} after {record['seconds']:.0f} s"
-        print(line + (f": {reason}" if reason else ""), flush=True)
+        took = f"{record['state']} after {record['seconds']:.0f} s"
+        print(f"[{number}/{len(waiting)}] {name}: {took}. {outcome(record)}", flush=True)
     print("\n" + results.markdown.read_text(encoding="utf-8") if results.parts else "")
     if left_out:
         print(f"Not started in {options.minutes:g} minutes: {', '.join(left_out)}. The same command goes on with them.")

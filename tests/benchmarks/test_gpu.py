@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, measuring
+from benchmarks import gpu, gpu_parts, guard, measuring
+from benchmarks.presets import find_preset
 
 WHEEL = os.environ.get("EBFT_AXOLOTL_WHEEL")
 CUDA = torch.device("cuda")
@@ -37,7 +38,7 @@ if way == "crash":
     sys.exit("the last words")
 if way == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
-content = {{"state": way, "rows": rows, "facts": {{"device": "a card"}}}}
+content = {{"state": way, "rows": rows, "facts": {{"device": "a card"}}, "summary": "1.5 s"}}
 content |= {{"skipped": "it needs a thing"}} if way == "skipped" else {{}}
 content |= {{"error": "ValueError: no", "wrong": ["a | b"]}} if way == "failed" else {{}}
 into.write_text(json.dumps(content))
@@ -78,7 +79,8 @@ def test_parts_run_in_order_and_a_rerun_repeats_nothing(measure):
     assert first.code == 0 and [call[0] for call in first.calls] == list(gpu.PARTS)
     assert first.calls[1][1] == "0" and "--shape 1b" in " ".join(first.calls[1][2:])
     assert list(first.parts) == list(gpu.PARTS) and {part["state"] for part in first.parts.values()} == {"done"}
-    assert "# Measured on a card" in first.page and "| side | seconds |\n| --- | --- |\n| ours | 1.5 |" in first.page
+    assert "# Measured on a card" in first.page and "| 1.5 s |" in first.page
+    assert "| side | seconds |\n| --- | --- |\n| ours | 1.5 |" in first.page
     second = measure()
     assert second.calls == [] and second.code == 0 and "All parts are done." in second.printed
     assert [call[0] for call in measure("--fresh", "--parts", "tests", "step").calls] == ["step", "tests"]
@@ -202,7 +204,7 @@ def test_a_part_runs(name, setting, tmp_path):
         return
     gpu_parts.PARTS[name](setting, report)
     stored = json.loads((tmp_path / "into.json").read_text())
-    assert "wrong" not in stored and stored["rows"]
+    assert "wrong" not in stored and stored["rows"] and stored["summary"]
     assert not [row for row in stored["rows"] if row.get("failed") and "not installed" not in row["failed"]]
 
 
@@ -221,9 +223,10 @@ def test_the_marked_tests_are_found_and_their_outcomes_counted(setting, monkeypa
 
     monkeypatch.setattr(gpu_parts.subprocess, "Popen", start)
     gpu_parts.marked_tests(setting, report)
+    assert "-vv" in commands[0]  # one more than the -q of pyproject.toml takes away: a line for each test
     assert {"tests/strided/test_gpu.py", "tests/structured/test_gpu.py"} <= set(commands[0])
     assert "tests/benchmarks/test_gpu.py" not in commands[0]
-    assert report.content["facts"]["PASSED"] == report.content["facts"]["FAILED"] == 1
+    assert report.content["summary"] == "1 passed, 1 failed"
     assert report.content["wrong"] == [lines[1]] and report.content["state"] == "failed"
 
 
@@ -246,7 +249,10 @@ def test_kernels_and_waits_are_counted():
         values = {"name": name, "duration_ns": duration_ns, "device_type": kind, "is_user_annotation": is_annotation}
         return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
-    events = [event("void gemm<float>(int)", 3_000_000, True), event("void gemm<half>", 1_000_000, True)]
+    events = [
+        event("void gemm<float>(int)", 3_000_000, True),
+        event("void (anonymous namespace)::gemm<half>(int)", 10**6, True),
+    ]
     events += [event("Memcpy DtoH", 500_000, True), event("graph", 9, True, is_annotation=True), event("aten::mm")]
     events += [event("cudaStreamSynchronize"), event("cudaDeviceSynchronize"), event("cudaLaunchKernel")]
     expected = {"kernels": 2, "copies and fills": 1, "waits": 1, "operations on the host": 1, "idle": 0.55}
@@ -280,8 +286,9 @@ def test_memory_and_seconds_on_cuda(monkeypatch):
     assert len(steps.seconds) == 2 and steps.peak_gib == 3 and calls.count("reset_peak_memory_stats") == 1
 
 
-def test_vllm_shares_the_gpu_with_training(setting, monkeypatch):
+def test_vllm_shares_the_gpu_with_training_and_serves_on_a_second_one(setting, monkeypatch):
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: name)
+    monkeypatch.delenv("EBFT_VLLM_PYTHON", raising=False)
     configs = []
     history = [{"loss": 0.5}]
 
@@ -297,8 +304,24 @@ def test_vllm_shares_the_gpu_with_training(setting, monkeypatch):
     assert [config.trl.use_vllm for config in configs] == [False, True], report.content
     assert configs[1].trl.vllm_mode == "colocate" and configs[1].vllm.gpu_memory_utilization == 0.3
     history[0] = {"loss": float("nan")}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("EBFT_VLLM_PYTHON", sys.executable)
     gpu_parts.vllm(setting, report)
-    assert report.content["wrong"] == ["generate: losses [nan]", "vLLM: losses [nan]"]
+    assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
+    assert configs[-1].trl.vllm_mode == "managed" and configs[-1].vllm.python == sys.executable
+
+
+def test_runs_train_a_model_of_the_shape_on_long_rows(setting, monkeypatch):
+    small = find_preset("1b", on_cuda=False).shrunken()
+    small = replace(small, shape={**small.shape, "vocab_size": 8192})
+    monkeypatch.setattr(gpu_parts, "find_preset", lambda name, on_cuda: small)
+    setting.shape, report = "1b", gpu_parts.Report()
+    for name in ("SFT LoRA", "DPO LoRA"):
+        gpu_parts._train(setting, report, name, *guard.METHODS[name], 64)
+    assert "wrong" not in report.content and report.content["summary"] == "2 runs"
+    assert json.loads((setting.folder / "shape" / "config.json").read_text())["num_hidden_layers"] == 4
+    rows = [json.loads(line) for line in (setting.folder / "rows.jsonl").read_text().splitlines()]
+    assert len(rows[0]["input"].split()) + len(rows[0]["output"].split()) == 56 and setting.tokens(512) == 512
 
 
 def test_two_gpus_are_needed_for_two_processes(setting, monkeypatch):
