@@ -40,7 +40,7 @@ def feature_scores(
     estimate and is omitted for N = 1. `X_pass@k` is the expected maximum over k samples. Raises NonFiniteLossError
     for NaN or infinite embeddings.
     """
-    if not (torch.isfinite(phi).all() and torch.isfinite(phi_ref).all()):
+    if not (torch.isfinite(phi).all() & torch.isfinite(phi_ref).all()):
         raise NonFiniteLossError(
             "The feature network returned NaN or infinity for held-out text. Load it in bfloat16 or float32 instead of "
             "float16, and check its weights."
