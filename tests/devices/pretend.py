@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -152,6 +153,10 @@ class _Module:
 
     @staticmethod
     def empty_cache() -> None: ...
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=2**36)
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -17,6 +17,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

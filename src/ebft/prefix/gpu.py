@@ -153,5 +153,7 @@ def _drops(dropout: nn.Module) -> bool:
     return dropout.training and not isinstance(dropout, nn.Identity)
 
 
-def _memory(device: torch.device) -> float:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+def _memory(device: torch.device) -> int:
+    """Return the bytes of the device's memory; 0 if PyTorch does not tell."""
+    module = torch.get_device_module(device)
+    return module.get_device_properties(device).total_memory if hasattr(module, "get_device_properties") else 0
