@@ -37,12 +37,16 @@ STEPS = {"max_steps": 2, "eval_steps": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """A golden run with other keys, those of the device alone, and the most waits of a step."""
+    """A golden run with other keys, those of the device alone, and the most waits of a step.
+
+    `copied`: the tokens up to which prompts are copied to their samples.
+    """
 
     golden: str
     keys: dict[str, Any] = field(default_factory=dict)
     on_device: dict[str, Any] = field(default_factory=dict)
     most_waits: int | None = None
+    copied: int = 128
 
 
 @dataclass
@@ -70,6 +74,7 @@ CASES = {
         {"ebft.feature_device": "pretend:1"},
         most_waits=75,
     ),
+    "structured_batched": Case("structured_several_turns", copied=0, most_waits=74),
     "structured_resumed": Case(
         "structured_single_turn", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=57
     ),
@@ -104,6 +109,7 @@ def run(case: Case, folder: Path, on_device: bool, **keys: Any) -> Result:
         during.enter_context(pretend_device() if on_device else nullcontext())
         step = CountStep(during.enter_context(record()))
         during.enter_context(patch("ebft.run.trainer.ProgressBar", step))
+        during.enter_context(patch("ebft.prefix.attention.decoding._SHORT", case.copied))
         during.enter_context(contextlib.redirect_stdout(io.StringIO()))
         during.enter_context(contextlib.redirect_stderr(io.StringIO()))
         during.enter_context(warnings.catch_warnings(action="ignore"))
