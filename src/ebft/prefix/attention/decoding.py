@@ -55,7 +55,8 @@ class SharedCache:
         source = on_device(self._source(layout), layout.device)
         for call in list(prefill.cache):
             whole = prefill.cache.pop(call)
-            self.prompts[call] = [tuple(batch.of(x).contiguous() for x in whole) for batch in self._batches]
+            of_prompts = [tuple(batch.of(x) for x in whole) for batch in self._batches]
+            self.prompts[call] = [tuple(x.clone() if self._copies else x.contiguous() for x in xs) for xs in of_prompts]
             shape = len(self.lengths), min(self._used + _GROWTH, self._most)
             own = tuple(x.new_zeros(len(x), *shape, x.shape[-1]) for x in whole)
             for padded, x in zip(own, whole):

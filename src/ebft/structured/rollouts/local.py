@@ -131,8 +131,8 @@ class _OwnLimit(StoppingCriteria):
 class SharedPromptSampler:
     """Samples as transformers' `generate` does with the same parameters; `temperature` 0 is greedy decoding.
 
-    Samples that have ended are dropped from the batch, and nothing is padded. The log-probabilities are those of the
-    distribution that is sampled from.
+    Samples that have ended are dropped from the batch, on a GPU once per eight tokens. The log-probabilities are those
+    of the distribution that is sampled from.
     """
 
     def __init__(self, sampling: Sampling) -> None:
