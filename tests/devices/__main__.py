@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import json
 import sys
@@ -21,8 +22,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from transformers import TrainerCallback
@@ -30,6 +32,7 @@ from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
 import ebft
 from ebft.prefix.attention import flex
+from ebft.tools.evaluation.run import evaluate
 from tests.devices.pretend import NAME, Counts, pretend_device, record, register
 from tests.golden.runs import LORA, RUNS, is_of_the_machine, write_inputs
 from tests.nemo_gym.stand_in_vllm import StandInVLLM
@@ -54,8 +57,8 @@ class Case:
     """A golden run with other keys, those of the device alone, and the most waits of a step.
 
     `only_finite`: in 16 bits, and with tiles of other sizes, random numbers select other tokens or weights than on CPU.
-    `during` is the context of a run in a folder, on the device or not, and gives further keys, if any.
-    `copied`: the tokens up to which prompts are copied to their samples.
+    `during` is the context of a run in a folder, on the device or not, and gives further keys, if any. `then` computes
+    further numbers after it. `copied`: the tokens up to which prompts are copied to their samples.
     """
 
     golden: str
@@ -64,6 +67,7 @@ class Case:
     most_waits: int | None = None
     only_finite: bool = False
     during: Callable[[Path, bool], Any] = lambda folder, on_device: nullcontext()
+    then: Callable[[ebft.RunConfig], dict[str, float]] | None = None
     copied: int = 128
 
 
@@ -116,6 +120,36 @@ def server(folder: Path, on_device: bool) -> Iterator[dict[str, Any]]:
     assert len(made.loaded) > 1
 
 
+class Cuda:
+    """What the package calls of `torch.cuda` while it trains."""
+
+    is_available = staticmethod(lambda: True)
+    get_rng_state_all = staticmethod(lambda: [torch.get_rng_state()])
+    set_rng_state_all = staticmethod(lambda states: torch.set_rng_state(*states))
+    max_memory_allocated, max_memory_reserved = Mock(return_value=2**30), Mock(return_value=2**30)
+    empty_cache = staticmethod(lambda: None)
+
+
+@contextlib.contextmanager
+def as_cuda(folder: Path, on_device: bool) -> Iterator[None]:
+    """Modules of the package, but no other package, find CUDA."""
+    names = ("trainer.base", "trainer.checkpoints", "monitor.metrics", "tools.evaluation.run")
+    modules = [importlib.import_module(f"ebft.{name}") for name in names]
+    mixed = SimpleNamespace(**{**vars(torch), "cuda": Cuda})
+    Cuda.max_memory_reserved.reset_mock()
+    with contextlib.ExitStack() as patches:
+        for module in modules if on_device else ():
+            patches.enter_context(patch.object(module, "torch", mixed))
+        yield
+    assert Cuda.max_memory_reserved.called == on_device
+
+
+def evaluated(config: ebft.RunConfig) -> dict[str, float]:
+    """What `ebft evaluate` measures of the base model and the trained one."""
+    models = evaluate(config, [config.base_model, config.output_dir]).models
+    return {f"{number} {key}": value for number, each in enumerate(models) for key, value in each.metrics.items()}
+
+
 REPLAY = {
     "max_steps": 4,
     "trl.reward_funcs": ["tests.devices.__main__.of_two_in_three"],
@@ -165,6 +199,15 @@ CASES |= {
     "strided_attention_dropout": Case(
         "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=4
     ),
+    "strided_evaluated": Case("strided_full", most_waits=4, then=evaluated),
+    "strided_as_cuda_resumed": Case(
+        "strided_lora",
+        {"max_steps": 4, "save_strategy": "steps", "save_steps": 2},
+        most_waits=4,
+        during=as_cuda,
+        then=evaluated,
+    ),
+    "structured_evaluated": Case("structured_single_turn", then=evaluated),
     "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=18),
     "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=4),
     "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=4),
