@@ -79,11 +79,17 @@ def ours(
     single_pass: bool | None = None,
     merge_rollouts: bool | None = None,
     lora_rank: int | None = None,
+    is_mixed: bool | None = None,
 ) -> Side:
-    """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise."""
+    """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise.
+
+    `is_mixed`: mixed precision in bfloat16, which bfloat16 weights have unless told otherwise.
+    """
     preset = preset if lora_rank is None else replace(preset, lora_rank=lora_rank)
     passes = {"single_pass": single_pass, "merge_rollouts": merge_rollouts}
-    args = StridedEBFTConfig(**_arguments(folder, dtype), **copy.deepcopy(OPTIONS), **passes)
+    arguments = _arguments(folder, dtype)
+    arguments["bf16"] = arguments["bf16"] if is_mixed is None else is_mixed
+    args = StridedEBFTConfig(**arguments, **copy.deepcopy(OPTIONS), **passes)
     model = build_model(preset, getattr(torch, dtype), positions, attention)
     trainer = StridedEBFTTrainer(model=model, args=args)
     watched = {"rollout": (ebft.strided.trainer, "sample_rollouts"), "features": (ebft.strided.trainer, "embed_blocks")}

@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from benchmarks import freed_memory, sft_packing, shared_prompt
+from benchmarks import freed_memory, precision, sft_packing, shared_prompt
 
 
 def run(benchmark, folder, *arguments):
@@ -46,3 +46,15 @@ def test_a_shared_prompt_has_the_gradients_of_rows(tmp_path, capsys):
     for name in ("seconds", "rollout_seconds"):
         assert set(row[name]) == {"shared prompt", "TRL's rows"} and min(row[name].values()) > 0
     assert "dtype" in result["card"] and "x as fast" in capsys.readouterr().out
+
+
+def test_precisions_are_compared_on_the_same_rollouts(tmp_path, capsys):
+    result = run(precision, tmp_path, "--tiny", "--length", "40", "--repeats", "1")
+    rows = {(row["tuning"], row["precision"]): row for row in result["precisions"]}
+    assert len(rows) == 10 and all(row["gradient_cosine"] > 0.9 for row in rows.values())
+    for tuning in ("full", "LoRA"):
+        errors = {name: row["logps_nats"] for (of, name), row in rows.items() if of == tuning}
+        assert errors["float32"] == 0 < errors["mixed"] < errors["bfloat16, rounded logits"] < 0.01
+        for name in ("mixed", "bfloat16"):
+            assert errors[name] != errors[f"{name}, rounded logits"] and rows[tuning, name]["ratio"] > 0
+    assert "nats" in capsys.readouterr().out

@@ -479,17 +479,16 @@ def choose_tokens(
         x, tokens = states[chunk], None if known is None else known[chunk]
         with torch.set_grad_enabled(differentiates):
             x = x.detach().requires_grad_() if differentiates else x
-            attached = head.logits(x)
-        dtype = attached.dtype if head.linear is None else head_dtype(head.linear.weight)  # of the gradients of logits
+            logits = head.logits(x)
+        dtype = logits.dtype if head.linear is None else head_dtype(head.linear.weight)  # of the gradients of logits
         with torch.no_grad():
-            logits = attached.detach()
             *chosen, of_slopes = _choose(
-                logits, choose, chunk.start, temperature, dtype if slopes else None, truncation, tokens, several
+                logits.detach(), choose, chunk.start, temperature, dtype if slopes else None, truncation, tokens, several
             )
         if of_slopes is not None:
             grad_logits, index, row = of_slopes
             if differentiates:
-                values = torch.autograd.grad(attached, x, grad_logits)[0]
+                values = torch.autograd.grad(logits, x, grad_logits)[0]
             else:
                 report_product(head.linear.weight, len(grad_logits))
                 values = _product(grad_logits, head.linear.weight.to(dtype)).to(x.dtype)
