@@ -11,6 +11,9 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+EXTRAS = PROJECT["optional-dependencies"].values()
+LINES = [Requirement(line) for line in [*PROJECT["dependencies"], *(line for extra in EXTRAS for line in extra)]]
 
 
 def load(path: str):
@@ -20,8 +23,16 @@ def load(path: str):
 def test_versions_agree():
     assert load("CITATION.cff")["version"] == PROJECT["version"]
     assert f"\n## {PROJECT['version']}\n" in (ROOT / "CHANGELOG.md").read_text()
-    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
-    assert load(".pre-commit-config.yaml")["repos"][0]["rev"] == f"v{pinned['ruff']}"
+    assert load(".pre-commit-config.yaml")["repos"][0]["rev"] == f"v{PINNED['ruff']}"
+
+
+def test_the_table_of_versions_has_those_that_are_tested():
+    (torch,) = re.findall(r"^NEWEST_TORCH := (\S+)", (ROOT / "Makefile").read_text(), re.M)
+    bounds = {line.name: bound.version for line in LINES for bound in line.specifier if bound.operator == ">="}
+    table = (ROOT / "docs/index.md").read_text().partition("## Versions")[2].partition("\n## ")[0]
+    rows = [tuple(re.findall(r"[\w.]+", row)) for row in re.findall(r"^\| \w+ \| \d.*$", table, re.M)]
+    newest = PINNED | {"torch": torch}
+    assert rows == [(name, bounds[name], PINNED[name], newest[name]) for name, *_ in rows] and len(rows) >= 8
 
 
 def test_the_workflow_the_templates_and_the_container_name_what_there_is():
@@ -42,7 +53,5 @@ def test_the_lock_has_the_requirements_of_the_package_and_public_addresses_alone
     assert set(re.findall(r"https?://[^/\"]+", text)) == {"https://pypi.org", "https://files.pythonhosted.org"}
     locked = next(package for package in tomllib.loads(text)["package"] if package["name"] == "ebft")["metadata"]
     found = {(line["name"], frozenset(SpecifierSet(line.get("specifier", "")))) for line in locked["requires-dist"]}
-    extras = PROJECT["optional-dependencies"].values()
-    lines = [Requirement(line) for line in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]]
-    declared = {(canonicalize_name(line.name), frozenset(line.specifier)) for line in lines}
+    declared = {(canonicalize_name(line.name), frozenset(line.specifier)) for line in LINES}
     assert found == declared, f"run make lock: {found ^ declared}"

@@ -50,7 +50,9 @@ def test_messages_begin_on_a_separate_line(monkeypatch, capsys):
         console.show_warnings()
         bar = tqdm(total=6, file=stderr, ncols=40, disable=False, position=0)
         warnings.showwarning("a warning", UserWarning, "", 0)
+        warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning, stacklevel=1)
         bar.close()
+    assert "deprecated" not in stderr.getvalue()
     before, _, after = plain(stderr.getvalue()).partition("Warning: ")
     assert before.endswith("\r") and before.rstrip("\r").rpartition("\r")[2].isspace()
     assert after.startswith("a warning\n\r") and "0/6" in after

@@ -4,14 +4,8 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    Field,
-    GetJsonSchemaHandler,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, field_validator, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
 from ebft.data.transforms import LABELS, MODULES, OTHER_TYPES, PreferenceColumns, RequiredRows

@@ -104,6 +104,8 @@ def show_warnings() -> None:
 
     warnings.showwarning = show
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
+    # Names that PEFT 0.21 and TRL 1.16 use, which transformers 5.24 warns of.
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
     # transformers imports torchao where it is installed, and torchao logs each CUDA library that cannot be loaded.
     for name in ("torchao", "torch.utils"):
         logging.getLogger(name).setLevel(logging.ERROR)
