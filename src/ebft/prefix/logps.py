@@ -483,7 +483,14 @@ def choose_tokens(
         dtype = logits.dtype if head.linear is None else head_dtype(head.linear.weight)  # of the gradients of logits
         with torch.no_grad():
             *chosen, of_slopes = _choose(
-                logits.detach(), choose, chunk.start, temperature, dtype if slopes else None, truncation, tokens, several
+                logits.detach(),
+                choose,
+                chunk.start,
+                temperature,
+                dtype if slopes else None,
+                truncation,
+                tokens,
+                several,
             )
         if of_slopes is not None:
             grad_logits, index, row = of_slopes
