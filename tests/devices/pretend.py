@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -218,6 +219,10 @@ class _Module:
     @staticmethod
     def stream(stream: Any) -> _Stream:
         return stream
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=2**36)
 
     @staticmethod
     def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -37,6 +37,14 @@ def test_planted_mistakes_are_found_with_their_lines():
     assert " found\n" in output("-m", "tests.devices.mistakes")
 
 
+@pytest.mark.slow
+def test_kernels_of_a_step():
+    """Of a model with 16 layers; without folded adapters and fused layers, there are twice as many."""
+    table = output("-m", "benchmarks.kernels", "--lengths", "512")
+    of_run = {line[:18].strip(): int(line[18:].split()[1].replace(",", "")) for line in table.splitlines()[1:]}
+    assert of_run["strided"] <= 6500 and of_run["strided LoRA"] <= 8500, table
+
+
 SCRIPT = """
 import torch
 from tests.devices.pretend import MixedDevices, pretend_device, record, register

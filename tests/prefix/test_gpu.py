@@ -9,7 +9,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCau
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ebft.prefix import gpu
-from ebft.prefix.gpu import folded_adapters, fuse, rotate
+from ebft.prefix.gpu import cheap_adapters, fuse, rotate
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
@@ -17,6 +17,7 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch):
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -80,7 +81,7 @@ def test_folded_adapters():
     weights = {name: parameter for name, parameter in model.named_parameters()}
     with torch.no_grad():
         expected = model(input_ids=ids).logits
-        with pytest.raises(RuntimeError, match="stop"), folded_adapters(causal_lm):
+        with pytest.raises(RuntimeError, match="stop"), cheap_adapters(causal_lm):
             for layer in causal_lm.modules():
                 if hasattr(layer, "lora_A"):
                     assert layer.merged
@@ -97,7 +98,7 @@ def test_folded_adapters():
 @pytest.mark.parametrize("case", ["dora", "bfloat16", "dropout", "autocast", "disabled", "gradients", "memory", "bias"])
 def test_adapters_that_are_not_folded(case, monkeypatch):
     options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}, "bias": {"lora_bias": True}}
-    model = adapted(**options.get(case, {}))
+    model, ids = adapted(**options.get(case, {})), torch.randint(64, (2, 9))
     if case == "bfloat16":
         model.get_base_model().to(torch.bfloat16)
     if case == "dropout":
@@ -107,5 +108,16 @@ def test_adapters_that_are_not_folded(case, monkeypatch):
     if case == "disabled":
         model.base_model.disable_adapter_layers()
     causal_lm, autocast = model.get_base_model(), torch.autocast("cpu", enabled=case == "autocast")
-    with torch.set_grad_enabled(case == "gradients"), autocast, folded_adapters(causal_lm):
-        assert not any(layer.merged for layer in model.modules() if hasattr(layer, "lora_A"))
+    layers = [layer for layer in model.modules() if hasattr(layer, "lora_A")]
+    with torch.set_grad_enabled(case == "gradients"), autocast:
+        torch.manual_seed(0)
+        expected = model(input_ids=ids).logits
+        with cheap_adapters(causal_lm):
+            torch.manual_seed(0)
+            found = model(input_ids=ids).logits
+            assert not any(layer.merged for layer in layers)
+            added = {"forward" in layer.__dict__ for layer in layers}
+    assert added == {case in ("bfloat16", "autocast", "memory")}
+    assert not any("forward" in layer.__dict__ for layer in layers)
+    tolerance = {} if expected.dtype == torch.float32 and case != "autocast" else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(found, expected, **tolerance)

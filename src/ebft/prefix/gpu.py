@@ -1,8 +1,9 @@
 """What makes passes on an accelerator cheaper with equal results: fewer kernels, each of which takes time to launch.
 
 `fuse(module)` lets norms and rotary embeddings of the form that Llama's have, as those of most families, run in one and
-four kernels instead of six to eight and ten. `folded_adapters(model)` adds LoRA adapters to the weights for as long as
-no gradient is needed. On CPU, where a small operation costs little, modules and weights are left as they are.
+four kernels instead of six to eight and ten. `cheap_adapters(model)` adds LoRA adapters to the weights, or else to the
+layer's product, for as long as no gradient is needed. On CPU, where small operations cost little, modules and weights
+are left as they are.
 
     T  tokens    H  query heads    K  key heads    D  head dimension    O, I  features    r  rank of an adapter
 """
@@ -93,57 +94,79 @@ def _signed(sin: Tensor) -> Tensor:
     return kept["signed"]
 
 
-# Adapters are folded if the copies of their layers' weights take at most this share of the device's memory.
+# Adapters are folded if the sums of weights and adapters take at most this share of the device's memory.
 _MOST_MEMORY = 1 / 8
 
 
 @contextmanager
-def folded_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which LoRA layers use the sum of weight and adapter, without gradients, on accelerators.
+def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which LoRA layers take fewer kernels, on accelerators and without gradients.
 
-    The sum is a new tensor beside the weight, which is not changed, so memory grows by the float32 weights of the
-    adapted layers. Layers keep their adapters if these take more than `_MOST_MEMORY`, and where the sum would be
-    rounded to fewer digits, be no matrix, or have other functions than plain LoRA: with weights that are not float32
-    (as quantised ones), with autocast, sharding, DoRA, a bias, and dropout that is not switched off.
+    In float32, layers use the sum of weight and adapter, a new tensor beside the weight, which is not changed. Memory
+    grows by the float32 weights of the adapted layers; if these take more than `_MOST_MEMORY`, and with autocast or
+    other dtypes, in which the sum would lose most of the adapter, its product is added to the layer's by two kernels
+    instead of four. Layers with other functions than plain LoRA are left as they are: DoRA, a bias, dropout that is
+    not switched off, and weights that are quantised or sharded.
     """
-    layers = [] if torch.is_grad_enabled() or not is_accelerator(causal_lm.device) else _foldable(causal_lm)
-    if sum(layer.base_layer.weight.nbytes for layer in layers) > _MOST_MEMORY * _memory(causal_lm.device):
-        layers = []
+    layers = [] if torch.is_grad_enabled() or not is_accelerator(causal_lm.device) else _plain_layers(causal_lm)
+    is_exact = all(_dtypes(layer) == {torch.float32} for layer in layers) and not _is_autocast(causal_lm.device)
+    size = sum(layer.base_layer.weight.nbytes for layer in layers)
+    folds = is_exact and size <= _MOST_MEMORY * _memory(causal_lm.device)
     before: list[tuple[LoraLinear, nn.Parameter]] = []
     try:
         for layer in layers:
             weight = layer.base_layer.weight
             before.append((layer, weight))
-            merged, names = weight, [name for name in layer.active_adapters if name in layer.lora_A]
-            for name in names:
-                up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
-                merged = torch.addmm(merged, up, down, alpha=layer.scaling[name])
-                report_product(weight, up.shape[1])
-            layer.base_layer.weight = nn.Parameter(merged, requires_grad=False)
-            layer.merged_adapters.extend(names)
+            if folds:
+                layer.base_layer.weight = nn.Parameter(_folded(layer), requires_grad=False)
+                layer.merged_adapters.extend(_names(layer))
+            else:
+                layer.forward = MethodType(_added, layer)
         yield
     finally:
         for layer, weight in before:
             layer.merged_adapters.clear()
             layer.base_layer.weight = weight
+            layer.__dict__.pop("forward", None)
 
 
-def _foldable(causal_lm: PreTrainedModel) -> list[LoraLinear]:
-    if is_sharded(causal_lm) or torch.is_autocast_enabled(causal_lm.device.type):
+def _folded(layer: LoraLinear) -> Tensor:
+    """Return the sum of the weight (O, I) and of the adapters."""
+    found = weight = layer.base_layer.weight
+    for name in _names(layer):
+        up, down = layer.lora_B[name].weight, layer.lora_A[name].weight  # (O, r), (r, I)
+        found = torch.addmm(found, up, down, alpha=layer.scaling[name])
+        report_product(weight, up.shape[1])
+    return found
+
+
+def _added(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """PEFT's forward of a LoRA layer, with the scaling and the sum as part of the product."""
+    if args or kwargs or not (_is_autocast(x.device) or {x.dtype} == _dtypes(self)):
+        return LoraLinear.forward(self, x, *args, **kwargs)
+    result = self.base_layer(x)
+    rows = result.flatten(0, -2)
+    for name in _names(self):
+        down = self.lora_A[name](x).flatten(0, -2)
+        rows = torch.addmm(rows, down, self.lora_B[name].weight.mT, alpha=self.scaling[name])
+        report_product(self.lora_B[name].weight, len(down))
+    return rows.view(result.shape)
+
+
+def _plain_layers(causal_lm: PreTrainedModel) -> list[LoraLinear]:
+    if is_sharded(causal_lm):
         return []
-    return [module for module in causal_lm.modules() if type(module) is LoraLinear and _is_foldable(module)]
+    return [module for module in causal_lm.modules() if type(module) is LoraLinear and _is_plain(module)]
 
 
-def _is_foldable(layer: LoraLinear) -> bool:
-    base, names = layer.base_layer, [name for name in layer.active_adapters if name in layer.lora_A]
+def _is_plain(layer: LoraLinear) -> bool:
+    base, names = layer.base_layer, _names(layer)
     if not names or layer.disable_adapters or layer.merged or layer.fan_in_fan_out or type(base) is not nn.Linear:
         return False
-    weights = [base.weight, *(part[name].weight for name in names for part in (layer.lora_A, layer.lora_B))]
-    is_plain = all(type(each) is nn.Parameter and type(each.data) is Tensor for each in weights)
     return (
-        is_plain
-        and {each.dtype for each in weights} == {torch.float32}
-        and len({each.device for each in weights}) == 1
+        all(type(each) is nn.Parameter and type(each.data) is Tensor for each in _weights(layer))
+        and len({each.device for each in _weights(layer)}) == 1
+        and "forward" not in layer.__dict__
         and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in names)
         and not any(_drops(layer.lora_dropout[name]) for name in names)
     )
@@ -153,5 +176,25 @@ def _drops(dropout: nn.Module) -> bool:
     return dropout.training and not isinstance(dropout, nn.Identity)
 
 
-def _memory(device: torch.device) -> float:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+def _names(layer: LoraLinear) -> list[str]:
+    """Return the names of the adapters that a layer uses."""
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _weights(layer: LoraLinear) -> list[nn.Parameter]:
+    adapters = [part[name].weight for name in _names(layer) for part in (layer.lora_A, layer.lora_B)]
+    return [layer.base_layer.weight, *adapters]
+
+
+def _dtypes(layer: LoraLinear) -> set[torch.dtype]:
+    return {each.dtype for each in _weights(layer)}
+
+
+def _is_autocast(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)
+
+
+def _memory(device: torch.device) -> int:
+    """Return the bytes of the device's memory; 0 if PyTorch does not tell."""
+    module = torch.get_device_module(device)
+    return module.get_device_properties(device).total_memory if hasattr(module, "get_device_properties") else 0

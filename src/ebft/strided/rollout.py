@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ebft.machine import copy_to
 from ebft.prefix.cpu import ActivationReuse
 from ebft.prefix.forward import backbone_states, check_length, head_of, run_wrapped
-from ebft.prefix.gpu import folded_adapters
+from ebft.prefix.gpu import cheap_adapters
 from ebft.prefix.logps import Scored, choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax, Truncation, sample_tokens
 from ebft.strided.layout import Documents, Part, StridedLayout, split
@@ -68,7 +68,7 @@ def sample_rollouts(
 
     def roll_out(causal_lm: PreTrainedModel) -> tuple[Tensor | None, ...]:
         check_length(causal_lm, int(documents.lengths.max()))
-        with folded_adapters(causal_lm):
+        with cheap_adapters(causal_lm):
             sampled = [
                 _sample_part(causal_lm, part, temperature, truncation, noise[part.blocks], text_gradient)
                 for part in parts

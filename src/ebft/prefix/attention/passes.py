@@ -35,7 +35,7 @@ HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about 
 
 # Query rows per tile (query heads that share a key head count separately): large enough for efficient matrix products,
 # small enough that the scores fit in the processor's cache and few of the keys are masked.
-_ROWS_PER_TILE = {"cpu": 256, "other": 4096}
+_ROWS_PER_TILE = {"cpu": 256, "other": 8192}
 
 # Maximum number of tokens of documents whose attention is computed in batched tiles.
 _SHORT = 256

@@ -175,29 +175,27 @@ class Products:
 
     def __init__(self, weigh: _Weights, keys: Tensor, own_keys: Tensor | None, scaling: float = 1.0):
         self.weigh, self.keys, self.own_keys, self.scaling = weigh, keys, own_keys, scaling
-        self._parts: list[Tensor] = []  # of the rows of each tile; if they are not direct, of own weights
-        if not weigh.is_direct:
-            self._total = keys.new_empty(*weigh.query.shape[:2], keys.shape[-1])
+        self._own: list[Tensor] = []  # weights of each tile
+        self._total = None if weigh.is_direct else keys.new_empty(*weigh.query.shape[:2], keys.shape[-1])
 
     def add(self, weights: Tensor, tile: Tile | BatchedTiles) -> None:
         """Multiply the weights of a tile."""
         shared, own = self.weigh.columns(weights, tile)
         if not self.weigh.is_direct:
             tile.put(self._total, shared, self.keys)
-            self._parts.append(tile.in_order(own))
+            self._own.append(tile.in_order(own))
             return
-        part = _scaled(shared, tile.take_keys(self.keys), self.scaling)
+        self._total = _scaled(shared, tile.take_keys(self.keys), self.scaling)
         if self.own_keys is not None:
-            own_keys = self.weigh.of_owners(self.own_keys, tile)
-            self.weigh.by_own_owner(part).baddbmm_(self.weigh.by_own_owner(own), own_keys, alpha=self.scaling)
-        self._parts.append(part)
+            of_owners = self.weigh.by_owner(self._total).flatten(0, 1), self.weigh.by_owner(own).flatten(0, 1)
+            of_owners[0].baddbmm_(of_owners[1], self.own_keys.flatten(0, 1), alpha=self.scaling)
 
     def total(self) -> Tensor:
         """Return the sums over shared and own keys, of all rows: (K, R, X)."""
         if self.weigh.is_direct:
-            return _joined(self._parts)
+            return self._total
         if self.own_keys is not None:
-            self._total += (self.weigh.by_owner(torch.cat(self._parts, 1)) @ self.own_keys).view_as(self._total)
+            self._total += (self.weigh.by_owner(torch.cat(self._own, 1)) @ self.own_keys).view_as(self._total)
         return self._total if self.scaling == 1 else self._total.mul_(self.scaling)
 
 
@@ -221,11 +219,7 @@ class Transposed:
         else:
             of_tile = self._total[:, tile.keys]
             of_tile.baddbmm_(shared.mT, tile.take_rows(self.rows), alpha=self.scaling)
-        if self.has_own and self.weigh.is_direct:
-            rows = self.weigh.by_own_owner(tile.take_rows(self.rows))
-            own = _scaled(self.weigh.by_own_owner(own).mT, rows, self.scaling)
-            self._own.append(own.unflatten(0, (len(self.rows), -1)))
-        elif self.has_own:
+        if self.has_own:
             self._own.append(tile.in_order(own))
 
     def total(self) -> Tensor:
@@ -237,9 +231,11 @@ class Transposed:
         """Return the sums for the own keys, (K, E, U, X), if there are any."""
         if not self.has_own:
             return None
+        rows = self.weigh.by_owner(self.rows)
         if self.weigh.is_direct:
-            return _joined(self._own)
-        own = self.weigh.by_owner(torch.cat(self._own, 1)).mT @ self.weigh.by_owner(self.rows)
+            own = self.weigh.by_owner(self._own[0]).flatten(0, 1)
+            return _scaled(own.mT, rows.flatten(0, 1), self.scaling).unflatten(0, rows.shape[:2])
+        own = self.weigh.by_owner(torch.cat(self._own, 1)).mT @ rows
         return own if self.scaling == 1 else own * self.scaling
 
 
@@ -247,10 +243,6 @@ def _scaled(left: Tensor, right: Tensor, scaling: float, out: Tensor | None = No
     """Return the products of two batches of matrices, times `scaling`, by one kernel."""
     out = left.new_empty(len(left), left.shape[1], right.shape[2]) if out is None else out
     return torch.baddbmm(out, left, right, beta=0, alpha=scaling, out=out)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _taken(common: Tensor | None, path: Tensor | None) -> Tensor | None:
@@ -273,14 +265,14 @@ def _put_back(grad: Tensor | None, common: Tensor | None, path: Tensor | None) -
 class _Weights:
     """Computes the softmax weights of a tile, with columns [shared keys | own keys | sink].
 
-    `is_direct`: whether products with own keys are written into the columns of each tile, by few kernels. Otherwise
-    those of all tiles are computed first, which suits batched tiles and the matrix products of a CPU.
+    `is_direct`: whether products with own keys are written into the columns of the only tile, and added to its sums,
+    which takes fewer kernels. Otherwise they are computed for all tiles at once, and copied.
     """
 
     def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: Scores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
         self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
-        self.is_direct = gpu.is_accelerator(query.device) and {type(tile) for tile in tiles} == {Tile}
+        self.is_direct = gpu.is_accelerator(query.device) and [type(tile) for tile in tiles] == [Tile]
         self.owners, self.own_width = (0, 0) if own_key is None else own_key.shape[1:3]
         self.own_hidden = None if own_hidden is None else own_hidden.flatten(0, 1)
         self.own = self.of_own(query, own_key, scores.scaling)
@@ -289,7 +281,11 @@ class _Weights:
         """Return what `products` needs of the own keys: their products with the rows, (K, R, U), or the keys."""
         if own_keys is None or self.is_direct:
             return own_keys
-        products = self.by_owner(rows) @ own_keys.mT
+        rows = self.by_owner(rows)
+        if gpu.is_accelerator(rows.device):
+            products = _scaled(rows.flatten(0, 1), own_keys.flatten(0, 1).mT, scaling)
+            return products.view(len(rows), -1, self.own_width)
+        products = rows @ own_keys.mT
         return (products if scaling == 1 else products.mul_(scaling)).flatten(1, 2)
 
     def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None]:
@@ -332,19 +328,11 @@ class _Weights:
             return products
         target = products[..., -self.own_width :]
         if self.is_direct:
-            _scaled(self.by_own_owner(rows), self.of_owners(own, tile).mT, scaling, out=self.by_own_owner(target))
+            out = self.by_owner(target).flatten(0, 1)
+            _scaled(self.by_owner(rows).flatten(0, 1), own.flatten(0, 1).mT, scaling, out=out)
         else:
             target.copy_(tile.take_rows(own))
         return products
-
-    def by_own_owner(self, rows: Tensor) -> Tensor:
-        """Reshape a tile's rows (K, rows, X) to (K * owners, R / E, X), in the same memory if they are its own."""
-        return rows.unflatten(1, (-1, self.query.shape[1] // self.owners)).flatten(0, 1)
-
-    def of_owners(self, own: Tensor, tile: Tile) -> Tensor:
-        """Return the own keys (K, E, U, X) of the tile's rows: (K * owners, U, X)."""
-        size = self.query.shape[1] // self.owners
-        return own[:, tile.rows.start // size : tile.rows.stop // size].flatten(0, 1)
 
     def columns(self, values: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """Return views of the columns of the shared keys and of the own keys."""
