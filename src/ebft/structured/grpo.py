@@ -222,9 +222,9 @@ class RolloutGRPOTrainer(OverTRL):
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
         mode = "train" if self.model.training else "eval"
         self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
-        infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
-        if infinite:
-            names = ", ".join(self.reward_func_names[index] for index in infinite)
+        are_infinite = rewards.isinf().any(0).tolist()
+        if any(are_infinite):
+            names = ", ".join(name for name, is_infinite in zip(self.reward_func_names, are_infinite) if is_infinite)
             raise NonFiniteLossError(
                 f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
             )
@@ -247,7 +247,7 @@ class RolloutGRPOTrainer(OverTRL):
         if not self.model.training:
             return inputs
         rewards = of_this_process(self.accelerator, self.rewards, rows)
-        totals = (rewards * self.reward_weights.to(rewards)).nansum(-1)
+        totals = (rewards * self.reward_weights.to(rewards, non_blocking=True)).nansum(-1)
         self.scored_rollouts(partial(self._logged_groups, rows, rewards, totals, inputs["advantages"]), totals)
         self.reuse.note_failed(rows, totals)
         return self.reuse.with_replayed(inputs)
@@ -321,7 +321,7 @@ class RolloutGRPOTrainer(OverTRL):
         n, rounding = self._group_size(), 0.0
         values = of_this_process(self.accelerator, self.rewards, rows)  # (B, functions)
         if self.multi_objective_aggregation == "sum_then_normalize" and values.shape[1] > 1:
-            weighted = values * self.reward_weights.to(values)
+            weighted = values * self.reward_weights.to(values, non_blocking=True)
             values = weighted.nansum(-1, keepdim=True).masked_fill(values.isnan().all(-1, keepdim=True), math.nan)
             sizes = weighted.abs().nansum(-1).view(-1, n).amax(-1, keepdim=True)  # (groups, 1)
             rounding = torch.finfo(values.dtype).eps * weighted.shape[1] * sizes
@@ -343,8 +343,8 @@ class RolloutGRPOTrainer(OverTRL):
         signal = inputs["advantages"].abs().sum() + self._signal_besides(inputs)
         return self.accelerator.gather(signal.reshape(1)).sum().item() == 0
 
-    def _signal_besides(self, inputs: dict[str, Any]) -> float:
-        """Return a positive value if the loss has terms that do not depend on the advantages."""
+    def _signal_besides(self, inputs: dict[str, Any]) -> Tensor | float:
+        """Return a positive value, a scalar, if the loss has terms that do not depend on the advantages."""
         return float(self.beta != 0.0 or self.aux_loss_enabled or self.has_entropy_bonus)
 
     def _logged_groups(
@@ -355,7 +355,10 @@ class RolloutGRPOTrainer(OverTRL):
         Takes rewards (B, functions), their weighted totals (B,) and advantages (B,).
         """
         n, completed, weights_step = self.num_generations, self.state.global_step, self.generation.sampled_from[1]
-        rewards, totals, advantages = rewards.tolist(), totals.tolist(), advantages.tolist()
+        terms = self._terms()
+        columns = [totals, advantages, *(value.to(totals) for value in terms.values()), *rewards.unbind(1)]
+        totals, advantages, *columns = torch.stack(columns).tolist()  # one wait for all
+        names = _distinct(self.reward_func_names)
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {
@@ -370,17 +373,17 @@ class RolloutGRPOTrainer(OverTRL):
                         "reward": totals[index],
                         "rewards": {
                             name: None if math.isnan(value) else value
-                            for name, value in zip(_distinct(self.reward_func_names), rewards[index])
+                            for name, value in zip(names, (column[index] for column in columns[len(terms) :]))
                         },
-                        **self._terms_of(index),
+                        **{name: column[index] for name, column in zip(terms, columns)},
                         "advantage": advantages[index],
                     }
                     for index in range(start, start + n)
                 ],
             }
 
-    def _terms_of(self, index: int) -> dict[str, float]:
-        """Return the terms of the reward of a completion, by name."""
+    def _terms(self) -> dict[str, Tensor]:
+        """Return the terms of the rewards of this process's completions, (B,) each, by name."""
         return {}
 
 

@@ -38,7 +38,7 @@ class ReplayBuffer:
         if "tool_mask" in of_rows and "tool_mask" not in inputs:  # every token of the new completions was sampled
             inputs = inputs | {"tool_mask": inputs["completion_mask"]}
         groups = [{key: inputs[key][start : start + n] for key in of_rows} for start in range(0, count, n)]
-        has_signal = [bool(group["advantages"].any()) for group in groups]
+        has_signal = inputs["advantages"].reshape(len(groups), -1).any(1).tolist()
         silent = [index for index, signal in enumerate(has_signal) if not signal]
         drawn = self._random.sample(list(self._groups), min(len(silent), len(self._groups)))
         self._groups.extend(
@@ -179,6 +179,8 @@ class PromptReuse:
 
     def _over_processes(self, count: int) -> float:
         trainer = self._trainer
+        if trainer.accelerator.num_processes == 1:
+            return float(count)
         return trainer.accelerator.reduce(torch.tensor(float(count), device=trainer.args.device), "sum").item()
 
     def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from ebft.models.pretrained import (
 )
 from ebft.models.sharding import is_sharded
 from ebft.prefix.forward import run_wrapped, take_programs
+from ebft.prefix.sampling import on_device
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
 from ebft.transformers_internals import DynamicLayer, DynamicSlidingWindowLayer, cache_argument, has_running_state
@@ -117,17 +119,20 @@ class FeatureMatchingReward:
             embeddings[:, -1],
             self.options,
             computed_in=self.network.computed_in,
-            first=torch.tensor(first, device=embeddings.device),
+            first=on_device(first, embeddings.device),
         )
-        if not torch.isfinite(self.last.rewards).all():
+        metrics = metrics_of(self.last)
+        values = torch.cat([torch.stack([*metrics.values()]), self.last.rewards.flatten()]).tolist()  # one wait for all
+        rewards = values[len(metrics) :]
+        if not all(map(math.isfinite, rewards)):
             raise NonFiniteLossError(
                 "The feature-matching reward is not finite: the feature network returned NaN or infinity for these "
                 "sequences. Load the model in bfloat16 or float32 instead of float16, and check its weights."
             )
         if log_metric is not None:
-            for name, value in metrics_of(self.last).items():
+            for name, value in zip(metrics, values):
                 log_metric(name, value)
-        return self.last.rewards.flatten().tolist()
+        return rewards
 
     def _continued(
         self, row: dict[str, Any], conversation: Conversation, samples: list[list[int]]
@@ -215,14 +220,15 @@ def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int
         )
 
 
-def metrics_of(match: FeatureMatch) -> dict[str, float]:
-    """Return the means of the terms by the names under which both modes log them."""
+def metrics_of(match: FeatureMatch) -> dict[str, Tensor]:
+    """Return the means of the terms, scalars, by the names under which both modes log them."""
+    reward = match.rewards.mean()
     return {
-        "ebft/alignment": match.alignment.mean().item(),
-        "ebft/diversity": match.diversity.mean().item(),
-        "ebft/cfm_loss": match.cfm.mean().item(),
-        "ebft/mean_reward": match.rewards.mean().item(),
-        "ebft/reward": match.rewards.mean().item(),
+        "ebft/alignment": match.alignment.mean(),
+        "ebft/diversity": match.diversity.mean(),
+        "ebft/cfm_loss": match.cfm.mean(),
+        "ebft/mean_reward": reward,
+        "ebft/reward": reward,
     }
 
 
@@ -304,7 +310,8 @@ def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) ->
     def run(causal_lm: PreTrainedModel) -> Tensor:
         backbone = backbone_of(causal_lm)
         arguments = {} if cache is None else {cache_argument(backbone): cache}
-        return backbone(tokens.to(network.device), use_cache=cache is not None, **arguments).last_hidden_state
+        ids = tokens.to(network.device, non_blocking=True)
+        return backbone(ids, use_cache=cache is not None, **arguments).last_hidden_state
 
     def forward(model: nn.Module) -> Tensor:
         if not is_sharded(model):

@@ -94,9 +94,11 @@ class Scorer:
         """Whether rotary frequencies depend on the length of a sequence, in the rows of any process."""
         if self._most_tokens is None:
             return False
-        trainer = self._trainer
-        longer = torch.tensor([float(rows.longest > self._most_tokens)], device=trainer.args.device)
-        if not trainer.accelerator.reduce(longer, "sum").item():
+        trainer, are_longer = self._trainer, rows.longest > self._most_tokens
+        if trainer.accelerator.num_processes > 1:
+            of_process = torch.tensor([float(are_longer)], device=trainer.args.device)
+            are_longer = bool(trainer.accelerator.reduce(of_process, "sum").item())
+        if not are_longer:
             return False
         if not self._has_warned:
             self._has_warned = True

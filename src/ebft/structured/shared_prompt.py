@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ebft.prefix.attention import PromptLayout, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
-from ebft.prefix.sampling import Truncation
+from ebft.prefix.sampling import Truncation, on_device
 
 Padded = tuple[Tensor, Tensor]  # ids and mask (B, tokens)
 
@@ -101,27 +101,25 @@ class Rows:
 
         A row whose mask is all zeros has no completion or no reference.
         """
-        prompts, prompt_mask = prompts
+        suffixes = [completions] if references is None else [completions, references]
+        parts = [*prompts, *(mask for _, mask in suffixes)]
+        host = torch.cat(parts, 1).cpu().split([part.shape[1] for part in parts], 1)  # one wait for all
+        prompts, ends = prompts[0], [up_to_last(mask).sum(-1).tolist() for mask in host[2:]]
         found: dict[tuple[int, ...], int] = {}
-        lengths = prompt_mask.sum(1).tolist()
+        lengths = host[1].sum(1).tolist()
         of_row = [
             found.setdefault(tuple(ids[len(ids) - length :]), len(found))
-            for ids, length in zip(prompts.tolist(), lengths)
+            for ids, length in zip(host[0].tolist(), lengths)
         ]
         rows = [[row for row, prompt in enumerate(of_row) if prompt == number] for number in range(len(found))]
         shared = [Prompt(prompts[own[0]][prompts.shape[1] - lengths[own[0]] :]) for own in rows]
-        indices = []
-        for padded, name in ((completions, "completions"), (references, "references")):
-            index = [torch.zeros(0, dtype=torch.long)]
-            if padded is not None:
-                ids, mask = padded
-                ends = up_to_last(mask).sum(-1).tolist()
-                for prompt, own in zip(shared, rows):
-                    own = [row for row in own if ends[row]]
-                    getattr(prompt, name).extend(ids[row, : ends[row]] for row in own)
-                    index += [row * ids.shape[1] + torch.arange(ends[row]) for row in own]
-            indices.append(torch.cat(index).to(prompts.device))
-        return cls(shared, *indices, of_row)
+        indices: list[list[int]] = [[], []]
+        for (ids, _), end, index, name in zip(suffixes, ends, indices, ("completions", "references")):
+            for prompt, own in zip(shared, rows):
+                own = [row for row in own if end[row]]
+                getattr(prompt, name).extend(ids[row, : end[row]] for row in own)
+                index += [row * ids.shape[1] + step for row in own for step in range(end[row])]
+        return cls(shared, *(on_device(index, prompts.device) for index in indices), of_row)
 
     def references(self, scores: Scores, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the references' log-probabilities, as `like` (B, tokens), and each row's sum over its prompt (B,)."""
@@ -162,7 +160,7 @@ def _predictors(layout: PromptLayout, prompts: Sequence[Prompt]) -> tuple[Tensor
             found = [end - 1, *range(first, first + length)]
             (completions if index < len(prompt.completions) else references).extend(found)
             first += length
-    return tuple(torch.tensor(found, dtype=torch.long, device=layout.device) for found in (completions, references))
+    return on_device(completions, layout.device), on_device(references, layout.device)
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
@@ -177,5 +175,5 @@ def _prompt_logps(states: Tensor, prompts: Sequence[Prompt], head: Head) -> Tens
     lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
     is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_last[lengths.cumsum(0) - 1] = True
-    predictors = (~is_last).nonzero().squeeze(1).to(states.device)
+    predictors = (~is_last).nonzero().squeeze(1).to(states.device, non_blocking=True)
     return _text_logps(states[predictors], _joined([prompt.ids[1:] for prompt in prompts], prompts[0].ids), head)

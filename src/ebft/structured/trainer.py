@@ -92,7 +92,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def _advantages(self, rows: list[Row]) -> Tensor:
         """Return the advantages (B,) of this process's completions by `args.advantage_estimator`."""
         args = self.args
-        weights = self.reward_weights.to(self.rewards)
+        weights = self.reward_weights.to(self.rewards, non_blocking=True)
         rewards = (self.rewards * weights).nansum(-1).view(-1, self.num_generations)  # None counts as 0, as in TRL
         diversity = weights[0] * args.diversity_coef * self.feature_reward.last.diversity.to(rewards)
         advantages = compute_advantages(
@@ -107,9 +107,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self.log_advantages(advantages.flatten())
         return of_this_process(self.accelerator, advantages.flatten(), rows)
 
-    def _terms_of(self, index: int) -> dict[str, float]:
-        match, where = self.feature_reward.last, divmod(index, self.num_generations)
-        return {"alignment": match.alignment[where].item(), "diversity": match.diversity[where].item()}
+    def _terms(self) -> dict[str, Tensor]:
+        match = self.feature_reward.last
+        return {"alignment": match.alignment.flatten(), "diversity": match.diversity.flatten()}
 
     # Evaluation
 
@@ -142,9 +142,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
             tokens, counts = self._labelled(conversation)
             ids.append(torch.tensor(tokens))
             masks.append(torch.tensor(counts) * (index % self._group_size() == 0))
-        mask = pad(masks).to(self.args.device)
+        mask = pad(masks).to(self.args.device, non_blocking=True)
         return {
-            "reference_ids": pad(ids, self.processing_class.pad_token_id).to(self.args.device),
+            "reference_ids": pad(ids, self.processing_class.pad_token_id).to(self.args.device, non_blocking=True),
             "reference_mask": mask,
             "reference_tokens": self.accelerator.reduce(mask.sum(), "sum"),
         }
@@ -213,9 +213,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
         own, own_count, all_tokens, all_count = (zeros.masked_scatter(rows, value.to(zeros)) for value in sums)
         return (own, own_count), (all_tokens, all_count)
 
-    def _signal_besides(self, inputs: dict[str, Any]) -> float:
-        has_references = "reference_mask" in inputs and self.args.ce_coef > 0 and inputs["reference_mask"].any()
-        return super()._signal_besides(inputs) + float(has_references)
+    def _signal_besides(self, inputs: dict[str, Any]) -> Tensor | float:
+        has_references = "reference_mask" in inputs and self.args.ce_coef > 0
+        return super()._signal_besides(inputs) + (inputs["reference_mask"].sum() if has_references else 0.0)
 
     def own_metrics(self) -> dict[str, float]:
         if self.model.training:

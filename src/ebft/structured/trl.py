@@ -25,6 +25,7 @@ from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
+from ebft.prefix.sampling import on_device
 from ebft.reward_functions.calls import name_of
 from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
@@ -345,7 +346,9 @@ def _rows_of(parts: list[Any], index: list[int]) -> Any:
     if isinstance(parts[0], list):
         rows = [row for part in parts for row in part]
         return [rows[i] for i in index]
-    return torch.cat(parts)[index] if isinstance(parts[0], Tensor) and parts[0].dim() else parts[0]
+    if not isinstance(parts[0], Tensor) or not parts[0].dim():
+        return parts[0]
+    return torch.cat(parts).index_select(0, on_device(index, parts[0].device))
 
 
 class EpochSampler(RepeatSampler):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.models.causal_lm import decoder_layers, evaluating
-from ebft.prefix.attention import suffixes
+from ebft.prefix.attention import decoding, suffixes
 from ebft.prefix.forward import prepare
 from ebft.structured.rollouts import local
 from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSampler
@@ -61,8 +61,8 @@ def sample(model, prompts, limits, *, shared=True, **sampling):
 )
 def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, monkeypatch):
     if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
-        monkeypatch.setattr(suffixes, "_SHORT", 0)
-        monkeypatch.setattr(suffixes, "_GROWTH", 1)
+        monkeypatch.setattr(decoding, "_SHORT", 0)
+        monkeypatch.setattr(decoding, "_GROWTH", 1)
         monkeypatch.setitem(suffixes._MOST_PADDING, "cpu", HOW[shared])
     model = tiny_model(family).eval()
     prompts = make()

@@ -59,7 +59,7 @@ class Generator:
             output = causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=mask,
-                stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens)]),
+                stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens, causal_lm.device)]),
                 synced_gpus=False,  # see `lockstep`
             )
         sampled = output[:, input_ids.shape[1] :].tolist()
@@ -121,18 +121,18 @@ def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreT
 class _OwnLimit(StoppingCriteria):
     """Stops each row of a batch at a separate number of new tokens."""
 
-    def __init__(self, prompt_length: int, max_tokens: list[int]) -> None:
-        self._stop_at = torch.tensor(max_tokens) + prompt_length
+    def __init__(self, prompt_length: int, max_tokens: list[int], device: torch.device) -> None:
+        self._stop_at = on_device([prompt_length + count for count in max_tokens], device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self._stop_at.to(input_ids.device)
+        return input_ids.shape[1] >= self._stop_at
 
 
 class SharedPromptSampler:
     """Samples as transformers' `generate` does with the same parameters; `temperature` 0 is greedy decoding.
 
-    Samples that have ended are dropped from the batch, and nothing is padded. The log-probabilities are those of the
-    distribution that is sampled from.
+    Samples that have ended are dropped from the batch, on a GPU once per eight tokens. The log-probabilities are those
+    of the distribution that is sampled from.
     """
 
     def __init__(self, sampling: Sampling) -> None:
