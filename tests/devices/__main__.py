@@ -208,7 +208,7 @@ CASES |= {
         then=evaluated,
     ),
     "structured_evaluated": Case("structured_single_turn", then=evaluated),
-    "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=18),
+    "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=4),
     "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=4),
     "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=4),
     "structured_cpu_features": Case("structured_several_turns", on_device={"ebft.feature_device": "cpu"}),

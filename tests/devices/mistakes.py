@@ -93,12 +93,12 @@ MISTAKES = {
     "a mask of references": Mistake(
         "structured_cross_entropy",
         "structured/trainer.py",
-        "mask = pad(masks).to(self.args.device)",
+        "mask = pad(masks).to(self.args.device, non_blocking=True)",
         "mask = pad(masks)",
         at="return (-(logps * counted).sum(-1)",
     ),
     "tokens of the feature network": Mistake(
-        "structured_single_turn", "structured/reward.py", "tokens.to(network.device)", "tokens"
+        "structured_single_turn", "structured/reward.py", "tokens.to(network.device, non_blocking=True)", "tokens"
     ),
     "targets of preferences": Mistake(
         "dpo",

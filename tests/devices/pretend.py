@@ -220,6 +220,7 @@ class _Module:
     def stream(stream: Any) -> _Stream:
         return stream
 
+    @staticmethod
     def get_device_properties(device: Any = None) -> SimpleNamespace:
         return SimpleNamespace(total_memory=2**36)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from ebft.machine import copy_to
 from ebft.prefix.attention.tiles import Scores
 
 
@@ -80,8 +81,8 @@ class Tokens:
     ) -> Tokens:
         """Add the tokens of documents, at `spans`, to the values of the rollout tokens."""
         device, s = position.device, spans[-1][1]
-        lengths = torch.tensor([end - start for start, end in spans], device=device)
-        of_documents = torch.arange(len(spans), device=device).repeat_interleave(lengths)
+        lengths = torch.tensor([end - start for start, end in spans])
+        (of_documents,) = copy_to(device, torch.arange(len(spans)).repeat_interleave(lengths))
         return cls(
             position,
             torch.cat([of_documents, document]),
