@@ -95,12 +95,17 @@ def test_folded_adapters():
     assert all(after[key].equal(x) for key, x in before.items() if "lora_A" not in key)
 
 
-@pytest.mark.parametrize("case", ["dora", "bfloat16", "dropout", "autocast", "disabled", "gradients", "memory", "bias"])
+@pytest.mark.parametrize(
+    "case", ["dora", "bfloat16", "base in bfloat16", "dropout", "autocast", "disabled", "gradients", "memory", "bias"]
+)
 def test_adapters_that_are_not_folded(case, monkeypatch):
     options = {"dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.1}, "bias": {"lora_bias": True}}
     model, ids = adapted(**options.get(case, {})), torch.randint(64, (2, 9))
     if case == "bfloat16":
         model.get_base_model().to(torch.bfloat16)
+    if case == "base in bfloat16":  # as `ebft train` has it: adapters stay in float32
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data if "lora_" in name else parameter.data.to(torch.bfloat16)
     if case == "dropout":
         model.train()
     if case == "memory":  # q_proj and down_proj of both layers: 4 bytes for 2 * (32 * 32 + 48 * 32) weights
@@ -117,7 +122,7 @@ def test_adapters_that_are_not_folded(case, monkeypatch):
             found = model(input_ids=ids).logits
             assert not any(layer.merged for layer in layers)
             added = {"forward" in layer.__dict__ for layer in layers}
-    assert added == {case in ("bfloat16", "autocast", "memory")}
+    assert added == {case in ("bfloat16", "base in bfloat16", "autocast", "memory")}
     assert not any("forward" in layer.__dict__ for layer in layers)
     tolerance = {} if expected.dtype == torch.float32 and case != "autocast" else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(found, expected, **tolerance)

@@ -343,7 +343,7 @@ def test_branches_of_accelerators(family, adapter, size, tmp_path, monkeypatch):
     """What saves kernels, on CPU: fused layers, folded adapters, and attention in tiles that are not batched."""
     monkeypatch.setattr(gpu, "is_accelerator", lambda device: True)
     monkeypatch.setattr(gpu, "_memory", lambda device: 2**30)
-    monkeypatch.setattr(passes, "rows_per_tile", lambda device: size.get("rows_per_tile", 4096))
+    monkeypatch.setattr(passes, "rows_per_tile", lambda *args: size.get("rows_per_tile", 4096))
     monkeypatch.setattr("ebft.strided.passes.rows_per_tile", passes.rows_per_tile)
     monkeypatch.setattr(tiles, "_SCORES", 0)
     model = tiny_model(family, seed=5)

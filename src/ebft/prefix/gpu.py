@@ -10,7 +10,7 @@ are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -109,7 +109,8 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
     not switched off, and weights that are quantised or sharded.
     """
     layers = [] if torch.is_grad_enabled() or not is_accelerator(causal_lm.device) else _plain_layers(causal_lm)
-    is_exact = all(_dtypes(layer) == {torch.float32} for layer in layers) and not _is_autocast(causal_lm.device)
+    dtypes = {weight.dtype for layer in layers for weight in _weights(layer)}
+    is_exact = dtypes == {torch.float32} and not torch.is_autocast_enabled(causal_lm.device.type)
     size = sum(layer.base_layer.weight.nbytes for layer in layers)
     folds = is_exact and size <= _MOST_MEMORY * _memory(causal_lm.device)
     before: list[tuple[LoraLinear, nn.Parameter]] = []
@@ -121,7 +122,7 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
                 layer.base_layer.weight = nn.Parameter(_folded(layer), requires_grad=False)
                 layer.merged_adapters.extend(_names(layer))
             else:
-                layer.forward = MethodType(_added, layer)
+                layer.forward = _adding(layer)
         yield
     finally:
         for layer, weight in before:
@@ -140,17 +141,27 @@ def _folded(layer: LoraLinear) -> Tensor:
     return found
 
 
-def _added(self: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PEFT's forward of a LoRA layer, with the scaling and the sum as part of the product."""
-    if args or kwargs or not (_is_autocast(x.device) or {x.dtype} == _dtypes(self)):
-        return LoraLinear.forward(self, x, *args, **kwargs)
-    result = self.base_layer(x)
-    rows = result.flatten(0, -2)
-    for name in _names(self):
-        down = self.lora_A[name](x).flatten(0, -2)
-        rows = torch.addmm(rows, down, self.lora_B[name].weight.mT, alpha=self.scaling[name])
-        report_product(self.lora_B[name].weight, len(down))
-    return rows.view(result.shape)
+def _adding(layer: LoraLinear) -> Callable[..., Tensor]:
+    """Return PEFT's forward of a LoRA layer, with scaling and sum as part of a product, in the dtype of the weight.
+
+    The adapters are thus rounded as with autocast, by far less than the layer's output.
+    """
+    base, names = layer.base_layer, _names(layer)
+    weights = [(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]) for name in names]
+    rounded = [(down.to(base.weight.dtype), up.to(base.weight.dtype)) for down, up, _ in weights]
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs:
+            return LoraLinear.forward(layer, x, *args, **kwargs)
+        result = base(x)
+        rows = result.flatten(0, -2)
+        for (of_down, of_up, scaling), (down, up) in zip(weights, rounded):
+            rows = torch.addmm(rows, F.linear(x, down).flatten(0, -2), up.mT, alpha=scaling)
+            report_product(of_down, len(rows))
+            report_product(of_up, len(rows))
+        return rows.view(result.shape)
+
+    return forward
 
 
 def _plain_layers(causal_lm: PreTrainedModel) -> list[LoraLinear]:
@@ -184,14 +195,6 @@ def _names(layer: LoraLinear) -> list[str]:
 def _weights(layer: LoraLinear) -> list[nn.Parameter]:
     adapters = [part[name].weight for name in _names(layer) for part in (layer.lora_A, layer.lora_B)]
     return [layer.base_layer.weight, *adapters]
-
-
-def _dtypes(layer: LoraLinear) -> set[torch.dtype]:
-    return {each.dtype for each in _weights(layer)}
-
-
-def _is_autocast(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)
 
 
 def _memory(device: torch.device) -> int:

@@ -325,7 +325,7 @@ def _node_attention(run, query, document, own, pattern, scores, sinks) -> Tensor
         rows, path = _Reordered.apply(rows, 1, nodes.by_block, nodes.rank), nodes.path[nodes.by_block]
     u = own[0].shape[2] if path is None else path.shape[1]
     owners = own[0].shape[1] if path is None else len(path)
-    tiles, hidden = _node_tiles(run, pattern, q, k if sinks is None else None, u)
+    tiles, hidden = _node_tiles(run, pattern, (q, k), u, batches=sinks is None)
     hidden = None if hidden is None else hidden.unflatten(0, (owners, -1))
     output = attend(
         rows.reshape(k, -1, d), *document, Own(*own, hidden, path), tiles, scores, sink_rows(sinks, k, q, 1)
@@ -355,24 +355,24 @@ class _Reordered(torch.autograd.Function):
 
 
 def _node_tiles(
-    run: StridedPass, pattern: MaskPattern, heads: int, key_heads: int | None, num_keys: int
+    run: StridedPass, pattern: MaskPattern, heads: tuple[int, int], num_keys: int, batches: bool
 ) -> tuple[list[Tile | BatchedTiles], Tensor | None]:
-    """Return the tiles of a pass's nodes, `heads` rows per node, and the mask of their own keys (C * heads, U).
+    """Return the tiles of a pass's nodes, Q rows per node, and the mask of their own keys (C * Q, U); heads: Q and K.
 
     The mask is None if nothing is masked, or if the tiles contain it.
     """
     nodes, is_decode = run.nodes, isinstance(run.nodes, Level)
 
     def make() -> tuple[list[Tile | BatchedTiles], Tensor | None]:
-        tiles = batch_tiles(list(_tiles(run, pattern, heads)), key_heads)
+        tiles = batch_tiles(list(_tiles(run, pattern, *heads)), heads[1] if batches else None)
         # The own keys of a level are tokens that it continues, of which a causal pattern masks none.
         hidden = None if is_decode and pattern.is_causal else _own_hidden(run, pattern, num_keys)
-        hidden = None if hidden is None else hidden.repeat_interleave(heads, 0)
+        hidden = None if hidden is None else hidden.repeat_interleave(heads[0], 0)
         if gpu.is_accelerator(run.layout.device) and not any(isinstance(tile, BatchedTiles) for tile in tiles):
             return join_masks(tiles, hidden), None
         return tiles, hidden
 
-    name = ("nodes", heads, key_heads, num_keys)
+    name = ("nodes", heads, batches, num_keys)
     if is_decode and pattern.is_causal and nodes.parent is None and not run.layout.merge_rollouts:
         # The prefix that each rollout attends to is the same in all steps.
         if name[:3] not in run.kept:
@@ -389,7 +389,7 @@ def _by_block(run: StridedPass) -> tuple[Tensor, Tensor | int]:
     return nodes.block[nodes.by_block], nodes.step[nodes.by_block]
 
 
-def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]:
+def _tiles(run: StridedPass, pattern: MaskPattern, heads: int, key_heads: int) -> Iterator[Tile]:
     """Return the tiles of a pass's nodes and their documents' keys, a few blocks at a time."""
     layout, nodes, (block, step) = run.layout, run.nodes, _by_block(run)
     anchor = layout.block_anchors[block]
@@ -398,7 +398,8 @@ def _tiles(run: StridedPass, pattern: MaskPattern, heads: int) -> Iterator[Tile]
         counts = torch.bincount(block, minlength=layout.num_blocks).tolist()
     else:  # blocks have as many nodes as each other, which a GPU need not be asked for
         counts = [len(block) // layout.num_blocks] * layout.num_blocks
-    most = max(1, rows_per_tile(layout.device) // heads)
+    longest = max(end - start for start, end in layout.spans)
+    most = max(1, rows_per_tile(layout.device, key_heads, longest) // heads)
     first = number = 0
     for (start, _), anchors in zip(layout.spans, layout.anchors):
         while anchors:

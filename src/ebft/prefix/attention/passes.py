@@ -35,7 +35,9 @@ HINT = "Use `ebft.mode: structured` for this model"  # appended to errors about 
 
 # Query rows per tile (query heads that share a key head count separately): large enough for efficient matrix products,
 # small enough that the scores fit in the processor's cache and few of the keys are masked.
-_ROWS_PER_TILE = {"cpu": 256, "other": 8192}
+_ROWS_PER_TILE = {"cpu": 256, "other": 16384}
+# Maximum number of scores of a tile, of all heads, on accelerators: 256 MiB in float32.
+_SCORES_PER_TILE = 2**26
 
 # Maximum number of tokens of documents whose attention is computed in batched tiles.
 _SHORT = 256
@@ -83,22 +85,23 @@ class MaskPattern:
         return self.function(zero, zero, query_position, key_position)
 
     def document_tiles(
-        self, spans: Spans, heads: int, key_heads: int | None, device: torch.device
+        self, spans: Spans, heads: int, key_heads: int, batches: bool, device: torch.device
     ) -> list[Tile | BatchedTiles]:
-        """Return the tiles of the document tokens, `heads` rows per token, batched for `key_heads` key heads.
+        """Return the tiles of the document tokens, `heads` rows per token, for `key_heads` key heads.
 
-        With `key_heads` None, they are not batched: with sinks, which repeat along the rows of a tile.
+        With `batches`, small tiles are batched; not for sinks, which repeat along the rows of a tile.
         """
 
         def make() -> list[Tile | BatchedTiles]:
-            size, tiles = max(1, rows_per_tile(device) // heads), []
+            longest = max(end - start for start, end in spans)
+            size, tiles = max(1, rows_per_tile(device, key_heads, longest) // heads), []
             for start, end in spans:
                 for first in range(0, end - start, size):
                     position = torch.arange(first, min(first + size, end - start), device=device)
                     tiles.append(self.tile(position, heads, start + first, (start, first + len(position)), first))
-            return batch_tiles(tiles, key_heads)
+            return batch_tiles(tiles, key_heads) if batches else tiles
 
-        return self.keep(("document", heads, key_heads), make)
+        return self.keep(("document", heads, key_heads, batches), make)
 
     def keep(self, name: tuple | str, make: Callable):
         """Return what `make` returned for this name in this forward pass, called once."""
@@ -126,9 +129,10 @@ class MaskPattern:
         return Tile(rows, slice(start + skipped, start + length), hidden)
 
 
-def rows_per_tile(device: torch.device) -> int:
-    """Return the number of query rows of a tile."""
-    return of_device(_ROWS_PER_TILE, device)
+def rows_per_tile(device: torch.device, key_heads: int, num_keys: int) -> int:
+    """Return the number of query rows of a tile with at most `num_keys` keys in each of `key_heads` heads."""
+    most = of_device(_ROWS_PER_TILE, device)
+    return most if device.type == "cpu" else min(most, max(256, _SCORES_PER_TILE // (key_heads * max(num_keys, 1))))
 
 
 @dataclass(kw_only=True)
@@ -244,7 +248,7 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
             documents.append(part.squeeze(0).transpose(0, 1))
         return documents[0] if len(documents) == 1 else torch.cat(documents)
     rows = query.transpose(1, 2).reshape(k, s * q, d)
-    tiles = pattern.document_tiles(spans, q, k if sinks is None else None, query.device)
+    tiles = pattern.document_tiles(spans, q, k, sinks is None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
 
