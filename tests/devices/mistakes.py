@@ -93,12 +93,15 @@ MISTAKES = {
     "a mask of references": Mistake(
         "structured_cross_entropy",
         "structured/trainer.py",
-        "mask = pad(masks).to(self.args.device, non_blocking=True)",
-        "mask = pad(masks)",
-        at="return (-(logps * counted).sum(-1)",
+        "return (-(logps * counted).sum(-1)",
+        "return (-(logps * counted.cpu()).sum(-1)",
     ),
     "tokens of the feature network": Mistake(
-        "structured_single_turn", "structured/reward.py", "tokens.to(network.device, non_blocking=True)", "tokens"
+        "structured_single_turn",
+        "structured/reward.py",
+        "ids = tokens.to(network.device, non_blocking=True)",
+        "ids = tokens",
+        at="return backbone(ids, use_cache=cache is not None",
     ),
     "targets of preferences": Mistake(
         "dpo",
