@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from ebft.prefix import gpu
+from ebft.machine import copy_to
 
 
 @dataclass(frozen=True)
@@ -385,16 +386,16 @@ class BatchedTiles:
     @classmethod
     def of(cls, tiles: list[Tile]) -> BatchedTiles:
         device = tiles[0].hidden.device
-        heights = [tile.height for tile in tiles]
-        most, is_padded = max(heights), min(heights) < max(heights)
-        row = torch.arange(most, device=device)
-        is_padding = row >= torch.tensor(heights, device=device)[:, None]
-        # Made on the host: from is_padding, a GPU would be waited for.
-        kept = [most * number + row for number, height in enumerate(heights) for row in range(height)]
-        starts = torch.tensor([tile.rows.start for tile in tiles], device=device)
+        heights = torch.tensor([tile.height for tile in tiles])
+        most = int(heights.max())
+        starts, key_start = torch.tensor([(tile.rows.start, tile.keys.start) for tile in tiles]).unbind(1)
+        row = torch.arange(most)
+        is_padding = row >= heights[:, None]
         row_index = starts[:, None] + torch.where(is_padding, 0, row)
-        hidden = torch.zeros(len(tiles), len(row), max(tile.width for tile in tiles), dtype=torch.bool)
-        hidden = hidden.to(device)
+        kept = (~is_padding).flatten().nonzero().squeeze(1)
+        row_index, padding, kept, key_start = copy_to(device, row_index, is_padding.long(), kept, key_start)
+        is_padded = len(kept) < row_index.numel()
+        hidden = torch.zeros(len(tiles), most, max(tile.width for tile in tiles), dtype=torch.bool, device=device)
         for of_tile, tile in zip(hidden, tiles):
             of_tile[: tile.height, tile.width - tile.hidden.shape[1] : tile.width] = tile.hidden
             of_tile[: tile.height, tile.width :] = True
@@ -402,9 +403,9 @@ class BatchedTiles:
             slice(tiles[0].rows.start, tiles[-1].rows.stop),
             hidden.shape[2],
             row_index,
-            is_padding if is_padded else None,
-            torch.tensor(kept, device=device) if is_padded else None,
-            torch.tensor([tile.keys.start for tile in tiles], device=device),
+            padding.bool() if is_padded else None,
+            kept if is_padded else None,
+            key_start,
             hidden,
         )
 
