@@ -252,7 +252,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"datasets": [{"path": "a", "type": "completoin"}]}, "Did you mean 'completion'"),
     ({"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
      "SFT .* trains on rows of input_ids and labels"),
-    ({"deepspeed": {}}, r"pip install 'ebft\[deepspeed\]'"),
     ({"deepspeed": "zero4"}, "deepspeed: zero4 cannot be read .* one of zero1"),
     ({"sample_packing": True, "group_by_length": True}, "group_by_length groups rows by length, but sample_packing"),
     ({"evaluation": {"pass_at": [1, 100]}, **STRIDED}, "evaluation.pass_at: pass@100 .*, got 4. Increase"),

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ebft.monitor.budget import FlopMeter, forward_flops
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.transformers_internals import checkpointing_argument
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
@@ -49,10 +50,11 @@ def check(trainer, rel=1e-3):
 def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
     monkeypatch.setattr("ebft.sft.trainer.check_chunks", lambda *args: None)  # runs before training
     model = with_lora(tiny_model("llama")) if adapted else tiny_model("llama")
-    given = {} if checkpointing is None else {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing}}
+    name = checkpointing_argument()
+    given = {} if checkpointing is None else {f"{name}_kwargs": {"use_reentrant": checkpointing}}
     if adapted and checkpointing:
         model.enable_input_require_grads()
-    check(plain_trainer(tmp_path, model, gradient_checkpointing=checkpointing is not None, **given))
+    check(plain_trainer(tmp_path, model, **{name: checkpointing is not None}, **given))
 
 
 SINGLE = {"single_pass": True, "ce_coef": 0.1}

@@ -11,6 +11,7 @@ from ebft import FeatureMatchingReward
 from ebft.errors import ConfigError, DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.structured.reward import embed_continuations, shares_prompts
+from ebft.transformers_internals import checkpointing_argument
 from tests.strided.families import FAMILIES, RUNNING_STATE, VOCAB, for_oracle, tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
@@ -167,7 +168,7 @@ def test_plain_trl_trainer_takes_it(chat_tokenizer, tmp_path):
     reward = FeatureMatchingReward(policy, chat_tokenizer, num_generations=2)
     rows = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": f"{i}"} for i in range(4)])
     sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4, "max_steps": 1}
-    options = {"use_cpu": True, "bf16": False, "report_to": "none", "gradient_checkpointing": False}
+    options = {"use_cpu": True, "bf16": False, "report_to": "none", checkpointing_argument(): False}
     args = GRPOConfig(output_dir=str(tmp_path), logging_steps=1, **sizes, **options)
     rewards = [reward, lambda completions, **_: [0.0] * len(completions)]
     trainer = GRPOTrainer(policy, rewards, args, rows, processing_class=chat_tokenizer)
