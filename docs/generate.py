@@ -56,6 +56,9 @@ weights, gradients, optimizer state and the frozen copy exceed the free memory o
 report lists the settings that lower the memory. In every such list, each setting lowers the phase of the peak, and its
 saving is estimated on its own.
 
+[`ebft doctor CONFIG --for h100`](speed.md#memory-of-a-gpu) plans the step for another machine instead, phase by phase,
+and needs neither weights nor data.
+
 The frozen copy is placed on an idle second GPU if there is one: a GPU visible to the process that has at least 90% of
 its memory free, when training runs in one process and the model is on one GPU. `ebft.feature_device` sets another
 device: `cpu` keeps the copy in CPU memory, where features are computed more slowly, and `cuda:0` keeps it beside the

@@ -43,12 +43,28 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
+    card: Annotated[
+        str | None,
+        option(
+            "--for",
+            "CARD",
+            "Plan the training step on this GPU instead, without weights, data or GPU: rtx4090, a6000, l40s, a100-40, "
+            "a100, h100, h200 or b200.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, option("--memory", "SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB.")
+    ] = None,
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
 
     With a config, the checks include packages, model, data, server, output folder, disk space and memory, and one
     training step on the longest rows, which reports the peak memory of each phase. Nothing is saved. The exit code is 1
     if there is an error.
+
+    With --for or --memory, the step is run on a device whose tensors have a shape but no data, with rows as long as the
+    config allows. Reported are the peak memory of each phase, whether the step fits, what to change if it does not,
+    and the least time that it can take. The model needs its config.json only. This takes a minute or more.
 
     Examples:
 
@@ -57,8 +73,17 @@ def doctor(
     ebft doctor run.yaml
 
     ebft doctor run.yaml micro_batch_size=4 --no-step
+
+    ebft doctor run.yaml --for h100
+
+    ebft doctor run.yaml sequence_len=4096 --memory 24GiB
     """
     console, levels = safe_console(soft_wrap=True), Counter()
+    plans = card is not None or memory is not None
+    if plans and config is None:
+        raise ConfigError(
+            "--for and --memory plan the step of a config: add it, as in `ebft doctor run.yaml --for h100`."
+        )
 
     def show(checks: Iterable[Check]) -> None:
         """Print checks as they are made, and count them."""
@@ -67,11 +92,16 @@ def doctor(
             level = Text(f"{check.level:<8}", style=_STYLES[check.level])
             console.print(Text.assemble(level, f"{check.name}: ", without_secrets_in_text(check.message)))
 
-    show(check_installation())
+    if not plans:
+        show(check_installation())
     if config is not None:
         loaded = Attempt("config", load_config, config, overrides or [], ok=f"{config} is valid")
         show(loaded.checks)
-        if not levels["error"]:
+        if plans and not levels["error"]:
+            from ebft.tools.doctor.fit import card_of, planned  # imports torch
+
+            show(planned(loaded.result, *card_of(card, memory)))
+        elif not levels["error"]:
             from ebft.tools.doctor.run import check_config  # imports torch
 
             show(check_config(loaded.result, step=step))

@@ -204,9 +204,9 @@ def advice(needs: Needs | None, phase: str) -> str:
     if needs is None:
         return ""
     now, found = needs.of(needs.config).during(phase), ""
-    for text, changes in _changes(needs):
-        trained = 0 if "adapter" in changes and needs.config.adapter is None else None
-        saved = now - needs.of(_changed(needs.config, changes), trained).during(phase)
+    for text, values in _changes(needs):
+        trained = 0 if "adapter" in values and needs.config.adapter is None else None
+        saved = now - needs.of(changed(needs.config, values), trained).during(phase)
         if saved > _LEAST * now:
             found += f"\n  - {text} (saves about {gib(saved)})"
     return found and f" To lower it:{found}"
@@ -214,12 +214,20 @@ def advice(needs: Needs | None, phase: str) -> str:
 
 def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield changes that may lower the memory, as text and as values of keys."""
-    config = needs.config
-    yield from _smaller_batches(config, needs.rows.step_tokens(config).loss)
+    yield from changes(needs.config, needs.rows.step_tokens(needs.config).loss, torch.cuda.is_available())
+    half = needs.rows.longest // 2
+    if needs.rows.fit(needs.config, half):
+        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+        yield text, {"sequence_len": half}
+
+
+def changes(config: RunConfig, tokens: int, on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what may lower the memory of a step of `tokens` tokens, those with the least cost first."""
+    yield from _smaller_batches(config, tokens)
     if not config.gradient_checkpointing:
         text = "gradient_checkpointing: true, which recomputes activations in the backward pass"
         yield text, {"gradient_checkpointing": True}
-    on_gpu, is_full = torch.cuda.is_available(), config.adapter is None
+    is_full = config.adapter is None
     if is_full and config.method.compares_features(config) and on_gpu and config.ebft.feature_device != "cpu":
         text = "ebft.feature_device: cpu, or another GPU, for the frozen copy of the model"
         yield text, {"ebft.feature_device": "cpu"}
@@ -233,10 +241,6 @@ def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
     elif on_gpu and not (config.load_in_4bit or config.load_in_8bit):
         yield "adapter: qlora with load_in_4bit: true", {"adapter": "qlora", "load_in_4bit": True}
     yield from _smaller_rollouts(config)
-    half = needs.rows.longest // 2
-    if needs.rows.fit(config, half):
-        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
-        yield text, {"sequence_len": half}
 
 
 def _smaller_batches(config: RunConfig, tokens: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -268,7 +272,7 @@ def _smaller_rollouts(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]
             yield f"{section}.{key}: {value}", {f"{section}.{key}": value}
 
 
-def _changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """Return the config with other values, of which some are in sections (`ebft.stride`)."""
     top: dict[str, Any] = {}
     for name, value in changes.items():

@@ -1,0 +1,383 @@
+"""What a training step of a config needs, from running it on a device without data (hollow.py).
+
+The model is built from its configuration, the rows are the longest that the config allows or those that are given, and
+one optimizer step is run with as many micro-batches as change the memory. Each run is a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, TrainerCallback, training_args
+
+from ebft.config.schema import RunConfig
+from ebft.errors import ModelError
+from ebft.models.adapter import attach_adapter
+from ebft.models.load import weights_dtype
+from ebft.run.rehearsal import optimizer_bytes
+from ebft.run.trainer import build_trainer, training_arguments
+from ebft.tools.doctor.rows import rows_per_step
+
+STEP = "loss and backward"  # what is in no other phase of a step
+BEFORE = ("model", "trainer setup")  # phases before the first step
+_MAIN = "from ebft.tools.doctor.plan import serve; serve()"
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
+_BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of its blocks
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a phase needs: bytes on the device that trains and on the others, and what one optimizer step computes."""
+
+    peak: int
+    elsewhere: int
+    kernels: float
+    flops: float
+    moved: float  # bytes that kernels read and write
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The phases of a step, in their order, and what stays in memory, in bytes."""
+
+    phases: dict[str, Use]
+    weights: int
+    gradients: int
+    optimizer: int
+    parameters: int  # numbers, not bytes
+    trained: int
+
+    @property
+    def peak(self) -> str:
+        """The phase that needs the most."""
+        return max(self.phases, key=self.during)
+
+    def during(self, phase: str) -> int:
+        """Bytes at the peak of a phase on the device that trains."""
+        return self.phases[phase if phase in self.phases else STEP].peak
+
+    @property
+    def total(self) -> int:
+        return self.during(self.peak)
+
+    @property
+    def elsewhere(self) -> int:
+        """Bytes at the peak on other devices, such as that of the feature network."""
+        return max(use.elsewhere for use in self.phases.values())
+
+    @property
+    def fixed(self) -> int:
+        """What a step needs at least: what stays in memory on the device that trains."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def checkpoint(self) -> int:
+        return self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan: a config with its model's configuration, for a GPU or for this machine's CPU.
+
+    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows.
+    """
+
+    config: RunConfig
+    model_config: Any
+    on_gpu: bool = True
+    rows: Any = None
+    tokenizer: Any = field(default=None, repr=False)
+
+
+class Planner:
+    """Plans requests one after another in a process of its own, which ends with the block.
+
+    A request that cannot be planned returns the message of its error. Raises ModelError if the process ends.
+    """
+
+    def __enter__(self) -> Planner:
+        if not hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard"):
+            raise ModelError(f"PyTorch {torch.__version__} cannot plan a step: a newer one is needed.")
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+        environment |= {
+            "ACCELERATE_TORCH_DEVICE": "hollow:0",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self._errors, self._known = tempfile.TemporaryFile(), {}
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(
+            [sys.executable, "-c", _MAIN], stdin=pipe, stdout=pipe, stderr=self._errors, env=environment
+        )
+        return self
+
+    def __call__(self, request: Request) -> Plan | str:
+        given = pickle.dumps(request)
+        if given not in self._known:
+            self._known[given] = self._ask(given)
+        return self._known[given]
+
+    def _ask(self, given: bytes) -> Plan | str:
+        try:
+            self._process.stdin.write(given)
+            self._process.stdin.flush()
+            return pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
+            raise ModelError(f"the plan could not be made: {lines[-1]}") from error
+
+    def __exit__(self, *_: Any) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._errors.close()
+
+
+def serve() -> None:
+    """Plan the requests of stdin, the process that a `Planner` starts."""
+    results = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print
+    from ebft.tools.doctor import hollow  # needs a PyTorch whose backends can be written in Python
+
+    hollow.register()
+    training_args.is_torch_bf16_gpu_available = lambda: True  # which asks for CUDA by name
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
+                found: Plan | str = _plan(request, folder, hollow.ledger)
+        except Exception as error:  # of any library: the message is reported
+            traceback.print_exc()
+            found = str(error) or type(error).__name__
+        pickle.dump(found, results)
+        results.flush()
+
+
+def _plan(request: Request, folder: str, ledger: Any) -> Plan:
+    """Build the model and the trainer, and run one optimizer step."""
+    gc.collect()
+    ledger.restart()
+    given, config = request.config, _for_device(request, folder)
+    tokenizer = request.tokenizer or _tokenizer(request.model_config)
+    with ledger.phase("model"):
+        model, parameters = _model(request, config, tokenizer)
+    ledger.phases["model"].peaks = [held - base for held, base in zip(ledger.held, ledger.base)]  # without the drawing
+    rows = request.rows
+    if rows is None:
+        rows = config.method.arrange(config, longest_rows(config, tokenizer))
+    args = training_arguments(config, rows=len(rows), has_eval=False)
+    args.disable_tqdm = True
+    with ledger.phase("trainer setup"):
+        trainer: Any = build_trainer(config, args, model, tokenizer, rows, None)
+    _use_sizes_of("gpu" if request.on_gpu else "cpu")  # now that all modules are imported
+    for name, method in config.method.phases.items():
+        setattr(trainer, method, ledger.phase(name)(getattr(trainer, method)))
+    if given.method.rows == "prompts" and given.trl.use_vllm:
+        trainer.backend = _Server
+    trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    step = _Step(ledger, optimizer_bytes(given.optimizer, 4) / 8 if "bit" in given.optimizer else 1.0)
+    trainer.add_callback(step)
+    with ledger.phase(STEP):
+        trainer.train()
+    if given.val_set_size or given.test_datasets:
+        held_out = [rows[index] for index in range(min(len(rows), args.per_device_eval_batch_size))]
+        with ledger.phase("evaluation"):
+            trainer.evaluate(Dataset.from_list(held_out))
+    return Plan(
+        phases=_uses(ledger, given.gradient_accumulation_steps / config.gradient_accumulation_steps),
+        weights=step.weights,
+        gradients=sum(weight.nbytes for weight in trained),
+        optimizer=step.states,
+        parameters=parameters,
+        trained=sum(weight.numel() for weight in trained),
+    )
+
+
+def _use_sizes_of(kind: str) -> None:
+    """Let the device compute in tiles of the sizes for GPUs, or for CPUs: `{"cpu": ..., "other": ...}` in modules."""
+    for module in [module for name, module in sys.modules.items() if name.startswith("ebft.")]:
+        for sizes in vars(module).values():
+            if type(sizes) is dict and {"cpu", "other"} <= set(sizes):
+                sizes.setdefault("gpu", sizes["other"])
+                sizes["other"] = sizes[kind]
+
+
+def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
+    """The phases that computed something; those of micro-batches are `repeats` times as long in the step."""
+    uses = {}
+    for name, phase in ledger.phases.items():
+        if phase.kernels:
+            often = 1.0 if name in (*BEFORE, "optimizer", "evaluation") else repeats
+            peak, elsewhere = phase.peaks
+            uses[name] = Use(peak, elsewhere, often * phase.kernels, often * phase.flops, often * phase.moved)
+    return uses
+
+
+def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, int]:
+    """The model to train, and the number of its weights without the adapter."""
+    head, model_config, given = config.method.head(config), copy.deepcopy(request.model_config), request.config
+    if head.num_labels is not None:
+        model_config.num_labels = head.num_labels
+        model_config.classifier_dropout = 0.0
+    with torch.device("hollow", 0):
+        model = head.auto_class.from_config(
+            model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    bits = 4 if given.load_in_4bit else 8 if given.load_in_8bit else None
+    if bits is not None:
+        _quantise(model, bits, given.quantize_moe_experts)
+    parameters = model.num_parameters()
+    return attach_adapter(model, config), parameters
+
+
+def _quantise(model: Any, bits: int, experts: bool) -> None:
+    """Count the weights of the decoder's linear layers as they are stored, and the largest one once as it is used."""
+    from ebft.tools.doctor.hollow import ledger
+
+    head = model.get_output_embeddings()
+    found = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    found += [weight for weight in model.parameters() if experts and weight.dim() == 3]
+    saved = sum(weight.nbytes - int(weight.numel() * _BITS[bits]) for weight in found)
+    ledger.add(max(weight.nbytes for weight in found) - saved, 0)
+
+
+class _Step(TrainerCallback):
+    """Makes the optimizer's states before the step, since later steps have them, and measures the update."""
+
+    def __init__(self, ledger: Any, share: float) -> None:
+        self._ledger, self._share, self.weights, self.states = ledger, share, 0, 0
+        self._phase = ledger.phase("optimizer")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any):
+        self.weights = self._ledger.held[0] - self._ledger.base[0]
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for weight in trained:
+            weight.grad = torch.zeros_like(weight)
+        with self._ledger.paused():
+            (optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer).step()
+            optimizer.zero_grad()
+        gc.collect()
+        states = self._ledger.held[0] - self._ledger.base[0] - self.weights
+        self.states = int(states * self._share)
+        self._ledger.add(self.states - states, 0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._phase.__enter__()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._phase.__exit__(None, None, None)
+        self._phase = self._ledger.phase("optimizer")
+
+
+class _Server:
+    """Rollouts of a vLLM server, which take no memory of the process that trains."""
+
+    def generate(self, prompts: list[list[int]], max_tokens: list[int]) -> list[Any]:
+        from ebft.structured.rollouts.turns import Completion
+
+        return [Completion([random.randrange(2, 1000) for _ in range(n)], [0.0] * n) for n in max_tokens]
+
+
+# Rows as long as the config allows
+
+
+def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer in which each word is a token, with as many words as the model has embeddings."""
+    size = model_config.get_text_config().vocab_size
+    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(size - 2))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    found.chat_template = "{% for message in messages %}{{ message['content'] + ' <end> ' }}{% endfor %}"
+    return found
+
+
+def longest_rows(config: RunConfig, tokenizer: Any) -> Dataset:
+    """Rows for one step, as long as `sequence_len` and the lengths of completions allow. Raises ModelError."""
+    length, kind, trl = config.sequence_len, config.method.rows, config.trl
+    size = len(tokenizer)
+
+    def ids(count: int) -> list[int]:
+        return [random.randrange(2, size) for _ in range(count)]
+
+    def text(count: int) -> str:
+        return tokenizer.decode(ids(count)) if count else ""
+
+    def row() -> dict[str, Any]:
+        half = length // 2
+        if kind == "tokens":
+            tokens = ids(length)
+            return {"input_ids": tokens, "labels": tokens, "prompt_length": 0}
+        if kind == "comparisons":
+            return {"chosen_ids": ids(length), "rejected_ids": ids(length)}
+        if kind == "preferences":
+            return {"prompt_ids": ids(half), "chosen_ids": ids(length - half), "rejected_ids": ids(length - half)}
+        if kind == "labelled":
+            return {"prompt_ids": ids(half), "completion_ids": ids(length - half), "label": random.random() < 0.5}
+        if kind == "prompts":
+            reference = trl.max_completion_length
+            if config.method.needs_reference and config.ebft.adaptive_max_tokens:
+                reference = math.ceil(reference / config.ebft.gt_length_multiplier)
+            reference = max(1, min(reference, length - 2))
+            return {"prompt": text(max(1, length - 1 - reference)), "ground_truth": text(reference)}
+        raise ModelError(f"{config.method.name}: rows of {kind} cannot be made up. Plan it with its data: ebft doctor")
+
+    return Dataset.from_list([row() for _ in range(rows_per_step(config))])
+
+
+def _for_device(request: Request, folder: str) -> RunConfig:
+    """The config with what the device decides in its place, and without what needs values or other processes."""
+    from ebft.tools.doctor.run import without_output
+
+    config = without_output(request.config, folder)
+    changes: dict[str, Any] = {
+        "bf16": request.on_gpu and not config.fp16 if config.bf16 == "auto" else config.bf16,
+        "logging_steps": 10**6,
+        "device_map": None,
+        "attn_implementation": None,
+        "load_in_4bit": False,
+        "load_in_8bit": False,
+        "torch_compile": False,
+        "fsdp": None,
+        "fsdp_config": None,
+        "deepspeed": None,
+        "dataloader_num_workers": 0,
+        "val_set_size": 0.0,
+        "adapter": "lora" if config.adapter == "qlora" else config.adapter,
+    }
+    if "bit" in config.optimizer:
+        changes["optimizer"] = "adamw_torch_fused"
+    ebft: dict[str, Any] = {}
+    if config.ebft.feature_device is not None:
+        same = config.ebft.feature_device in ("cuda", "cuda:0")
+        ebft["feature_device"] = f"hollow:{int(not same)}"
+    if config.method.samples_blocks and not request.on_gpu:  # the defaults of each kind of device
+        if config.ebft.single_pass is None and not config.gradient_checkpointing:
+            ebft["single_pass"] = config.ebft.rollout_tokens_per_pass is None
+        if config.ebft.merge_rollouts is None:
+            ebft["merge_rollouts"] = True
+    changes["ebft"] = config.ebft.model_copy(update=ebft)
+    server = {"use_vllm": False, "async_prefetch": False, "vllm_mode": "server"}
+    changes["trl"] = config.trl.model_copy(update={k: v for k, v in server.items() if hasattr(config.trl, k)})
+    return config.model_copy(update={key: value for key, value in changes.items() if hasattr(config, key)})

@@ -1,0 +1,171 @@
+"""`ebft doctor CONFIG --for CARD`: plans on the device without data are what real steps on the CPU measure."""
+
+import contextlib
+import io
+import re
+import warnings
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, write_inputs
+from ebft import RunConfig, train
+from ebft.errors import ConfigError, ModelError
+from ebft.models.load import load_model_config
+from ebft.models.tokenizer import load_tokenizer
+from ebft.run.training import arranged, run_rows
+from ebft.tools.doctor import fit
+from ebft.tools.doctor.plan import BEFORE, Planner, Request
+from tests.doctor.test_doctor import doctor, ebft
+
+__all__ = ["doctor", "ebft"]
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch._C, "_acc") or not hasattr(torch._C._acc, "register_python_privateuseone_device_guard"),
+    reason="this version of PyTorch has no backends that are written in Python",
+)
+SHAPES = {  # of Llamas with 2, 30 and 100 million weights
+    "tiny": {},
+    "small": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "head_dim": 64},
+    "medium": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "head_dim": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def planner():
+    with Planner() as found:
+        yield found
+
+
+def config_of(name, folder, shape="tiny", **keys):
+    """The config of a method of `benchmarks.guard` in `folder`, with four rows and a model of another shape."""
+    transform, of_method = METHODS[name]
+    inputs = write_inputs(folder, transform)
+    if SHAPES[shape]:
+        config = LlamaConfig.from_pretrained(folder / "base")
+        for key, value in SHAPES[shape].items():
+            setattr(config, key, value)
+        config.num_attention_heads = config.hidden_size // config.head_dim
+        config.num_key_value_heads = 4
+        LlamaForCausalLM(config).save_pretrained(folder / "base")
+    rows = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text("".join(rows[-4:]))
+    return RunConfig.from_dict({**COMMON, **of_method, **inputs, **keys})
+
+
+def request_of(config):
+    tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+    rows, _ = arranged(config, run_rows(config, tokenizer), model_config)
+    return Request(config, model_config, on_gpu=False, rows=rows, tokenizer=tokenizer)
+
+
+def measured(config):
+    """FLOPs and peak bytes of the third step, from PyTorch's counters."""
+    step = MeasureStep()
+    with contextlib.ExitStack() as during:
+        during.enter_context(patch("ebft.run.trainer.ProgressBar", step))
+        during.enter_context(patch("ebft.prefix.cpu._onednn_is_faster", lambda: False))
+        during.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        during.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        during.enter_context(warnings.catch_warnings(action="ignore"))
+        train(config)
+    return step.cost
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        ("SFT", "tiny"),
+        pytest.param("strided", "tiny", marks=pytest.mark.slow),
+        pytest.param("strided LoRA", "tiny", marks=pytest.mark.slow),
+        pytest.param("strided LoRA", "small", marks=pytest.mark.slow),
+        pytest.param("structured LoRA", "tiny", marks=pytest.mark.slow),
+        pytest.param("structured LoRA", "small", marks=pytest.mark.slow),
+        pytest.param("DPO LoRA", "tiny", marks=pytest.mark.slow),
+        pytest.param("strided", "medium", marks=pytest.mark.slow),
+        pytest.param("structured LoRA", "medium", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
+    """Each phase runs the operations of the real step: within 15% of its peak, and within 6% of its FLOPs."""
+    config = config_of(name, tmp_path, shape)
+    plan = planner(request_of(config))
+    assert not isinstance(plan, str), plan
+    cost = measured(config)
+    peak = max(use.peak for phase, use in plan.phases.items() if phase not in BEFORE)
+    flops = sum(use.flops for phase, use in plan.phases.items() if phase not in BEFORE)
+    print(f"{name}, {shape}: peak {peak / cost.peak_bytes:.3f}, FLOPs {flops / cost.flops:.3f} of what is measured")
+    assert peak == pytest.approx(cost.peak_bytes, rel=0.15)
+    assert flops == pytest.approx(cost.flops, rel=0.06)
+
+
+def test_what_stays_in_memory_depends_on_the_keys(planner, tmp_path):
+    """Weights, gradients and states of a full model and of an adapter; quantised weights, 8-bit states."""
+    full = config_of("SFT", tmp_path)
+    request = Request(full, load_model_config(full), on_gpu=False)
+
+    def plan(**keys):
+        found = planner(replace(request, config=full.model_copy(update=keys)))
+        assert not isinstance(found, str), found
+        return found
+
+    before = plan()
+    assert before.parameters == before.trained and before.gradients == 4 * before.trained
+    assert before.optimizer == pytest.approx(8 * before.trained, rel=0.02)
+    assert before.weights == pytest.approx(4 * before.parameters, rel=0.02)
+    eight = plan(optimizer="adamw_bnb_8bit")
+    assert eight.optimizer == pytest.approx(2 * before.trained, rel=0.02)
+    lora, quantised = plan(**LORA), plan(**LORA | {"adapter": "qlora", "load_in_4bit": True})
+    assert lora.trained < lora.parameters / 5 and lora.phases["optimizer"].peak < before.phases["optimizer"].peak / 2
+    assert quantised.weights < lora.weights
+    assert plan(sequence_len=512).total > 1.3 * before.total
+
+
+@pytest.mark.slow
+def test_a_feature_network_elsewhere(planner, tmp_path):
+    config = config_of("strided", tmp_path)
+    request = Request(config, load_model_config(config))
+    beside, away = (
+        planner(replace(request, config=config.model_copy(update={"ebft": config.ebft.model_copy(update=keys)})))
+        for keys in ({}, {"feature_device": "cuda:1"})
+    )
+    copied = 4 * beside.parameters
+    assert beside.weights == pytest.approx(2 * copied, rel=0.02) and away.weights == pytest.approx(copied, rel=0.02)
+    assert beside.elsewhere == 0 and away.elsewhere >= copied
+
+
+def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
+    config = config_of("SFT", tmp_path)
+    keys = {**COMMON, "base_model": config.base_model, "output_dir": str(tmp_path / "out")}
+    keys |= {"datasets": [{"path": str(tmp_path / "missing.jsonl"), "type": "chat_template"}]}
+    (tmp_path / "run.yaml").write_text(repr(keys))  # a mapping of YAML
+    code, found = doctor(tmp_path / "run.yaml", "--for", "h100", "--memory", "1.1GiB")
+    message = found["error", "memory"]
+    assert code == 1 and "micro_batch_size: 2 with gradient_accumulation_steps: 2" in message, found
+    needed = float(re.search(r"With all of these it needs (\d+) MiB", message)[1])
+    assert needed < 0.1 * 1024 < float(re.search(r"(\d+) MiB at the peak", message)[1])
+    assert "at least" in found["ok", "time"] and "kernels" in found["ok", "peak memory, loss and backward"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--for", "h1000"], "--for h1000: unknown card. Choose from rtx4090"),
+        (["--memory", "much"], "--memory much: expected the memory of a card in GiB"),
+    ],
+)
+def test_cards_that_are_unknown(arguments, message):
+    given = dict(zip(arguments[::2], arguments[1::2]))
+    with pytest.raises(ConfigError, match=message):
+        fit.card_of(given.get("--for"), given.get("--memory"))
+
+
+def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):
+    config = config_of("SFT", tmp_path).model_copy(update={"base_model": "meta-llama/Llama-3.2-1B-Instruct"})
+    found, source = fit.model_config_of(config)
+    assert (found.hidden_size, found.num_hidden_layers) == (2048, 16) and "known shape" in source
+    with pytest.raises(ModelError, match=r"set base_model to a folder with its config\.json"):
+        fit.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
+    assert "add it, as in" in ebft("doctor", "--for", "h100").stderr
