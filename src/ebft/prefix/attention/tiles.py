@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ebft.prefix import gpu
 from ebft.machine import copy_to
+from ebft.prefix import gpu
 
 
 @dataclass(frozen=True)
