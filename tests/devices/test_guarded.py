@@ -34,15 +34,11 @@ GUARDED = {  # "file function", or a folder or file -> how
     "prefix/attention/flex.py attend_all": "strided_flex",
     "prefix/attention/flex.py pass_mask": "strided_flex",  # uncompiled
     "prefix/attention/passes.py document_attention": "strided_lora",
-    "prefix/attention/tiles.py __init__": "strided_lora",
+    "prefix/attention/tiles.py": "strided_lora",
     "prefix/cpu.py cpu_matmul": "strided_lora",
     "prefix/cpu.py _suits": "tests/prefix/test_cpu.py",
     "prefix/cpu.py keep_freed_memory": "tests/run/test_freed_memory.py",
-    "prefix/gpu.py is_accelerator": "strided_lora",
-    "prefix/gpu.py _rms_norm": "strided_lora",
-    "prefix/gpu.py rotate": "strided_lora",
-    "prefix/gpu.py folded_adapters": "strided_lora",
-    "prefix/gpu.py _memory": GPU,
+    "prefix/gpu.py": "strided_lora",
     "prefix/parity.py difference_and_tolerance": "strided_lora",  # TF32 on a GPU only
     "prefix/sampling.py of_device": "strided_lora",
     "run/callbacks.py": "tests/run/test_callbacks.py",
