@@ -210,10 +210,10 @@ def test_no_name_is_used_that_transformers_warns_of():
 
 
 def test_what_is_private_in_other_objects_is_touched_in_one_file_alone():
-    # Of torch's own private names one is used, `Module._modules`, and operators have names of their own. `os._exit`,
-    # `sys._current_frames`, `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented.
+    # Of torch's own private names two are used, `Module._modules` and `Tensor._version`, and operators have names of
+    # their own. `os._exit`, `sys._current_frames`, `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are documented.
     private = re.compile(
-        r"\b(?!self\b|cls\b|mkldnn\b|aten\b|os\._exit\b|sys\._current_frames\b|memory\.)[a-z]\w*\._(?!modules\b)[a-z]\w*"
+        r"\b(?!self\b|cls\b|mkldnn\b|aten\b|os\._exit\b|sys\._current_frames\b|memory\.)[a-z]\w*\._(?!modules\b|version\b)[a-z]\w*"
     )
     for path in ROOT.rglob("*.py"):
         if path != SEAM:
