@@ -1,6 +1,7 @@
 """The branches that accelerators take, on CPU, against the modules of transformers and PEFT as they are."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -34,6 +35,26 @@ def test_norm_and_its_gradients(dtype):
         found.append((y, *torch.autograd.grad(y.float().square().sum(), (x, norm.weight))))
     assert "forward" in fused.__dict__ and found[1][0].dtype == dtype
     torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (1,)])
+def test_norms_with_other_weights_stay_as_they_are(shape):
+    """One of each head, as some models have for queries, and a single one."""
+    norm, x = LlamaRMSNorm(8), torch.randn(2, 5, 4, 8)
+    norm.weight = torch.nn.Parameter(torch.rand(shape))
+    expected = norm(x)
+    fuse(norm)
+    assert torch.equal(norm(x), expected)
+
+
+def test_a_model_is_loaded_from_a_pickle():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=1, **SHAPE))
+    for module in model.modules():
+        fuse(module)
+    file, ids = io.BytesIO(), torch.randint(64, (2, 9))
+    torch.save(model, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("tables", [torch.float32, torch.bfloat16])

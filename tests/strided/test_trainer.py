@@ -96,6 +96,22 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
         torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, monkeypatch):
+    """Also after an epoch that ends within an accumulation."""
+    rows = Dataset.from_list(ROWS.to_list()[:4]).to_iterable_dataset()
+    run = {"max_steps": 2, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 1}
+    trainer = make(tmp_path, train=rows, evaluation=HELD_OUT, eval_strategy="epoch", **run)
+    clock, evaluate = [0.0], trainer.evaluate
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr(
+        trainer, "add_seconds", lambda seconds, add=trainer.add_seconds: (times.append(seconds), add(1.0))
+    )
+    monkeypatch.setattr(trainer, "evaluate", lambda *args, **kwargs: (clock.append(clock.pop() + 100), evaluate())[1])
+    times = []
+    trainer.train()
+    assert times == [0.0] * len(times) and clock[0] >= 100 and len(times) > 2
+
+
 def test_training_moves_the_policy_towards_the_reference(tmp_path):
     """On one short document that is seen over and over, alignment rises and the feature-matching loss falls."""
     options = {"stride": 4, "context_length": 4, "generate_max_len": 3, "temperature": 1.0, "max_steps": 40}

@@ -66,11 +66,15 @@ def _computation(code: CodeType, documentation: str | None) -> tuple[Any, ...]:
 def _rms_norm(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """`LlamaRMSNorm.forward`: in float32, rounded before the product with the weight."""
     weight, dtype = self.weight, hidden_states.dtype
-    if not is_accelerator(hidden_states.device) or dtype == torch.float64:
+    is_usual = weight.shape == hidden_states.shape[-1:] and dtype != torch.float64  # others have a weight per head
+    if not is_usual or not is_accelerator(hidden_states.device):
         return rms_norm_of_llama(self, hidden_states)
     if dtype == weight.dtype == torch.float32:
         return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
     return weight * F.rms_norm(hidden_states, weight.shape, None, self.variance_epsilon).to(dtype)
+
+
+_rms_norm.__name__ = "forward"  # by which pickle finds a bound method: in a model that is loaded, it is the class's own
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:

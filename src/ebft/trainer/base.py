@@ -142,9 +142,7 @@ class OverTrainer(Trainer):
         if norm is not None and not self.args.fp16 and not math.isfinite(norm):
             step = self.state.global_step + 1
             raise NonFiniteLossError(f"The gradient norm is {norm} at step {step}. " + _HINT)
-        if self._step_began is not None:
-            self.add_seconds(time.perf_counter() - self._step_began)
-            self._step_began = None
+        self._end_seconds()
         return norm
 
     def _check_losses(self, norm: Tensor | float | None = None) -> float | None:
@@ -158,6 +156,11 @@ class OverTrainer(Trainer):
                     f"The loss is {loss} at step {step}, in a batch of {_describe(inputs)}. " + _HINT
                 )
         return None if norm is None else read
+
+    def _end_seconds(self) -> None:
+        if self._step_began is not None:
+            self.add_seconds(time.perf_counter() - self._step_began)
+            self._step_began = None
 
     def add_seconds(self, seconds: float) -> None:
         """Called before each update with the time that its gradients took, from the first micro-batch on."""
@@ -182,6 +185,7 @@ class OverTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_losses()  # of an epoch that ends without an update
+        self._end_seconds()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         self._remember(evaluation=self.is_evaluation_due)
         self.may_stop = True
