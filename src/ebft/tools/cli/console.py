@@ -106,8 +106,8 @@ def show_warnings() -> None:
     warnings.filterwarnings("always", category=UserWarning, module="ebft")
     # Names that PEFT 0.21 and TRL 1.16 use, which transformers 5.24 warns of.
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing", FutureWarning)
-    # transformers imports torchao where it is installed, and torchao logs each CUDA library that cannot be loaded.
-    for name in ("torchao", "torch.utils"):
+    # transformers imports torchao and bitsandbytes where they are installed, and they log each library that they lack.
+    for name in ("torchao", "torch.utils", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
