@@ -34,6 +34,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "prefix/attention/flex.py attend_all": "strided_flex",
     "prefix/attention/flex.py pass_mask": "strided_flex",  # uncompiled
     "prefix/attention/passes.py document_attention": "strided_lora",
+    "prefix/attention/passes.py rows_per_tile": "strided_lora",
     "prefix/attention/tiles.py": "strided_lora",
     "prefix/cpu.py cpu_matmul": "strided_lora",
     "prefix/cpu.py _suits": "tests/prefix/test_cpu.py",

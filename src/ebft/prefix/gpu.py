@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -36,6 +37,8 @@ def fuse(module: nn.Module) -> None:
     forward = type(module).forward
     if "forward" in module.__dict__ or not isinstance(forward, FunctionType):
         return
+    if forward.__globals__["__name__"] == "transformers.utils.deprecation":  # a decorator that renames arguments
+        forward = unwrap(forward)
     if _is_same(forward, rms_norm_of_llama):
         module.forward = MethodType(_rms_norm, module)
     elif "apply_rotary_pos_emb" in forward.__code__.co_names and forward.__closure__ is None:
