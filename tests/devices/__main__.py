@@ -174,27 +174,27 @@ CASES = {
     "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}, most_waits=6),
     "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}, most_waits=4),
     "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=4),
-    "structured_single_turn": Case("structured_single_turn", most_waits=57),
+    "structured_single_turn": Case("structured_single_turn", most_waits=54),
     "structured_several_turns": Case(
         "structured_several_turns",
         {"gradient_checkpointing": True, "trl.log_completions": True},
         {"ebft.feature_device": "pretend:1"},
-        most_waits=75,
+        most_waits=72,
     ),
-    "structured_batched": Case("structured_several_turns", copied=0, most_waits=74),
+    "structured_batched": Case("structured_several_turns", copied=0, most_waits=71),
     "structured_resumed": Case(
-        "structured_single_turn", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=57
+        "structured_single_turn", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=54
     ),
-    "structured_cross_entropy": Case("structured_cross_entropy", most_waits=58),
-    "grpo": Case("grpo", most_waits=58),
+    "structured_cross_entropy": Case("structured_cross_entropy", most_waits=55),
+    "grpo": Case("grpo", most_waits=56),
     **{
         name: Case(name, most_waits=waits)
-        for name, waits in {"sft": 12, "dpo": 39, "reward_model": 10, "process_reward_model": 6}.items()
+        for name, waits in {"sft": 12, "dpo": 37, "reward_model": 10, "process_reward_model": 6}.items()
     },
 }
 # What is rarer.
 CASES |= {
-    "strided_cpu_features": Case("strided_full", on_device={"ebft.feature_device": "cpu"}, most_waits=6),
+    "strided_cpu_features": Case("strided_full", on_device={"ebft.feature_device": "cpu"}, most_waits=5),
     "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}, most_waits=5),
     "strided_attention_dropout": Case(
         "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=4

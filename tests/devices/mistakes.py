@@ -99,7 +99,7 @@ MISTAKES = {
     "tokens of the feature network": Mistake(
         "structured_single_turn",
         "structured/reward.py",
-        "ids = tokens.to(network.device, non_blocking=True)",
+        "(ids,) = copy_to(network.device, tokens)",
         "ids = tokens",
         at="return backbone(ids, use_cache=cache is not None",
     ),

@@ -29,6 +29,7 @@ from unittest.mock import patch
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ebft
 
@@ -39,13 +40,14 @@ _TORCH = str(Path(torch.__file__).parent)
 _CPU = torch.device("cpu")
 _CPU_KERNEL = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _EXTERNAL = 12  # the device type that DLPack reserves for others, kDLExtDev
+_STAGED = 2**16  # bytes of memory that is not pinned which CUDA copies without a wait, if asked to
 _aten = torch.ops.aten
 
 # Operations that wait for the device: their result, or its shape, depends on values.
 _WAITS = {
     *("_local_scalar_dense", "nonzero", "_unique", "_unique2", "unique_dim", "unique_consecutive", "masked_select"),
     *("unique_dim_consecutive", "equal", "is_nonzero", "repeat_interleave", "bincount", "histc", "item"),
-    *("_linalg_check_errors", "_assert_async", "allclose"),
+    *("_linalg_check_errors", "_linalg_svd", "_linalg_eigh", "_assert_async", "allclose", "multinomial"),
 }
 # Operations that compute nothing on the device.
 _FREE = {
@@ -67,7 +69,10 @@ class MixedDevices(torch.AcceleratorError):
 
 @dataclass
 class Counts:
-    """What the device did, by `file:line` of the package; `(backward)` for what autograd's own thread started."""
+    """What the device did, by `file:line` of the package; `(backward)` for what autograd's own thread started.
+
+    `uploads` are copies to the device; those that wait for it are also among `waits`.
+    """
 
     kernels: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # (line, operation)
@@ -257,7 +262,8 @@ def pretend_device() -> Iterator[torch.device]:
         during.enter_context(patch.dict(os.environ, ACCELERATE_TORCH_DEVICE=str(device)))
         during.enter_context(patch.object(torch, "Generator", _Generator))
         during.enter_context(patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True))
-        during.enter_context(patch.object(Tensor, "pin_memory", lambda self, device=None: self))
+        during.enter_context(patch.object(Tensor, "pin_memory", _pin))
+        during.enter_context(patch.object(Tensor, "is_pinned", _is_pinned))
         during.enter_context(patch.object(torch.UntypedStorage, "to", _storage_to))
         during.callback(AcceleratorState._reset_state, reset_partial_state=True)
         yield device
@@ -352,6 +358,22 @@ def _storage_to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
     return torch.empty(0, dtype=torch.uint8).set_(self).to(device).untyped_storage()
 
 
+_pinned: set[StorageWeakRef] = set()  # whose addresses are not used again as long as they are here
+
+
+def _pin(given: Tensor, device: Any = None) -> Tensor:
+    if _is_pinned(given):
+        return given
+    found = given.clone()
+    _pinned.difference_update([each for each in _pinned if each.expired()])
+    _pinned.add(StorageWeakRef(found.untyped_storage()))
+    return found
+
+
+def _is_pinned(given: Tensor, device: Any = None) -> bool:
+    return given.device.type == "cpu" and StorageWeakRef(given.untyped_storage()) in _pinned
+
+
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The kernel of every operation: check the devices, compute on CPU, and return the result on the device."""
     name = op._schema.name.rpartition("::")[2]
@@ -382,15 +404,28 @@ def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """The kernel of `copy_`, the only operation between devices."""
+    if target.numel() == 0:
+        return target
     if target.device.type == "cpu":
         _counts.waits[_line(), "copy to cpu"] += 1
     elif source.device.type == "cpu":
-        if not non_blocking and source.dim() > 0:
-            _counts.uploads[_line()] += 1
+        _counts.uploads[_line()] += 1
+        if not (non_blocking and _is_copied_later(target, source)):
+            _counts.waits[_line(), "copy to device"] += 1
     else:
         _counts.kernels[_line()] += 1
     _view_on_cpu(target).copy_(_view_on_cpu(source))
     return target
+
+
+def _is_copied_later(target: Tensor, source: Tensor) -> bool:
+    """Whether CUDA copies memory of the CPU without a wait if the caller asks for that.
+
+    From pinned memory always; but a change of dtype, or a source that is not contiguous, is first written to other
+    memory. From memory that is not pinned, the driver takes up to 64 KiB into its own and returns; for more it waits.
+    """
+    is_pinned = _is_pinned(source) and source.is_contiguous() and source.dtype == target.dtype
+    return is_pinned or target.numel() * target.element_size() <= _STAGED
 
 
 class _OneKernel(torch.autograd.Function):
@@ -506,15 +541,19 @@ def _count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     line = _line()
     _counts.kernels[line] += _launches(args) if name.startswith(("_foreach_", "_fused_adam")) else 1
-    waits = name in _WAITS and kwargs.get("output_size") is None
+    waits = int(name in _WAITS and kwargs.get("output_size") is None)
     if name in _INDEXING:
         indices = [each for each in args[1] if each is not None]
         if any(each.dtype in (torch.bool, torch.uint8) for each in indices):
-            waits, name = name != "index", "boolean index"  # reading calls nonzero, which is counted
-        elif any(each.device.type == "cpu" for each in indices):
-            waits, name = True, "index on CPU" if _is_ours() else "index on CPU, of another package"
+            waits, name = int(name != "index"), "boolean index"  # reading calls nonzero, which is counted
+        elif copied := sum(each.device.type == "cpu" for each in indices):
+            if name == "index":  # its shape was computed from copies
+                _counts.waits[line, "copy to device"] -= copied
+            waits, name = copied, "index on CPU" if _is_ours() else "index on CPU, of another package"
+    elif name == "where":  # which copies numbers that are tensors
+        waits, name = sum(each.device.type == "cpu" for each in args[:3]), "copy to device"
     if waits:
-        _counts.waits[line, name] += 1
+        _counts.waits[line, name] += waits
 
 
 def _launches(args: tuple[Any, ...]) -> int:

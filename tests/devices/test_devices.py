@@ -54,7 +54,9 @@ assert not torch.accelerator.is_available()
 with pretend_device() as device, record() as counts:
     assert torch.accelerator.current_accelerator().type == device.type
     there, here, bools = torch.ones(3, 4, device=device), torch.ones(3, 4), torch.ones(3, 4).bool()
-    other, index = there.to("pretend:1"), torch.tensor([0, 2])
+    other, index, large = there.to("pretend:1"), torch.tensor([0, 2]), torch.ones(300, 100)
+    of_device, times_of_device = index.to(device), torch.tensor([1, 2, 3]).to(device)
+    assert large.pin_memory()[1:].is_pinned() and not large.is_pinned() and not large.pin_memory().clone().is_pinned()
     for mixes in (
         lambda: there + here, lambda: there + other, lambda: here.add_(there), lambda: here[index.to(device)],
         lambda: there.index_select(0, index), lambda: torch.cat([there, here]), lambda: there.masked_fill(bools, 0),
@@ -73,13 +75,23 @@ with pretend_device() as device, record() as counts:
     for wait, times in (
         (lambda: there.sum().item(), 1), (lambda: there.tolist(), 1), (lambda: there.cpu(), 1), (lambda: there + 1, 0),
         (lambda: there[there > 0], 1), (lambda: there.nonzero(), 1), (lambda: there.unique(), 1),
-        (lambda: bool(there.any()), 1), (lambda: there[index], 1), (lambda: there[index.to(device)], 0),
-        (lambda: there[:, 1:], 0), (lambda: there.repeat_interleave(index.new_tensor([1, 2, 3]).to(device), 0), 1),
+        (lambda: bool(there.any()), 1), (lambda: there[index], 1), (lambda: there[of_device], 0),
+        (lambda: there[:, 1:], 0), (lambda: torch.linalg.svd(there), 1), (lambda: torch.linalg.eigh(there[:, :3]), 1),
+        (lambda: here.to(device), 1), (lambda: torch.tensor(1.0, device=device), 1), (lambda: there.copy_(here), 1),
+        (lambda: torch.as_tensor([1, 2], device=device), 1), (lambda: there * torch.tensor(2.0), 0),
+        (lambda: torch.arange(3, device=device), 0), (lambda: torch.full((3,), 2.0, device=device), 0),
+        (lambda: here.pin_memory().to(device), 1), (lambda: large.to(device, non_blocking=True), 1),
+        (lambda: large.pin_memory()[1:].to(device, non_blocking=True), 0),
+        (lambda: large.pin_memory()[:, 1:].to(device, non_blocking=True), 1),
+        (lambda: large.pin_memory().to(device, torch.float64, non_blocking=True), 1),
+        (lambda: here.to(device, non_blocking=True), 0),
+        (lambda: there.where(there > 0, torch.tensor(1.0)), 1), (lambda: there.where(there > 0, 1.0), 0),
+        (lambda: torch.tensor([], device=device), 0), (lambda: there.repeat_interleave(times_of_device, 0), 1),
     ):
         before = counts.copy()
         wait()
         found = counts.since(before)
-        assert (sum(found.waits.values()) >= 1) == bool(times), (wait.__code__.co_firstlineno, found)
+        assert sum(found.waits.values()) == times, (wait.__code__.co_firstlineno, found)
     with torch.autocast("pretend", torch.bfloat16):  # the dtypes of CUDA, some of which are not those of the CPU
         found = there @ there.T
         assert (found.dtype, (found + 1).dtype, found.softmax(-1).dtype) == (*[torch.bfloat16] * 2, torch.float32)

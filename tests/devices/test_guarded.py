@@ -46,6 +46,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "run/trainer.py this_machine": "strided_lora",
     "run/training.py _services": "structured_single_turn",
     "serving/command.py": "tests/serving/test_command.py",
+    "strided/embed.py embed_prefixes": "strided_cpu_features",
     "strided/layout.py place": "strided_lora",
     "strided/passes.py make": "strided_lora",
     "strided/trainer.py __post_init__": "tests/strided/test_trainer.py",

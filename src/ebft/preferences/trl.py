@@ -18,7 +18,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from ebft.data.transforms.rows import IGNORE
 from ebft.models.causal_lm import backbone_of, unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
-from ebft.monitor.metrics import HeldOutRows
+from ebft.monitor.metrics import HeldOutRows, sums_over_ranks
 from ebft.prefix.forward import head_of, take_programs
 from ebft.prefix.logps import choose_tokens, with_gradient
 from ebft.prefix.sampling import Softmax
@@ -130,8 +130,7 @@ class KeepsMetrics(OverTrainer):
     def _of_all(self, counts: list[dict[str, int]]) -> dict[str, float]:
         """Return the sums of counts by name, over batches and processes."""
         sums = torch.tensor([[float(x) for x in of_batch.values()] for of_batch in counts], dtype=torch.float64).sum(0)
-        sums = self.accelerator.reduce(sums.to(self.accelerator.device), reduction="sum")
-        return dict(zip(counts[0], sums.tolist()))
+        return dict(zip(counts[0], sums_over_ranks(sums.tolist(), self.accelerator)))
 
     def running_state(self) -> dict[str, Any]:
         metrics = {name: list(values) for name, values in self.logged("train").items()}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebft.machine import copy_to
+
 # Number of adjacent tokens in a group; sampling first selects a group, then a token in it.
 _RUN = 512
 _BELOW_ONE = 1 - 2**-52  # the product with a float64 is less than that float64
@@ -166,7 +168,7 @@ def of_device(sizes: dict[str, int], device: torch.device) -> int:
 
 def on_device(values: list[Any], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Return a tensor of values that are known on the host; copying them does not wait for the device."""
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+    return copy_to(device, torch.tensor(values, dtype=dtype))[0]
 
 
 def slices(count: int, size: int) -> list[slice]:

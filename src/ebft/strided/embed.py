@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ebft.features import FeatureNetwork, pool, token_features
+from ebft.machine import copy_to
 from ebft.prefix.forward import backbone_states, prepare, run_wrapped
 from ebft.strided.layout import Documents, StridedLayout, split
 from ebft.strided.passes import RolloutTree, StridedPass
@@ -56,7 +57,10 @@ def embed_prefixes(
             reference[index].append(pool(of_reference[..., :length, :], network.embed_method))
             generated[index].append(pool(of_rollouts[..., :length, :], network.embed_method))
     home = rollouts.device  # the feature network may be on another device
-    return [(torch.cat(phi).to(home), torch.cat(phi_ref).to(home)) for phi, phi_ref in zip(generated, reference)]
+    found = [[torch.cat(phi), torch.cat(phi_ref)] for phi, phi_ref in zip(generated, reference)]
+    if network.device.type == "cpu":
+        found = [copy_to(home, *pair) for pair in found]
+    return [(phi.to(home), phi_ref.to(home)) for phi, phi_ref in found]
 
 
 def layout_states(

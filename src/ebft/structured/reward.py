@@ -26,6 +26,7 @@ from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.files import ADAPTER_CONFIG
+from ebft.machine import copy_to
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import SCORE, backbone_of, unwrap_adapter
 from ebft.models.files import reward_problem
@@ -310,7 +311,7 @@ def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) ->
     def run(causal_lm: PreTrainedModel) -> Tensor:
         backbone = backbone_of(causal_lm)
         arguments = {} if cache is None else {cache_argument(backbone): cache}
-        ids = tokens.to(network.device, non_blocking=True)
+        (ids,) = copy_to(network.device, tokens)
         return backbone(ids, use_cache=cache is not None, **arguments).last_hidden_state
 
     def forward(model: nn.Module) -> Tensor:

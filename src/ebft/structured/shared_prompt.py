@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ebft.machine import copy_to
 from ebft.prefix.attention import PromptLayout, SuffixPass
 from ebft.prefix.forward import backbone_states, head_of, run_wrapped
 from ebft.prefix.logps import Head, token_logps, token_logps_and_entropy
@@ -175,5 +176,5 @@ def _prompt_logps(states: Tensor, prompts: Sequence[Prompt], head: Head) -> Tens
     lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
     is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
     is_last[lengths.cumsum(0) - 1] = True
-    predictors = (~is_last).nonzero().squeeze(1).to(states.device, non_blocking=True)
+    (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
     return _text_logps(states[predictors], _joined([prompt.ids[1:] for prompt in prompts], prompts[0].ids), head)

@@ -17,6 +17,7 @@ from trl.trainer.utils import pad
 
 from ebft.data.conversation import Conversation
 from ebft.errors import DataError
+from ebft.machine import copy_to
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import load, pretrained_tokenizer
 from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
@@ -140,11 +141,12 @@ class EBFTTrainer(RolloutGRPOTrainer):
         ids, masks = [], []
         for index, conversation in enumerate(conversations):
             tokens, counts = self._labelled(conversation)
-            ids.append(torch.tensor(tokens))
-            masks.append(torch.tensor(counts) * (index % self._group_size() == 0))
-        mask = pad(masks).to(self.args.device, non_blocking=True)
+            ids.append(torch.tensor(tokens, dtype=torch.long))
+            masks.append(torch.tensor(counts, dtype=torch.long) * (index % self._group_size() == 0))
+        padded = pad(ids, self.processing_class.pad_token_id), pad(masks)
+        ids, mask = copy_to(self.args.device, *padded)
         return {
-            "reference_ids": pad(ids, self.processing_class.pad_token_id).to(self.args.device, non_blocking=True),
+            "reference_ids": ids,
             "reference_mask": mask,
             "reference_tokens": self.accelerator.reduce(mask.sum(), "sum"),
         }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
@@ -23,6 +24,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
+from ebft.machine import copy_to
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
@@ -134,7 +136,21 @@ class OverTRL(OverTrainer, GRPOTrainer):
             rewards = super()._calculate_rewards(inputs, *args)
         if not self.model.training:
             self.held_out_completions.add_rewards(rewards, self.held_out_rows.copies)
-        return self.after_rewards(inputs, rewards)
+        rewards = self.after_rewards(inputs, rewards)
+        self._log_reward_metrics()
+        return rewards
+
+    def _log_reward_metrics(self) -> None:
+        """Log what reward functions gave to `log_metric`, as TRL does later, which waits twice for every metric."""
+        names = sorted(set(gather_object(list(self._pending_metrics))))
+        pending = [self._pending_metrics.get(name, []) for name in names]
+        sums = torch.tensor([[sum(values), len(values)] for values in pending], dtype=torch.float32)
+        if names and self.accelerator.num_processes > 1:
+            (sums,) = copy_to(self.accelerator.device, sums)
+            sums = self.accelerator.gather(sums[None]).sum(0)
+        for name, (total, count) in zip(names, sums.tolist()):
+            self.log_mean("train" if self.model.training else "eval", name, total / count)
+        self._pending_metrics.clear()
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         if not self.model.training:

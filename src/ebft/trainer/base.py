@@ -91,7 +91,6 @@ class OverTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.args.logging_nan_inf_filter = False  # which waits twice for every loss; those are checked below
         self.budget: Budget = Budget()
         self._unchecked: list[tuple[Tensor, dict[str, Any]]] = []  # the losses of the step, and their batches
         self.add_callback(KeepBudget(self))
@@ -103,6 +102,8 @@ class OverTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        # Batches are in pinned memory (`dataloader_pin_memory`), so that copies need not wait for the steps before.
+        self.accelerator.dataloader_config.non_blocking = True
         if self.args.fsdp_plugin_args is not None:
             shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
             self.is_fsdp_enabled = is_enabled(self.accelerator)
@@ -123,6 +124,7 @@ class OverTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._unchecked, self._step_began = [], None
+        self.args.logging_nan_inf_filter = False  # which waits twice for every loss; those are checked below
         with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
             return super().train(*args, **kwargs)
 

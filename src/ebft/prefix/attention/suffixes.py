@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebft.machine import copy_to
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
 from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
@@ -218,7 +219,7 @@ class SuffixPass(PrefixPass):
         starts = [layout.prompts[number] for number in layout.prompt_of]
         parts = [torch.arange(length) for length in layout.prompts]
         parts += [torch.arange(start, start + length) for start, length in zip(starts, layout.lengths)]
-        return torch.cat(parts)[None].to(layout.device, non_blocking=True)
+        return copy_to(layout.device, torch.cat(parts)[None])[0]
 
     def tokens(self) -> flex.Tokens | None:
         if self.keeps_keys:  # which flex_attention does not
@@ -228,7 +229,7 @@ class SuffixPass(PrefixPass):
         prompt = torch.tensor(layout.prompt_of, dtype=torch.long).repeat_interleave(lengths)
         owner = torch.arange(len(lengths)).repeat_interleave(lengths)
         prefix = torch.tensor(layout.prompts)[prompt]
-        document, owner, prefix = (x.to(device, non_blocking=True) for x in (prompt, owner, prefix))
+        document, owner, prefix = copy_to(device, prompt, owner, prefix)
         return flex.Tokens.of(layout.spans, self.position_ids()[0], document, owner, prefix)
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:

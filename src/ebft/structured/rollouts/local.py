@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria, St
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import pad
 
+from ebft.machine import copy_to
 from ebft.models.causal_lm import backbone_of, evaluating, unwrap_adapter
 from ebft.models.sharding import is_partitioned, is_sharded
 from ebft.prefix.attention import DecodePass, PromptLayout, SharedCache, SuffixPass
@@ -222,7 +223,7 @@ class _Drawn:
         """Return the random numbers of the next token, (N, 1); any numbers for samples that have ended."""
         if not self._unread:  # none of them has
             self._state = torch.get_rng_state()
-            self._numbers = torch.rand(len(self.live) * self._per_read).to(self._device, non_blocking=True)
+            (self._numbers,) = copy_to(self._device, torch.rand(len(self.live) * self._per_read))
             self._last = len(self.live) - 1
             return self._numbers[: len(self.live), None]
         index = self._go_on.cumsum(0) + self._last
