@@ -136,6 +136,22 @@ def test_a_feature_network_elsewhere(planner, tmp_path):
     assert beside.elsewhere == 0 and away.elsewhere >= copied
 
 
+def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_path):
+    """The weights of adapted layers are in memory twice while rollouts are sampled in float32, not in bfloat16."""
+    config = config_of("strided LoRA", tmp_path, sequence_len=32, micro_batch_size=1, bf16=False)
+    model_config, card = load_model_config(config), fit.CARDS["h100"]
+    requests = [fit._request(config, model_config, each) for each in (card, replace(card, memory=0.01))]
+    folded, plain = (planner(request).phases["rollouts"] for request in requests)
+    assert folded.kernels < plain.kernels
+    layers = model_config.num_hidden_layers
+    width, inner, heads = model_config.hidden_size, model_config.intermediate_size, model_config.head_dim
+    attention = 2 * width * heads * (model_config.num_attention_heads + model_config.num_key_value_heads)
+    weights = 4 * layers * (attention + 3 * width * inner)
+    assert folded.peak - plain.peak == pytest.approx(weights, rel=0.1)
+    rounded = config.model_copy(update={"bf16": True})
+    assert fit._request(rounded, model_config, card) == fit._request(rounded, model_config, replace(card, memory=24))
+
+
 def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     config = config_of("SFT", tmp_path)
     keys = {**COMMON, "base_model": config.base_model, "output_dir": str(tmp_path / "out")}
