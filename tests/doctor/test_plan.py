@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, write_inputs
 from ebft import RunConfig, train
@@ -176,6 +176,31 @@ def test_cards_that_are_unknown(arguments, message):
     given = dict(zip(arguments[::2], arguments[1::2]))
     with pytest.raises(ConfigError, match=message):
         fit.card_of(given.get("--for"), given.get("--memory"))
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+    ],
+)
+def test_known_shapes_have_the_weights_of_the_published_models(name, count):
+    """The numbers that the Hub shows for the files of these models."""
+    values = dict(fit.KNOWN[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    assert model.num_parameters() == count
+
+
+def test_the_defaults_of_transformers_are_those_of_the_known_shape():
+    """`Qwen3_5TextConfig` has the shape of Qwen3.5-9B, from which the smaller model takes what it leaves out."""
+    values, default = dict(fit.KNOWN["Qwen/Qwen3.5-9B"]), AutoConfig.for_model("qwen3_5_text")
+    for key in ("hidden_size", "intermediate_size", "tie_word_embeddings"):
+        assert getattr(default, key) == values[key], key
+    assert (default.num_hidden_layers, default.num_attention_heads, default.num_key_value_heads) == (32, 16, 4)
+    assert (default.head_dim, default.vocab_size, default.linear_num_value_heads) == (256, 248320, 32)
 
 
 def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):
