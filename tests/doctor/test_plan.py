@@ -165,6 +165,14 @@ def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     assert "at least" in found["ok", "time"] and "kernels" in found["ok", "peak memory, loss and backward"]
 
 
+def test_what_is_the_default_on_a_gpu_is_not_proposed(tmp_path):
+    """`bf16: auto` is bfloat16 there, so only weights that are float32 by a key can be made smaller."""
+    config = config_of("SFT", tmp_path)
+    unset = config.model_copy(update={"torch_dtype": None})
+    proposed = [{key for _, keys in fit._candidates(fit._on_gpu(each)) for key in keys} for each in (config, unset)]
+    assert proposed[0] - proposed[1] == {"torch_dtype"}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

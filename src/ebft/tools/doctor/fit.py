@@ -130,6 +130,11 @@ def _is_rounded(config: RunConfig) -> bool:
     return bool(config.torch_dtype == "bfloat16" or config.bf16 or config.fp16)
 
 
+def _on_gpu(config: RunConfig) -> RunConfig:
+    """The config with the precision of `bf16: auto` on a GPU, whatever this machine has."""
+    return config.model_copy(update={"bf16": not config.fp16}) if config.bf16 == "auto" else config
+
+
 def _request(config: RunConfig, model_config: Any, card: Card) -> Request:
     """The request for a card; plans that do not depend on its memory are the same for all cards."""
     folds = config.adapter == "lora" and not (_is_rounded(config) or config.load_in_8bit)
@@ -166,6 +171,7 @@ def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> F
     What does not fit is planned again with one change after another, those with the least cost first; those that do not
     lower the peak by 1% are left out.
     """
+    config = _on_gpu(config)
     first = planner(_request(config, model_config, card))
     if isinstance(first, str):
         raise ModelError(f"The step cannot be planned: {first}")
