@@ -94,7 +94,8 @@ class Plan:
 class Request:
     """What to plan: a config with its model's configuration, for a GPU or for this machine's CPU.
 
-    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows.
+    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows. `memory`: bytes of
+    the GPU, on which it depends whether adapters are added to float32 weights while rollouts are sampled.
     """
 
     config: RunConfig
@@ -102,6 +103,7 @@ class Request:
     on_gpu: bool = True
     rows: Any = None
     tokenizer: Any = field(default=None, repr=False)
+    memory: int = 0
 
 
 class Planner:
@@ -177,6 +179,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     """Build the model and the trainer, and run one optimizer step."""
     gc.collect()
     ledger.restart()
+    ledger.memory = request.memory
     given, config = request.config, _for_device(request, folder)
     tokenizer = request.tokenizer or _tokenizer(request.model_config)
     with ledger.phase("model"):
@@ -244,6 +247,8 @@ def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, in
             model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
         )
     model.config.pad_token_id = tokenizer.pad_token_id
+    if request.tokenizer is None and head.num_labels is None:
+        model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     bits = 4 if given.load_in_4bit else 8 if given.load_in_8bit else None
     if bits is not None:
         _quantise(model, bits, given.quantize_moe_experts)
@@ -305,7 +310,8 @@ class _Server:
 def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
     """A tokenizer in which each word is a token, with as many words as the model has embeddings."""
     size = model_config.get_text_config().vocab_size
-    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(size - 2))])}
+    # Tokens that are read from the device together with numbers without values are 0, which must not end a sample.
+    words = {word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{n}" for n in range(size - 2))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
