@@ -8,7 +8,8 @@
 
 Parts run in order of importance, each in a process of its own, which is stopped at its limit. What a part finds is
 stored when it ends, in FILE.json and FILE.md (`--output`), so a part that fails or hangs costs only itself, and another
-call of the command, also on another machine with a copy of FILE.json, does not repeat what is done.
+call of the command, also on another machine with a copy of FILE.json, does not repeat what is done. Ctrl-C, SIGTERM and
+a hang-up of SSH end the part in progress and store its rows; with `nohup` or in tmux, a hang-up ends nothing.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class Results:
         return again and record["state"] != DONE
 
 
-def run(name: str, part: Part, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a part in a process of its own, and return its record."""
+def run(name: str, part: Part, options: argparse.Namespace, arrived: list[int]) -> dict[str, Any]:
+    """Run a part in a process of its own until a signal has arrived, and return its record."""
     limit = 60 * part.minutes * options.slower
     with tempfile.TemporaryDirectory() as folder:
         into, log = Path(folder, "result.json"), Path(folder, "log")
@@ -135,20 +136,46 @@ def run(name: str, part: Part, options: argparse.Namespace) -> dict[str, Any]:
                 process_group=0,
             )
             try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = wait(process, limit, arrived)
             finally:
                 stop(process)
         found = json.loads(into.read_text(encoding="utf-8")) if into.exists() else {}
         record = {"state": DONE, "seconds": round(time.monotonic() - start, 1), **found}
-        if code is None:
+        if code is None and arrived:
+            record |= {"state": STARTED, "error": f"{name_of(arrived)} after {record['seconds']:.0f} s"}
+        elif code is None:
             record |= {"state": FAILED, "error": f"stopped after {limit:.0f} s"}
         elif code != 0 and "error" not in record:
             record |= {"state": FAILED, "error": f"exit code {code}" + " (killed)" * (code == -signal.SIGKILL)}
         if record["state"] == FAILED:
             record["output"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return record
+
+
+def signals() -> list[int]:
+    """The signals that ask for the end of the command, to which those that arrive are added.
+
+    They raise nothing, since they come several times (from the terminal, its shell, and make), also while a part is
+    started or results are stored.
+    """
+    arrived: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is with nohup
+            signal.signal(number, lambda number, _: arrived.append(number))
+    return arrived
+
+
+def name_of(arrived: list[int]) -> str:
+    return f"interrupted by {signal.Signals(arrived[0]).name}"
+
+
+def wait(process: subprocess.Popen, seconds: float, arrived: list[int]) -> int | None:
+    """The exit code of a process; None if it still runs after these seconds, or when a signal has arrived."""
+    end = time.monotonic() + seconds
+    while not arrived and time.monotonic() < end:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(0.2, seconds))
+    return None
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -260,7 +287,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     start, options = time.monotonic(), parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part in progress is stopped
     if options.device == "cpu":
         name = "cpu"
     else:
@@ -280,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     waiting = [name for name in options.parts if options.fresh or results.is_open(name, options.again)]
     print(f"{name}: {plan_text(waiting, results, options)}" if waiting else "All parts are done.", flush=True)
-    left_out = []
+    left_out, arrived = [], signals()
     for number, name in enumerate(waiting, 1):
         part = PARTS[name]
         left = options.minutes - (time.monotonic() - start) / 60
@@ -288,9 +314,16 @@ def main(arguments: list[str] | None = None) -> int:
             left_out.append(name)
             continue
         starts = results.parts.get(name, {}).get("starts", 0)
-        results.store(name, {"state": STARTED, "starts": 1 + starts % STARTS})
-        record = run(name, part, options)
+        started = {"state": STARTED, "starts": 1 + starts % STARTS}
+        results.store(name, started)
+        record = started | run(name, part, options, arrived)
+        if record["state"] != STARTED:
+            del record["starts"]
         results.store(name, record)
+        if arrived:
+            with suppress(OSError):  # of a terminal that is gone
+                print(f"{name}: {name_of(arrived)}. Results: {results.path}. The same command goes on.", flush=True)
+            return 128 + arrived[0]
         took = f"{record['state']} after {record['seconds']:.0f} s"
         print(f"[{number}/{len(waiting)}] {name}: {took}. {outcome(record)}", flush=True)
     print("\n" + results.markdown.read_text(encoding="utf-8") if results.parts else "")

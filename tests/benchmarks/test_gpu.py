@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +118,47 @@ def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measu
     again = measure("--again", *words)
     assert [call[0] for call in again.calls] == list(ways) and again.code == 0
     assert not is_running((tmp_path / "calls.pid").read_text()), "a process of the part that hung was left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_part_and_stores_its_rows(number, measure, monkeypatch, tmp_path):
+    arrived, wait = [], gpu.wait
+
+    def hung_up(process, seconds, _):
+        while not (tmp_path / "calls.pid").exists():
+            time.sleep(0.02)
+        arrived.extend([number, signal.SIGHUP])  # twice, as from the terminal and from its shell
+        return wait(process, seconds, arrived)
+
+    monkeypatch.setattr(gpu, "signals", lambda: arrived)
+    monkeypatch.setattr(gpu, "wait", hung_up)
+    found = measure("--parts", "step", "methods", step="hang")
+    assert found.code == 128 + number and [call[0] for call in found.calls] == ["step"]
+    assert found.parts["step"]["rows"] == [{"side": "ours", "seconds": 1.5}] and "| ours | 1.5 |" in found.page
+    assert f"interrupted by {number.name} after" in found.parts["step"]["error"]
+    arrived.clear()
+    monkeypatch.setattr(gpu, "wait", wait)
+    assert [call[0] for call in measure("--parts", "step", "methods").calls] == ["step", "methods"]
+    assert not is_running((tmp_path / "calls.pid").read_text())
+
+
+SIGNALS = """
+import os, signal, sys
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from benchmarks.gpu import signals
+
+arrived = signals()
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+print([signal.Signals(number).name for number in arrived])
+"""
+
+
+@pytest.mark.parametrize(("way", "ignored"), [("ssh", set()), ("nohup", {"SIGHUP"})])
+def test_signals_are_noted_and_a_hang_up_is_ignored_under_nohup(way, ignored):
+    printed = subprocess.check_output([sys.executable, "-c", SIGNALS, way], cwd=gpu.ROOT, text=True)
+    assert set(json.loads(printed.replace("'", '"'))) == {"SIGHUP", "SIGTERM", "SIGINT"} - ignored
 
 
 def test_no_part_starts_that_might_end_too_late(measure):
