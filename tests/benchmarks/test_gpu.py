@@ -161,6 +161,38 @@ def test_signals_are_noted_and_a_hang_up_is_ignored_under_nohup(way, ignored):
     assert set(json.loads(printed.replace("'", '"'))) == {"SIGHUP", "SIGTERM", "SIGINT"} - ignored
 
 
+def test_what_is_not_installed_is_said_at_the_start_and_measured_again_when_it_is_there(measure, monkeypatch, tmp_path):
+    installed = {"pytest", "xdist", "bitsandbytes"}
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(gpu, "AXOLOTL", "none")
+    for words in (["--plan"], []):
+        printed = measure(*words, "--parts", "memory", "packing", "beside 512").printed
+        assert "    liger-kernel  fewer results of: memory" in printed and "bitsandbytes" not in printed
+        assert "    flash-attn    fewer results of: packing" in printed
+        assert "axolotl's wheel is downloaded for: beside 512. --wheel" in printed
+    record = {"state": "done", "seconds": 1.0, "missing": ["flash_attn"]}
+    (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"packing": record}}))
+    words = ("--parts", "packing")
+    assert measure("--again", *words).calls == []
+    installed.add("flash_attn")
+    assert measure(*words).calls == [] and [call[0] for call in measure("--again", *words).calls] == ["packing"]
+    assert "missing" not in measure(*words).parts["packing"]
+
+
+def test_parts_without_a_package_are_skipped_or_lack_rows(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_parts.sft_packing, "main", lambda words: Path(words[7]).write_text('{"ways": []}'))
+    monkeypatch.setattr(gpu_parts, "_train", lambda setting, report, name, *_: report.row({"run": name}))
+    for name in ("exactness", "tests", "flex"):
+        with pytest.raises(gpu_parts.NotHere, match="need pytest: pip install pytest"):
+            gpu_parts.PARTS[name](setting, gpu_parts.Report())
+    found = {name: gpu_parts.Report() for name in ("memory", "packing")}
+    for name, report in found.items():
+        gpu_parts.PARTS[name](setting, report)
+        assert set(report.content["missing"]) == set(gpu.PARTS[name].modules)
+    assert found["memory"].content["summary"] == "5 runs, without adamw_8bit, Liger"
+
+
 def test_no_part_starts_that_might_end_too_late(measure):
     found = measure("--minutes", "3", "--parts", "device", "flex", device="done")
     assert [call[0] for call in found.calls] == ["device"]
