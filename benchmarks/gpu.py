@@ -8,7 +8,8 @@
 
 Parts run in order of importance, each in a process of its own, which is stopped at its limit. What a part finds is
 stored when it ends, in FILE.json and FILE.md (`--output`), so a part that fails or hangs costs only itself, and another
-call of the command, also on another machine with a copy of FILE.json, does not repeat what is done.
+call of the command, also on another machine with a copy of FILE.json, does not repeat what is done. Ctrl-C, SIGTERM and
+a hang-up of SSH end the part in progress and store its rows; with `nohup` or in tmux, a hang-up ends nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 LAST_LINES = 25  # of the output of a part that failed
 STARTS = 2  # of a part, which the end of the whole command interrupted each time; then it counts as failed
 DONE, FAILED, SKIPPED, STARTED = "done", "failed", "skipped", "started"
+PACKAGES = {"xdist": "pytest-xdist", "liger_kernel": "liger-kernel", "flash_attn": "flash-attn"}  # of these modules
+AXOLOTL = "axolotl-*.whl"  # in the cache of published.py
 _PROBE = """
 import torch
 if not torch.cuda.is_available():
@@ -47,29 +51,44 @@ print(torch.cuda.get_device_name())
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to measure: a function of gpu_parts.py, the minutes after which it is stopped, and the GPUs it sees."""
+    """One thing to measure: a function of gpu_parts.py, the minutes after which it is stopped, and the GPUs it sees.
+
+    Without a module of `modules`, it has fewer rows or is skipped.
+    """
 
     minutes: float
     about: str
     all_gpus: bool = False
+    modules: tuple[str, ...] = ()
 
 
 PARTS: dict[str, Part] = {  # in order of importance
     "device": Part(1.0, "name, memory, driver, build of torch, bfloat16; rates of products, copies and launches", True),
-    "exactness": Part(2.0, "strided and structured steps beside plain passes: float32, bfloat16 and autocast"),
+    "exactness": Part(
+        2.0, "strided and structured steps beside plain passes: float32, bfloat16 and autocast", modules=("pytest",)
+    ),
     "step": Part(2.0, "strided steps of a 1B model with 512 to 4096 tokens: seconds, peak memory, full fine-tuning"),
     "beside 1024": Part(3.0, "a strided step with 1024 tokens beside the published trainer (axolotl's)"),
     "beside 512": Part(1.5, "the same with 512 tokens"),
     "beside 2048": Part(2.0, "the same with 2048 tokens"),
     "beside 4096": Part(2.5, "the same with 4096 tokens"),
-    "tests": Part(3.0, "the tests that are marked gpu", True),
+    "tests": Part(3.0, "the tests that are marked gpu", True, ("pytest", "xdist")),
     "kernels": Part(1.0, "kernels, waits by line and idle time of a step, by PyTorch's profiler"),
     "methods": Part(2.5, "every method through ebft.train: losses, seconds and memory of its steps"),
-    "flex": Part(3.0, "flex_attention beside the portable path: values, gradients, speed, recompilations"),
-    "packing": Part(1.5, "SFT on short documents: padded, packed and flattened, with sdpa and flash attention"),
-    "memory": Part(1.5, "SFT with Liger, offloading and checkpointing: seconds and memory"),
+    "flex": Part(
+        3.0, "flex_attention beside the portable path: values, gradients, speed, recompilations", modules=("pytest",)
+    ),
+    "packing": Part(
+        1.5,
+        "SFT on short documents: padded, packed and flattened, with sdpa and flash attention",
+        False,
+        ("flash_attn",),
+    ),
+    "memory": Part(
+        1.5, "SFT with Liger, offloading and checkpointing: seconds, memory", False, ("liger_kernel", "bitsandbytes")
+    ),
     "vllm": Part(
-        2.5, "structured steps with vLLM: on the same GPU in the same process, and a server if there are two", True
+        2.5, "structured steps with vLLM: in the same process, and a server if there are two GPUs", True, ("vllm",)
     ),
     "processes": Part(2.0, "DDP and FSDP2 on two GPUs: the losses of one process", True),
 }
@@ -108,15 +127,15 @@ class Results:
         return self.path.with_suffix(".md")
 
     def is_open(self, name: str, again: bool) -> bool:
-        """Whether a part is to be run."""
+        """Whether a part is to be run; `again`, also if it failed, was skipped, or lacked a module that is there now."""
         record = self.parts.get(name)
         if record is None or (record["state"] == STARTED and record["starts"] < STARTS):
             return True
-        return again and record["state"] != DONE
+        return again and (record["state"] != DONE or any(map(find_spec, record.get("missing", []))))
 
 
-def run(name: str, part: Part, options: argparse.Namespace) -> dict[str, Any]:
-    """Run a part in a process of its own, and return its record."""
+def run(name: str, part: Part, options: argparse.Namespace, arrived: list[int]) -> dict[str, Any]:
+    """Run a part in a process of its own until a signal has arrived, and return its record."""
     limit = 60 * part.minutes * options.slower
     with tempfile.TemporaryDirectory() as folder:
         into, log = Path(folder, "result.json"), Path(folder, "log")
@@ -135,20 +154,46 @@ def run(name: str, part: Part, options: argparse.Namespace) -> dict[str, Any]:
                 process_group=0,
             )
             try:
-                code = process.wait(limit)
-            except subprocess.TimeoutExpired:
-                code = None
+                code = wait(process, limit, arrived)
             finally:
                 stop(process)
         found = json.loads(into.read_text(encoding="utf-8")) if into.exists() else {}
         record = {"state": DONE, "seconds": round(time.monotonic() - start, 1), **found}
-        if code is None:
+        if code is None and arrived:
+            record |= {"state": STARTED, "error": f"{name_of(arrived)} after {record['seconds']:.0f} s"}
+        elif code is None:
             record |= {"state": FAILED, "error": f"stopped after {limit:.0f} s"}
         elif code != 0 and "error" not in record:
             record |= {"state": FAILED, "error": f"exit code {code}" + " (killed)" * (code == -signal.SIGKILL)}
         if record["state"] == FAILED:
             record["output"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
     return record
+
+
+def signals() -> list[int]:
+    """The signals that ask for the end of the command, to which those that arrive are added.
+
+    They raise nothing, since they come several times (from the terminal, its shell, and make), also while a part is
+    started or results are stored.
+    """
+    arrived: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as it is with nohup
+            signal.signal(number, lambda number, _: arrived.append(number))
+    return arrived
+
+
+def name_of(arrived: list[int]) -> str:
+    return f"interrupted by {signal.Signals(arrived[0]).name}"
+
+
+def wait(process: subprocess.Popen, seconds: float, arrived: list[int]) -> int | None:
+    """The exit code of a process; None if it still runs after these seconds, or when a signal has arrived."""
+    end = time.monotonic() + seconds
+    while not arrived and time.monotonic() < end:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(min(0.2, seconds))
+    return None
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -213,6 +258,19 @@ def plan_text(names: list[str], results: Results, options: argparse.Namespace) -
     total = sum(PARTS[name].minutes for name in names) * options.slower
     lines.append(f"{total:5.1f} min  if each takes all of its minutes; a part starts only if it can end within")
     lines.append(f"{options.minutes:5.1f} min  (--minutes). Results: {results.path} and {results.markdown.name}")
+    return "\n".join([*lines, *filter(None, [missing_text(names, options.wheel)])])
+
+
+def missing_text(names: list[str], wheel: Path | None) -> str:
+    """What these parts need and the interpreter does not have, in a line each."""
+    found = {module: module for name in names for module in PARTS[name].modules if find_spec(module) is None}
+    parts = {module: ", ".join(name for name in names if module in PARTS[name].modules) for module in found}
+    lines = [f"Not installed for {sys.executable}:"] if found else []
+    lines += [f"    {PACKAGES.get(module, module):<12}  fewer results of: {parts[module]}" for module in found]
+    lines += ["    After an installation, --again adds them."] if found else []
+    beside = [name for name in names if name.startswith("beside")]
+    if beside and not wheel and not list(Path(__file__).parent.glob(f".cache/{AXOLOTL}")):
+        lines.append(f"axolotl's wheel is downloaded for: {', '.join(beside)}. --wheel names one without a network.")
     return "\n".join(lines)
 
 
@@ -260,7 +318,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     start, options = time.monotonic(), parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the part in progress is stopped
     if options.device == "cpu":
         name = "cpu"
     else:
@@ -280,7 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     waiting = [name for name in options.parts if options.fresh or results.is_open(name, options.again)]
     print(f"{name}: {plan_text(waiting, results, options)}" if waiting else "All parts are done.", flush=True)
-    left_out = []
+    left_out, arrived = [], signals()
     for number, name in enumerate(waiting, 1):
         part = PARTS[name]
         left = options.minutes - (time.monotonic() - start) / 60
@@ -288,9 +345,16 @@ def main(arguments: list[str] | None = None) -> int:
             left_out.append(name)
             continue
         starts = results.parts.get(name, {}).get("starts", 0)
-        results.store(name, {"state": STARTED, "starts": 1 + starts % STARTS})
-        record = run(name, part, options)
+        started = {"state": STARTED, "starts": 1 + starts % STARTS}
+        results.store(name, started)
+        record = started | run(name, part, options, arrived)
+        if record["state"] != STARTED:
+            del record["starts"]
         results.store(name, record)
+        if arrived:
+            with suppress(OSError):  # of a terminal that is gone
+                print(f"{name}: {name_of(arrived)}. Results: {results.path}. The same command goes on.", flush=True)
+            return 128 + arrived[0]
         took = f"{record['state']} after {record['seconds']:.0f} s"
         print(f"[{number}/{len(waiting)}] {name}: {took}. {outcome(record)}", flush=True)
     print("\n" + results.markdown.read_text(encoding="utf-8") if results.parts else "")

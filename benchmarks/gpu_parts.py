@@ -108,6 +108,10 @@ class Report:
         self._add("state", "failed")
         self._add("error", f"{len(self.content['wrong'])} results are not as they must be")
 
+    def missing(self, module: str) -> None:
+        """Some rows need a module that is not installed."""
+        self._add("missing", [*self.content.get("missing", []), module])
+
     def end(self, state: str, **why: str) -> None:
         self.content |= {"state": state, **why}
         self._add("state", state)
@@ -167,6 +171,7 @@ def _check_cuda(device: torch.device, report: Report, driver: str | None) -> Non
 
 def exactness(setting: Setting, report: Report, attention: str | None = None) -> None:
     """Errors of steps in each precision, beside those of plain passes in the same precision, both against float32."""
+    _need_pytest()
     ways = {"two passes": {"single_pass": False}, "single pass": {"single_pass": True}}
     for precision in PRECISIONS:
         for name, options in ways.items() if attention is None else [(attention, {})]:
@@ -174,6 +179,11 @@ def exactness(setting: Setting, report: Report, attention: str | None = None) ->
     if attention is None:
         for precision in PRECISIONS:
             _structured_errors(setting, report, precision)
+
+
+def _need_pytest() -> None:
+    if find_spec("pytest") is None:
+        raise NotHere("the tests' reference steps need pytest: pip install pytest")
 
 
 def _strided_errors(
@@ -351,6 +361,7 @@ def flex(setting: Setting, report: Report) -> None:
 
 def marked_tests(setting: Setting, report: Report) -> None:
     """pytest on the files that have tests for a GPU; each outcome is reported as it comes."""
+    _need_pytest()
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     names = [str(path.relative_to(ROOT)) for path in files if path.parent.name != "benchmarks"]
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-m", "gpu", "--tb", "short", *names]
@@ -484,6 +495,8 @@ def memory(setting: Setting, report: Report) -> None:
         needed = {"Liger": "liger_kernel", "adamw_8bit": "bitsandbytes"}.get(name)
         if needed and find_spec(needed) is None:
             report.row({"run": name, "failed": f"{needed} is not installed"})
+            report.missing(needed)
+            _count_runs(report)
         else:
             _train(setting, report, name, "chat_template", keys, 2048)
 
@@ -545,10 +558,14 @@ def _train(setting: Setting, report: Report, name: str, transform: str, keys: di
         row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
         report.wrong(f"{name}: {row['failed']}")
     report.row(row)
+    _count_runs(report)
+    _free(setting.device)
+
+
+def _count_runs(report: Report) -> None:
     failed = [row["run"] for row in report.content["rows"] if "failed" in row]
     count = len(report.content["rows"]) - len(failed)
     report.summary(f"{count} runs" + (f", without {', '.join(failed)}" if failed else ""))
-    _free(setting.device)
 
 
 def _inputs(setting: Setting, transform: str, tokens: int) -> dict[str, Any]:
@@ -573,6 +590,7 @@ def packing(setting: Setting, report: Report) -> None:
     attentions = ["sdpa", *(["flash_attention_2"] if find_spec("flash_attn") else [])]
     if "flash_attention_2" not in attentions:
         report.fact(flash_attention_2="not measured: flash-attn is not installed")
+        report.missing("flash_attn")
     for attention in attentions:
         output = setting.folder / f"{attention}.json"
         words = ["--preset", "1b", "--dtype", "bfloat16", "--attention", attention, "--output", str(output)]

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +118,79 @@ def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measu
     again = measure("--again", *words)
     assert [call[0] for call in again.calls] == list(ways) and again.code == 0
     assert not is_running((tmp_path / "calls.pid").read_text()), "a process of the part that hung was left"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_part_and_stores_its_rows(number, measure, monkeypatch, tmp_path):
+    arrived, wait = [], gpu.wait
+
+    def hung_up(process, seconds, _):
+        while not (tmp_path / "calls.pid").exists():
+            time.sleep(0.02)
+        arrived.extend([number, signal.SIGHUP])  # twice, as from the terminal and from its shell
+        return wait(process, seconds, arrived)
+
+    monkeypatch.setattr(gpu, "signals", lambda: arrived)
+    monkeypatch.setattr(gpu, "wait", hung_up)
+    found = measure("--parts", "step", "methods", step="hang")
+    assert found.code == 128 + number and [call[0] for call in found.calls] == ["step"]
+    assert found.parts["step"]["rows"] == [{"side": "ours", "seconds": 1.5}] and "| ours | 1.5 |" in found.page
+    assert f"interrupted by {number.name} after" in found.parts["step"]["error"]
+    arrived.clear()
+    monkeypatch.setattr(gpu, "wait", wait)
+    assert [call[0] for call in measure("--parts", "step", "methods").calls] == ["step", "methods"]
+    assert not is_running((tmp_path / "calls.pid").read_text())
+
+
+SIGNALS = """
+import os, signal, sys
+if sys.argv[1] == "nohup":
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from benchmarks.gpu import signals
+
+arrived = signals()
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+print([signal.Signals(number).name for number in arrived])
+"""
+
+
+@pytest.mark.parametrize(("way", "ignored"), [("ssh", set()), ("nohup", {"SIGHUP"})])
+def test_signals_are_noted_and_a_hang_up_is_ignored_under_nohup(way, ignored):
+    printed = subprocess.check_output([sys.executable, "-c", SIGNALS, way], cwd=gpu.ROOT, text=True)
+    assert set(json.loads(printed.replace("'", '"'))) == {"SIGHUP", "SIGTERM", "SIGINT"} - ignored
+
+
+def test_what_is_not_installed_is_said_at_the_start_and_measured_again_when_it_is_there(measure, monkeypatch, tmp_path):
+    installed = {"pytest", "xdist", "bitsandbytes"}
+    monkeypatch.setattr(gpu, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(gpu, "AXOLOTL", "none")
+    for words in (["--plan"], []):
+        printed = measure(*words, "--parts", "memory", "packing", "beside 512").printed
+        assert "    liger-kernel  fewer results of: memory" in printed and "bitsandbytes" not in printed
+        assert "    flash-attn    fewer results of: packing" in printed
+        assert "axolotl's wheel is downloaded for: beside 512. --wheel" in printed
+    record = {"state": "done", "seconds": 1.0, "missing": ["flash_attn"]}
+    (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"packing": record}}))
+    words = ("--parts", "packing")
+    assert measure("--again", *words).calls == []
+    installed.add("flash_attn")
+    assert measure(*words).calls == [] and [call[0] for call in measure("--again", *words).calls] == ["packing"]
+    assert "missing" not in measure(*words).parts["packing"]
+
+
+def test_parts_without_a_package_are_skipped_or_lack_rows(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu_parts.sft_packing, "main", lambda words: Path(words[7]).write_text('{"ways": []}'))
+    monkeypatch.setattr(gpu_parts, "_train", lambda setting, report, name, *_: report.row({"run": name}))
+    for name in ("exactness", "tests", "flex"):
+        with pytest.raises(gpu_parts.NotHere, match="need pytest: pip install pytest"):
+            gpu_parts.PARTS[name](setting, gpu_parts.Report())
+    found = {name: gpu_parts.Report() for name in ("memory", "packing")}
+    for name, report in found.items():
+        gpu_parts.PARTS[name](setting, report)
+        assert set(report.content["missing"]) == set(gpu.PARTS[name].modules)
+    assert found["memory"].content["summary"] == "5 runs, without adamw_8bit, Liger"
 
 
 def test_no_part_starts_that_might_end_too_late(measure):
