@@ -23,9 +23,6 @@ import torch
 from ebft.prefix.cpu import cpu_product
 from ebft.tools.doctor.environment import processor
 
-# Dense bfloat16 FLOP/s from the data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-
 # Rows and columns of the matrices whose product's rate is measured: large enough to be near the device's best.
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 
@@ -157,10 +154,12 @@ class GemmRate:
 
 
 def peak_flops(device: torch.device) -> tuple[float, str] | None:
-    """Peak FLOP/s of the device in bfloat16 and where the number is from; None for one that is not in the table."""
-    name = device_name(device)
-    found = [model for model in PEAK_FLOPS if model in name]
-    return (PEAK_FLOPS[found[0]], f"{found[0]} data sheet, dense bfloat16") if found else None
+    """Peak FLOP/s of the device in bfloat16 and where the number is from; None for a card that is not known."""
+    from ebft.tools.doctor.fit import CARDS
+
+    name = device_name(device).replace(" ", "").lower()
+    found = [(card.bfloat16, model.upper()) for model, card in CARDS.items() if model in name]
+    return next(((rate, f"{model} data sheet, dense bfloat16") for rate, model in found if rate is not None), None)
 
 
 def device_name(device: torch.device) -> str:

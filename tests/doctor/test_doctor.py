@@ -237,7 +237,7 @@ def test_parts_of_the_peak_add_up_and_activations_of_a_single_pass_are_kept(tmp_
     accumulated = estimate_of(path, "gradient_accumulation_steps=2")
     assert accumulated.during("rollouts") == single.during("rollouts") + single.gradients
     (check,) = memory_checks(needs_of(path))
-    assert f"at the peak, in {single.peak}: weights in float32" in check.message
+    assert f"at the peak, in {single.peak}: weights in float32" in check.message and "--for CARD" in check.message
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, write_inputs
 from ebft import RunConfig, train
@@ -90,7 +90,8 @@ def measured(config):
 )
 def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     """Each phase runs the operations of the real step: within 15% of its peak, and within 6% of its FLOPs."""
-    config = config_of(name, tmp_path, shape)
+    one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # for less than a minute
+    config = config_of(name, tmp_path, shape, **one_row)
     plan = planner(request_of(config))
     assert not isinstance(plan, str), plan
     cost = measured(config)
@@ -136,6 +137,22 @@ def test_a_feature_network_elsewhere(planner, tmp_path):
     assert beside.elsewhere == 0 and away.elsewhere >= copied
 
 
+def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_path):
+    """The weights of adapted layers are in memory twice while rollouts are sampled in float32, not in bfloat16."""
+    config = config_of("strided LoRA", tmp_path, sequence_len=32, micro_batch_size=1, bf16=False)
+    model_config, card = load_model_config(config), fit.CARDS["h100"]
+    requests = [fit._request(config, model_config, each) for each in (card, replace(card, memory=0.01))]
+    folded, plain = (planner(request).phases["rollouts"] for request in requests)
+    assert folded.kernels < plain.kernels
+    layers = model_config.num_hidden_layers
+    width, inner, heads = model_config.hidden_size, model_config.intermediate_size, model_config.head_dim
+    attention = 2 * width * heads * (model_config.num_attention_heads + model_config.num_key_value_heads)
+    weights = 4 * layers * (attention + 3 * width * inner)
+    assert folded.peak - plain.peak == pytest.approx(weights, rel=0.1)
+    rounded = config.model_copy(update={"bf16": True})
+    assert fit._request(rounded, model_config, card) == fit._request(rounded, model_config, replace(card, memory=24))
+
+
 def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     config = config_of("SFT", tmp_path)
     keys = {**COMMON, "base_model": config.base_model, "output_dir": str(tmp_path / "out")}
@@ -149,6 +166,14 @@ def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     assert "at least" in found["ok", "time"] and "kernels" in found["ok", "peak memory, loss and backward"]
 
 
+def test_what_is_the_default_on_a_gpu_is_not_proposed(tmp_path):
+    """`bf16: auto` is bfloat16 there, so only weights that are float32 by a key can be made smaller."""
+    config = config_of("SFT", tmp_path)
+    unset = config.model_copy(update={"torch_dtype": None})
+    proposed = [{key for _, keys in fit._candidates(fit._on_gpu(each)) for key in keys} for each in (config, unset)]
+    assert proposed[0] - proposed[1] == {"torch_dtype"}
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -160,6 +185,31 @@ def test_cards_that_are_unknown(arguments, message):
     given = dict(zip(arguments[::2], arguments[1::2]))
     with pytest.raises(ConfigError, match=message):
         fit.card_of(given.get("--for"), given.get("--memory"))
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+    ],
+)
+def test_known_shapes_have_the_weights_of_the_published_models(name, count):
+    """The numbers that the Hub shows for the files of these models."""
+    values = dict(fit.KNOWN[name])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    assert model.num_parameters() == count
+
+
+def test_the_defaults_of_transformers_are_those_of_the_known_shape():
+    """`Qwen3_5TextConfig` has the shape of Qwen3.5-9B, from which the smaller model takes what it leaves out."""
+    values, default = dict(fit.KNOWN["Qwen/Qwen3.5-9B"]), AutoConfig.for_model("qwen3_5_text")
+    for key in ("hidden_size", "intermediate_size", "tie_word_embeddings"):
+        assert getattr(default, key) == values[key], key
+    assert (default.num_hidden_layers, default.num_attention_heads, default.num_key_value_heads) == (32, 16, 4)
+    assert (default.head_dim, default.vocab_size, default.linear_num_value_heads) == (256, 248320, 32)
 
 
 def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):

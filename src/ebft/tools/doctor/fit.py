@@ -117,12 +117,28 @@ class Floor:
 
 def floor(plan: Plan, card: Card, config: RunConfig) -> Floor | None:
     """The floor of an optimizer step; None if the rates of the card are not known."""
-    rate = card.bfloat16 if config.torch_dtype == "bfloat16" or config.bf16 or config.fp16 else card.float32
+    rate = card.bfloat16 if _is_rounded(config) else card.float32
     if rate is None or card.bandwidth is None:
         return None
     step = [use for name, use in plan.phases.items() if name not in (*BEFORE, "evaluation")]
     flops, moved, kernels = (sum(getattr(use, name) for use in step) for name in ("flops", "moved", "kernels"))
     return Floor(flops / rate, moved / card.bandwidth, kernels * _KERNEL)
+
+
+def _is_rounded(config: RunConfig) -> bool:
+    """Whether products are computed with 16 bits."""
+    return bool(config.torch_dtype == "bfloat16" or config.bf16 or config.fp16)
+
+
+def _on_gpu(config: RunConfig) -> RunConfig:
+    """The config with the precision of `bf16: auto` on a GPU, whatever this machine has."""
+    return config.model_copy(update={"bf16": not config.fp16}) if config.bf16 == "auto" else config
+
+
+def _request(config: RunConfig, model_config: Any, card: Card) -> Request:
+    """The request for a card; plans that do not depend on its memory are the same for all cards."""
+    folds = config.adapter == "lora" and not (_is_rounded(config) or config.load_in_8bit)
+    return Request(config, model_config, memory=int(card.memory * _GIB) if folds else 0)
 
 
 def room(card: Card, config: RunConfig) -> float:
@@ -155,7 +171,8 @@ def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> F
     What does not fit is planned again with one change after another, those with the least cost first; those that do not
     lower the peak by 1% are left out.
     """
-    first = planner(Request(config, model_config))
+    config = _on_gpu(config)
+    first = planner(_request(config, model_config, card))
     if isinstance(first, str):
         raise ModelError(f"The step cannot be planned: {first}")
     limit, now, made, useless = room(card, config), first, [], set()
@@ -163,7 +180,7 @@ def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> F
         for text, values in _candidates(config):
             if text in useless:
                 continue
-            plan = planner(Request(changed(config, values), model_config))
+            plan = planner(_request(changed(config, values), model_config, card))
             if not isinstance(plan, str) and plan.total < 0.99 * now.total:
                 now, config = plan, changed(config, values)
                 made.append(text)

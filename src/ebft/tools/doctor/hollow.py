@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
 from math import inf, prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held = [0] * DEVICES
+        self.memory = 0  # bytes of a device, if what a step does depends on it
         self._active = ["before loading"]
         self.restart()
 
@@ -147,6 +149,7 @@ class _Module:
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(total_memory=ledger.memory))
 
     @staticmethod
     @contextmanager
@@ -158,7 +161,8 @@ class _Generator(torch.Generator):
     """A generator of the device is one of the CPU."""
 
     def __new__(cls, device: Any = "cpu"):
-        return super().__new__(cls, _CPU if torch.device(device).type == NAME else device)
+        create: Any = super().__new__
+        return create(cls, _CPU if torch.device(device).type == NAME else device)
 
 
 @cache

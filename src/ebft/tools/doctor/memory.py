@@ -292,6 +292,7 @@ def memory_checks(needs: Needs) -> Iterator[Check]:
     text = f"estimated {gib(needed.total)} at the peak, in {needed.peak}: {shown}"
     text += f"; {needed.trained:,} of {needed.parameters:,} weights are trained"
     text += f". {gib(free)} are free on {where}" if free is not None else ""
+    text += ". Without weights and data, `--for CARD` or `--memory SIZE` runs the operations of a step instead"
     if free is not None and needed.fixed > free:
         phase = "trainer setup" if needed.loaded > free else "optimizer"
         yield Check("error", "memory", f"{text}.{advice(needs, phase)}")

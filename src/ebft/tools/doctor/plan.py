@@ -94,7 +94,8 @@ class Plan:
 class Request:
     """What to plan: a config with its model's configuration, for a GPU or for this machine's CPU.
 
-    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows.
+    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows. `memory`: bytes of
+    the GPU, on which it depends whether adapters are added to float32 weights while rollouts are sampled.
     """
 
     config: RunConfig
@@ -102,6 +103,7 @@ class Request:
     on_gpu: bool = True
     rows: Any = None
     tokenizer: Any = field(default=None, repr=False)
+    memory: int = 0
 
 
 class Planner:
@@ -177,6 +179,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     """Build the model and the trainer, and run one optimizer step."""
     gc.collect()
     ledger.restart()
+    ledger.memory = request.memory
     given, config = request.config, _for_device(request, folder)
     tokenizer = request.tokenizer or _tokenizer(request.model_config)
     with ledger.phase("model"):
