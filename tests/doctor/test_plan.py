@@ -90,7 +90,7 @@ def measured(config):
 )
 def test_a_plan_is_what_a_real_step_measures(planner, tmp_path, name, shape):
     """Each phase runs the operations of the real step: within 15% of its peak, and within 6% of its FLOPs."""
-    one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # for less than a minute
+    one_row = {"micro_batch_size": 1} if (name, shape) == ("strided", "medium") else {}  # which takes a minute
     config = config_of(name, tmp_path, shape, **one_row)
     plan = planner(request_of(config))
     assert not isinstance(plan, str), plan
