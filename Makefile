@@ -91,7 +91,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check src tests examples benchmarks studies docs/*.py
 
 # Fails if FLOPs or peak memory of a training step of any method, or kernels or waits of one of EBFT, grew since they were
-# stored, or if FLOPs fell. After a change that is meant: python -m benchmarks.guard --write
+# stored, or if FLOPs or kernels fell. After a change that is meant: python -m benchmarks.guard --write
 bench-guard: $(STAMP)
 	$(BIN)/python -m benchmarks.guard
 

@@ -1,6 +1,6 @@
 """FLOPs, peak memory, kernels and waits of one training step, compared with the stored ones.
 
-    python -m benchmarks.guard                     # compare; exit code 1 if one of them grew, or FLOPs changed
+    python -m benchmarks.guard                     # compare; exit code 1 if one grew, or work is missing
     python -m benchmarks.guard --write             # store what is measured now, after a change that is meant
     python -m benchmarks.guard --write --launches  # the same with kernels and waits alone, which takes half the time
 
@@ -9,11 +9,11 @@ products (`benchmarks.flops`), and the most bytes of tensors at any time: those 
 PyTorch's allocator has handed out since. Both are counted rather than sampled, and do not depend on the machine or its
 load. The seconds of the step are printed but not compared. Runs on the CPU, in about two minutes.
 
-FLOPs that fall by 1% are an error too: work that is left out by mistake looks like a saving.
+FLOPs or kernels that fall by 1% are an error too: work that is left out by mistake looks like a saving.
 
 Kernels and waits are those of a step of `benchmarks.kernels`, which is counted on the pretend device of tests/devices:
 what it starts on an accelerator, and how often it waits for it. 1% more kernels, or one more wait, is an error, which
-names the functions that start or wait for more.
+names the functions that start or wait for more. Where they cannot be counted, the rest is compared.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import os
 import sys
 import tempfile
@@ -51,7 +52,8 @@ TOLERANCE = 0.01
 STEP = 3  # first steps allocate optimizer states and import what is imported lazily
 WORDS = 8190
 TOKENS = 512  # of the document of the runs whose kernels are counted
-SHOWN = 8  # functions that are named where kernels or waits grew
+SHOWN = 8  # functions that are named where kernels or waits changed
+NOT_COUNTED = "Kernels and waits are not counted: there is an accelerator, or this PyTorch cannot pretend one."
 
 COMMON = {
     "sequence_len": 256,
@@ -212,21 +214,33 @@ def launches(name: str) -> Launches:
     return Launches(dict(sorted(kernels.items())), dict(sorted(waits.items())))
 
 
-def more_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
-    """Lines for each count that grew, followed by the functions in which it did."""
+def changed_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
+    """Lines for kernels that changed by more than the tolerance and waits that grew, each with the functions in which
+    they did, and for what is not in both."""
+    for name in stored.keys() - now.keys():
+        yield f"{name}: kernels are stored, but not counted. Count them, or store the others with --write."
     for name, counts in now.items():
-        for quantity, allowed in (("kernels", 1 + TOLERANCE), ("waits", 1)):
-            before, after = stored.get(name, {}).get(quantity), getattr(counts, quantity)
-            if before is None:
-                yield f"{name}: no {quantity} are stored. Store them with --write."
-                continue
+        if name not in stored:
+            yield f"{name}: no kernels are stored. Store them with --write."
+            continue
+        for quantity, least, most in (("kernels", 1 - TOLERANCE, 1 + TOLERANCE), ("waits", 0, 1)):
+            before, after = stored[name][quantity], getattr(counts, quantity)
             stored_sum, sum_now = sum(before.values()), sum(after.values())
-            if sum_now > allowed * stored_sum:
-                yield f"{name}: {quantity} grew from {stored_sum:,} to {sum_now:,}, in these functions:"
-                functions = sorted(after, key=lambda each: before.get(each, 0) - after[each])
-                for each in functions[:SHOWN]:
-                    if after[each] > before.get(each, 0):
-                        yield f"    {each}: {before.get(each, 0):,} -> {after[each]:,}"
+            if not least * stored_sum <= sum_now <= most * stored_sum:  # also for NaN
+                sign, verb = (-1, "fell") if sum_now < stored_sum else (1, "grew")
+                yield f"{name}: {quantity} {verb} from {stored_sum:,} to {sum_now:,}, in these functions:"
+                changes = {each: sign * (after.get(each, 0) - before.get(each, 0)) for each in before | after}
+                for each in sorted(changes, key=changes.__getitem__, reverse=True)[:SHOWN]:
+                    if changes[each] > 0:
+                        yield f"    {each}: {before.get(each, 0):,} -> {after.get(each, 0):,}"
+
+
+def fewer_waits(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
+    """A line for each run that waits less often than stored, which is not an error."""
+    for name, counts in now.items():
+        before, after = sum(stored.get(name, {"waits": {}})["waits"].values()), sum(counts.waits.values())
+        if after < before:
+            yield f"{name}: waits fell from {before:,} to {after:,}. If that is meant, store it with --write."
 
 
 def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable[str]:
@@ -244,6 +258,35 @@ def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable
                 yield f"{name}: {quantity} changed by {after / before - 1:+.1%}, from {before:,} to {after:,}."
 
 
+def read_stored(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The sections "methods" and "launches" of the file `path` that are intact, and the names of the damaged ones."""
+    if not path.exists():
+        return {}, []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # not JSON, or not UTF-8
+        content = None
+    if not isinstance(content, dict):
+        return {}, ["methods", "launches"]
+    found = {name: content[name] for name in ("methods", "launches") if name in content}
+    intact = {name: section for name, section in found.items() if is_intact(name, section)}
+    return intact, [name for name in found if name not in intact]
+
+
+def is_intact(name: str, section: Any) -> bool:
+    """Whether all that is compared is there, and its numbers are positive and finite; waits may be zero."""
+    try:
+        compared = [
+            (each["flops"], each["peak_bytes"])
+            if name == "methods"
+            else (sum(each["kernels"].values()), 1 + sum(each["waits"].values()))
+            for each in section.values()
+        ]
+        return all(0 < number < math.inf for numbers in compared for number in numbers)  # not NaN
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
 def main(
     arguments: list[str] | None = None,
     measured: Callable[[str], Cost] = measure,
@@ -254,7 +297,13 @@ def main(
     parser.add_argument("--launches", action="store_true", help="count kernels and waits alone")
     parser.add_argument("--stored", type=Path, default=STORED, help="the JSON file")
     options = parser.parse_args(arguments)
-    stored = json.loads(options.stored.read_text(encoding="utf-8")) if options.stored.exists() else {}
+    if options.launches and not is_possible():
+        parser.error(f"--launches: {NOT_COUNTED} Leave out --launches to measure FLOPs and peak memory.")
+    stored, damaged = read_stored(options.stored)
+    if damaged:
+        print(f"{options.stored} is damaged ({' and '.join(damaged)}). Write it again with --write.")
+        if not options.write:
+            return 1
     torch.set_num_threads(1)  # the buffers of fused attention grow with the threads
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     # First, since PyTorch starts the threads of a device's backward passes once, before its first one of any device.
@@ -266,16 +315,26 @@ def main(
         found["launches"] = {name: asdict(counts) for name, counts in starts.items()} or stored.get("launches", {})
         options.stored.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return 0
-    problems = [] if options.launches else list(grown(stored.get("methods", {}), costs))
-    problems += more_launches(stored.get("launches", {}), starts)
-    print("\n".join(problems) or f"Nothing grew by {TOLERANCE:.0%}, no wait was added, and no FLOPs are missing.")
+    problems, passed = list[str](), list[str]()
+    if options.launches:
+        passed += ["FLOPs and peak memory were not compared."]
+    else:
+        problems += grown(stored.get("methods", {}), costs)
+        passed += [f"FLOPs did not change by {TOLERANCE:.0%}, and peak memory did not grow by it."]
+    if starts:
+        print("".join(f"{line}\n" for line in fewer_waits(stored.get("launches", {}), starts)), end="")
+        problems += changed_launches(stored.get("launches", {}), starts)
+        passed += [f"Kernels did not change by more than {TOLERANCE:.0%}, and no wait was added."]
+    else:
+        passed += ["Kernels and waits were not compared."]
+    print("\n".join(problems or passed))
     return 1 if problems else 0
 
 
 def all_launches(counted: Callable[[str], Launches], stored: dict[str, dict[str, Any]]) -> dict[str, Launches]:
     """The kernels and waits of every run, which are also printed; empty where they cannot be counted."""
     if not is_possible():
-        print("Kernels and waits are not counted: there is an accelerator, or this PyTorch cannot pretend one.")
+        print(NOT_COUNTED)
         return {}
     print(f"{'one step':16} {'kernels':>9} {'':>7} {'waits':>9} {'':>7}")
     found = {}
