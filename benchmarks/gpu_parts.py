@@ -183,7 +183,7 @@ def exactness(setting: Setting, report: Report, attention: str | None = None) ->
 
 def _need_pytest() -> None:
     if find_spec("pytest") is None:
-        raise NotHere("the tests' reference steps need pytest: pip install pytest")
+        raise NotHere("what it takes from tests/ needs pytest: pip install pytest")
 
 
 def _strided_errors(
@@ -607,6 +607,7 @@ def processes(setting: Setting, report: Report) -> None:
     """`ebft train` of a strided run in float32 in two processes: DDP, and FSDP2, with the losses of one."""
     if setting.device.type == "cuda" and torch.cuda.device_count() < 2:
         raise NotHere("there is one GPU: two are needed")
+    _need_pytest()
     from tests.golden.runs import write_inputs
 
     config = write_inputs("strided_full", setting.folder)

@@ -85,7 +85,7 @@ def test_parts_run_in_order_and_a_rerun_repeats_nothing(measure):
     assert "| side | seconds |\n| --- | --- |\n| ours | 1.5 |" in first.page
     second = measure()
     assert second.calls == [] and second.code == 0 and "All parts are done." in second.printed
-    assert [call[0] for call in measure("--fresh", "--parts", "tests", "step").calls] == ["step", "tests"]
+    assert [call[0] for call in measure("--fresh", "--parts", "step", "tests").calls] == ["tests", "step"]
 
 
 def is_running(pid):
@@ -97,7 +97,7 @@ def is_running(pid):
 
 def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measure, monkeypatch, tmp_path):
     monkeypatch.setitem(gpu.PARTS, "step", replace(gpu.PARTS["step"], minutes=0.05))
-    ways = {"device": "failed", "exactness": "crash", "step": "hang", "tests": "killed", "kernels": "skipped"}
+    ways = {"device": "failed", "exactness": "crash", "tests": "killed", "step": "hang", "kernels": "skipped"}
     words = ("--parts", *ways, "methods")
     found = measure(*words, **ways)
     errors = {name: part.get("error") for name, part in found.parts.items()}
@@ -112,7 +112,7 @@ def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measu
         "methods": None,
     }
     assert found.parts["exactness"]["output"] == ["the last words"] and found.code == 1
-    assert "Failed: device, exactness, step, tests. `--again`" in found.printed
+    assert "Failed: device, exactness, tests, step. `--again`" in found.printed
     assert "- **it needs a thing**" in found.page and "- **a | b**" in found.page
     assert measure(*words).calls == []
     again = measure("--again", *words)
@@ -183,8 +183,8 @@ def test_parts_without_a_package_are_skipped_or_lack_rows(setting, monkeypatch, 
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_parts.sft_packing, "main", lambda words: Path(words[7]).write_text('{"ways": []}'))
     monkeypatch.setattr(gpu_parts, "_train", lambda setting, report, name, *_: report.row({"run": name}))
-    for name in ("exactness", "tests", "flex"):
-        with pytest.raises(gpu_parts.NotHere, match="need pytest: pip install pytest"):
+    for name in ("exactness", "tests", "flex", "processes"):
+        with pytest.raises(gpu_parts.NotHere, match="needs pytest: pip install pytest"):
             gpu_parts.PARTS[name](setting, gpu_parts.Report())
     found = {name: gpu_parts.Report() for name in ("memory", "packing")}
     for name, report in found.items():
@@ -197,6 +197,9 @@ def test_no_part_starts_that_might_end_too_late(measure):
     found = measure("--minutes", "3", "--parts", "device", "flex", device="done")
     assert [call[0] for call in found.calls] == ["device"]
     assert "Not started in 3 minutes: flex. The same command goes on" in found.printed and found.code == 0
+    with pytest.raises(SystemExit, match="--minutes: 2.5 is less than the 3 of the shortest part that is open"):
+        measure("--minutes", "2.5", "--parts", "device", "flex")
+    assert [call[0] for call in measure("--minutes", "2.5", "--parts", "flex", "memory").calls] == ["memory"]
     assert [call[0] for call in measure("--minutes", "3.5", "--parts", "device", "flex").calls] == ["flex"]
 
 
@@ -236,7 +239,6 @@ def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--minutes", "2"], "--minutes: 2 is less than the 3 of the part"),
         (["--minutes", "0"], "must be above 0"),
         (["--parts", "speed"], "invalid choice: 'speed'"),
         (["--wheel", "missing.whl"], "--wheel: there is no file missing.whl"),
