@@ -282,6 +282,7 @@ def test_a_part_runs(name, setting, tmp_path):
     gpu_parts.PARTS[name](setting, report)
     stored = json.loads((tmp_path / "into.json").read_text())
     assert "wrong" not in stored and stored["rows"] and stored["summary"]
+    assert "idle" not in stored["summary"]  # of a device that is not there
     assert not [row for row in stored["rows"] if row.get("failed") and "not installed" not in row["failed"]]
 
 
@@ -399,6 +400,24 @@ def test_runs_train_a_model_of_the_shape_on_long_rows(setting, monkeypatch):
     assert json.loads((setting.folder / "shape" / "config.json").read_text())["num_hidden_layers"] == 4
     rows = [json.loads(line) for line in (setting.folder / "rows.jsonl").read_text().splitlines()]
     assert len(rows[0]["input"].split()) + len(rows[0]["output"].split()) == 56 and setting.tokens(512) == 512
+
+
+def test_summaries_show_the_main_numbers():
+    rows = [
+        {"tokens": 1024, "side": "ours", "peak GiB": 12.34, "seconds": 0.5},
+        {"tokens": 1024, "side": "ours full", "peak GiB": None, "seconds": 0.75},
+        {"tokens": 1024, "side": "ours single pass", "peak GiB": None, "failed": "out of memory"},
+        {"tokens": 2048, "side": "ours", "peak GiB": 20.0, "seconds": 1.0},
+    ]
+    assert gpu_parts.main_steps(rows, 1024) == "1024 tokens: ours 0.5 s 12.3 GiB, ours full 0.75 s"
+    assert gpu_parts.main_steps(rows[2:3], 1024) == "1024 tokens: all failed"
+    errors = [("float32", 1e-7, 0.0), ("float32", 3e-7, 0.0), ("bfloat16", 0.02, 0.03), ("autocast", 0.01, 0.02)]
+    rows = [
+        {"precision": name, "gradient difference": ours, "gradient difference, plain": plain}
+        for name, ours, plain in errors
+    ]
+    expected = "float32 3.0e-07, bfloat16 2.0e-02 (plain passes 3.0e-02), autocast 1.0e-02 (plain passes 2.0e-02)"
+    assert gpu_parts.main_errors([*rows, {"tokens": 1024}]) == f"gradients differ by: {expected}"
 
 
 def test_two_gpus_are_needed_for_two_processes(setting, monkeypatch):
