@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -487,15 +488,19 @@ def test_exactness_mixes_no_devices():
 @pytest.mark.parametrize(
     ("variables", "is_environment", "expected"),
     [
-        ({}, False, ["-m venv --system-site-packages", "-m pip .* -e .[dev]", "-m pip", "-m benchmarks.gpu --plan"]),
-        ({"PYTHON": "python3"}, False, ["-m benchmarks.gpu --plan"]),
-        ({}, True, ["-m pip .* -e .[dev]", "-m pip .* liger-kernel", "-m benchmarks.gpu --plan"]),
+        (
+            {},
+            False,
+            ["-m venv --system-site-packages", "-m pip .* -e .[dev]", "-m pip", "-m benchmarks.gpu --fresh"],
+        ),
+        ({"PYTHON": "python3"}, False, ["-m benchmarks.gpu --fresh"]),
+        ({}, True, ["-m pip .* -e .[dev]", "-m pip .* liger-kernel", "-m benchmarks.gpu --fresh"]),
         (
             {"EXTRAS": "dev,vllm"},
             True,
-            ["-m pip .* -e .[dev,vllm]", "-m pip .* liger-kernel", "-m benchmarks.gpu --plan"],
+            ["-m pip .* -e .[dev,vllm]", "-m pip .* liger-kernel", "-m benchmarks.gpu --fresh"],
         ),
-        ({"WHEELS": "wheels"}, True, ["-m pip .* --no-index .* wheels/a.whl", "-m benchmarks.gpu --plan"]),
+        ({"WHEELS": "wheels"}, True, ["-m pip .* --no-index .* wheels/a.whl", "-m benchmarks.gpu --fresh"]),
     ],
 )
 def test_the_job_file(variables, is_environment, expected, tmp_path):
@@ -511,9 +516,24 @@ def test_the_job_file(variables, is_environment, expected, tmp_path):
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not is_environment)}\n{venv}\n{called_line}\n')
     python.chmod(0o755)
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", **variables}
-    subprocess.run(["sh", str(checkout / "benchmarks" / "gpu.sh"), "--plan"], env=environment, cwd=tmp_path, check=True)
+    job = ["sh", str(checkout / "benchmarks" / "gpu.sh")]
+    subprocess.run([*job, "--plan"], env=environment, cwd=tmp_path, check=True)
+    assert called.read_text() == "-m benchmarks.gpu --plan []\n"  # nothing is installed
+    called.unlink()
+    subprocess.run([*job, "--fresh"], env=environment, cwd=tmp_path, check=True)
     lines = called.read_text().splitlines()
     assert len(lines) == len(expected)
     for line, parts in zip(lines, expected):
         assert all(part in line for part in parts.split(" .* ")), line
     assert lines[-1].endswith("[]") != ("WHEELS" in variables)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_plan_needs_only_the_standard_library():
+    """`make gpu OPTIONS=--plan` in a clone where nothing is installed, with an interpreter without packages."""
+    make = ["make", "--silent", "gpu", "OPTIONS=--plan", "VENV=.no-venv", f"PYTHON={sys.executable} -S"]
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    done = subprocess.run(make, cwd=gpu.ROOT, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in gpu.PARTS) and "Not installed for" in done.stdout
+    assert not (gpu.ROOT / ".no-venv").exists()
