@@ -109,8 +109,14 @@ bench: $(STAMP) $(VLLM_STAMP)
 
 # The first hour on a GPU: what works there, how exact and how fast it is. The same again goes on where it was stopped.
 # OPTIONS=--plan prints the parts and needs no GPU, OPTIONS="--minutes 9" starts those that fit into nine minutes.
+# The plan installs nothing.
+ifneq ($(filter --plan,$(OPTIONS)),)
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu $(OPTIONS)
+else
 gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
+endif
 
 # Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no further run after two hours; MODEL=tiny takes
 # minutes.

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Measures a rented GPU: installs what is missing, then runs benchmarks/gpu.py, whose options it takes. In a clone:
 #
-#   sh benchmarks/gpu.sh --plan                      what would be measured
+#   sh benchmarks/gpu.sh --plan                      what would be measured; installs nothing
 #   sh benchmarks/gpu.sh                             within 25 minutes; the same again goes on where it was stopped
 #   EXTRAS=dev,vllm sh benchmarks/gpu.sh             with vLLM
 #   WHEELS=/mnt/wheels sh benchmarks/gpu.sh          without a network: wheels of ebft (make dist) and of what is missing
@@ -10,6 +10,14 @@
 # The torch of the machine's image is used if its version fits, since another one is a download of gigabytes.
 set -eu
 cd "$(dirname "$0")/.."
+
+case " $* " in *" --plan "*) # installs nothing
+    if [ -z "${PYTHON:-}" ]; then
+        PYTHON=python3
+        if [ -x .venv-gpu/bin/python ]; then PYTHON=.venv-gpu/bin/python; fi
+    fi
+    exec "$PYTHON" -m benchmarks.gpu "$@" ;;
+esac
 
 if [ -n "${WHEELS:-}" ]; then
     PYTHON=${PYTHON:-python3}

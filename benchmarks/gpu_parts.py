@@ -183,7 +183,7 @@ def exactness(setting: Setting, report: Report, attention: str | None = None) ->
 
 def _need_pytest() -> None:
     if find_spec("pytest") is None:
-        raise NotHere("the tests' reference steps need pytest: pip install pytest")
+        raise NotHere("what it takes from tests/ needs pytest: pip install pytest")
 
 
 def _strided_errors(
@@ -279,8 +279,8 @@ def _compare(report: Report, row: dict[str, Any], step: Tensor, exact: Tensor, p
     report.row(row)
     row = {"logp error": 0.0, "logp error, largest": 0.0, "logp error, plain": 0.0, **row}
     name = f"{row['step']}, {row['precision']}"
+    report.summary(main_errors(report.content["rows"]))
     if row["precision"] == "float32":
-        report.summary(f"{name}: gradients differ by {row['gradient difference']:.1e}")
         if not row["logp error, largest"] <= 1e-4 or not row["gradient difference"] <= 2e-3:
             report.wrong(f"{name}: not equal to plain passes")
     elif (
@@ -288,6 +288,18 @@ def _compare(report: Report, row: dict[str, Any], step: Tensor, exact: Tensor, p
         or not row["gradient difference"] <= 1.5 * row["gradient difference, plain"] + 0.05
     ):
         report.wrong(f"{name}: errors are larger than those of plain passes in the same precision")
+
+
+def main_errors(rows: list[dict[str, Any]]) -> str:
+    """The largest difference of gradients in each precision, beside that of plain passes, in a line."""
+    found = []
+    for precision in PRECISIONS:
+        of_precision = [row for row in rows if row.get("precision") == precision]
+        if of_precision:
+            row = max(of_precision, key=lambda row: row["gradient difference"])
+            plain = "" if precision == "float32" else f" (plain passes {row['gradient difference, plain']:.1e})"
+            found.append(f"{precision} {row['gradient difference']:.1e}{plain}")
+    return f"gradients differ by: {', '.join(found)}"
 
 
 def strided_steps(
@@ -337,6 +349,17 @@ def steps(setting: Setting, report: Report) -> None:
     for length in LENGTHS:
         variants = ("ours single pass", "ours full") if length == 1024 else ("ours single pass",)
         strided_steps(setting, report, length, variants, setting.nothing)
+        report.summary(main_steps(report.content["rows"], setting.tokens(1024)))
+
+
+def main_steps(rows: list[dict[str, Any]], length: int) -> str:
+    """Seconds and memory of the steps of one length, in a line."""
+    found = []
+    for row in rows:
+        if row["tokens"] == length and "seconds" in row:
+            memory = f" {row['peak GiB']:.3g} GiB" if row["peak GiB"] else ""
+            found.append(f"{row['side']} {row['seconds']:.3g} s{memory}")
+    return f"{length} tokens: {', '.join(found) or 'all failed'}"
 
 
 def beside(length: int) -> Callable[[Setting, Report], None]:
@@ -403,8 +426,12 @@ def kernels(setting: Setting, report: Report) -> None:
             synchronise(side.device)
         events = profiled.profiler.kineto_results.events()
         work = device_work(events, seconds)
+        shown = f"{work['kernels']} kernels, {work['waits']} waits, {work['idle']:.0%} idle"
+        if side.device.type != "cuda":  # there are no events of a device
+            work = {"operations on the host": work["operations on the host"]}
+            shown = f"{seconds:.3g} s, {work['operations on the host']} operations on the host"
         report.row({"step": name, "seconds": seconds, **work})
-        report.summary(f"{work['kernels']} kernels, {work['waits']} waits, {work['idle']:.0%} idle ({name})")
+        report.summary("; ".join(filter(None, [report.content.get("summary"), f"{name}: {shown}"])))
         with waits_by_line(side.device) as lines:
             side.step(inputs)
         report.fact(**{f"waits, {name}": ", ".join(f"{line} {count}" for line, count in lines.most_common(12))})
@@ -607,6 +634,7 @@ def processes(setting: Setting, report: Report) -> None:
     """`ebft train` of a strided run in float32 in two processes: DDP, and FSDP2, with the losses of one."""
     if setting.device.type == "cuda" and torch.cuda.device_count() < 2:
         raise NotHere("there is one GPU: two are needed")
+    _need_pytest()
     from tests.golden.runs import write_inputs
 
     config = write_inputs("strided_full", setting.folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -85,7 +86,7 @@ def test_parts_run_in_order_and_a_rerun_repeats_nothing(measure):
     assert "| side | seconds |\n| --- | --- |\n| ours | 1.5 |" in first.page
     second = measure()
     assert second.calls == [] and second.code == 0 and "All parts are done." in second.printed
-    assert [call[0] for call in measure("--fresh", "--parts", "tests", "step").calls] == ["step", "tests"]
+    assert [call[0] for call in measure("--fresh", "--parts", "step", "tests").calls] == ["tests", "step"]
 
 
 def is_running(pid):
@@ -97,7 +98,7 @@ def is_running(pid):
 
 def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measure, monkeypatch, tmp_path):
     monkeypatch.setitem(gpu.PARTS, "step", replace(gpu.PARTS["step"], minutes=0.05))
-    ways = {"device": "failed", "exactness": "crash", "step": "hang", "tests": "killed", "kernels": "skipped"}
+    ways = {"device": "failed", "exactness": "crash", "tests": "killed", "step": "hang", "kernels": "skipped"}
     words = ("--parts", *ways, "methods")
     found = measure(*words, **ways)
     errors = {name: part.get("error") for name, part in found.parts.items()}
@@ -112,7 +113,7 @@ def test_a_part_that_fails_hangs_or_dies_is_recorded_and_the_next_one_runs(measu
         "methods": None,
     }
     assert found.parts["exactness"]["output"] == ["the last words"] and found.code == 1
-    assert "Failed: device, exactness, step, tests. `--again`" in found.printed
+    assert "Failed: device, exactness, tests, step. `--again`" in found.printed
     assert "- **it needs a thing**" in found.page and "- **a | b**" in found.page
     assert measure(*words).calls == []
     again = measure("--again", *words)
@@ -183,8 +184,8 @@ def test_parts_without_a_package_are_skipped_or_lack_rows(setting, monkeypatch, 
     monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_parts.sft_packing, "main", lambda words: Path(words[7]).write_text('{"ways": []}'))
     monkeypatch.setattr(gpu_parts, "_train", lambda setting, report, name, *_: report.row({"run": name}))
-    for name in ("exactness", "tests", "flex"):
-        with pytest.raises(gpu_parts.NotHere, match="need pytest: pip install pytest"):
+    for name in ("exactness", "tests", "flex", "processes"):
+        with pytest.raises(gpu_parts.NotHere, match="needs pytest: pip install pytest"):
             gpu_parts.PARTS[name](setting, gpu_parts.Report())
     found = {name: gpu_parts.Report() for name in ("memory", "packing")}
     for name, report in found.items():
@@ -197,6 +198,9 @@ def test_no_part_starts_that_might_end_too_late(measure):
     found = measure("--minutes", "3", "--parts", "device", "flex", device="done")
     assert [call[0] for call in found.calls] == ["device"]
     assert "Not started in 3 minutes: flex. The same command goes on" in found.printed and found.code == 0
+    with pytest.raises(SystemExit, match="--minutes: 2.5 is less than the 3 of the shortest part that is open"):
+        measure("--minutes", "2.5", "--parts", "device", "flex")
+    assert [call[0] for call in measure("--minutes", "2.5", "--parts", "flex", "memory").calls] == ["memory"]
     assert [call[0] for call in measure("--minutes", "3.5", "--parts", "device", "flex").calls] == ["flex"]
 
 
@@ -236,7 +240,6 @@ def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--minutes", "2"], "--minutes: 2 is less than the 3 of the part"),
         (["--minutes", "0"], "must be above 0"),
         (["--parts", "speed"], "invalid choice: 'speed'"),
         (["--wheel", "missing.whl"], "--wheel: there is no file missing.whl"),
@@ -280,6 +283,7 @@ def test_a_part_runs(name, setting, tmp_path):
     gpu_parts.PARTS[name](setting, report)
     stored = json.loads((tmp_path / "into.json").read_text())
     assert "wrong" not in stored and stored["rows"] and stored["summary"]
+    assert "idle" not in stored["summary"]  # of a device that is not there
     assert not [row for row in stored["rows"] if row.get("failed") and "not installed" not in row["failed"]]
 
 
@@ -399,6 +403,24 @@ def test_runs_train_a_model_of_the_shape_on_long_rows(setting, monkeypatch):
     assert len(rows[0]["input"].split()) + len(rows[0]["output"].split()) == 56 and setting.tokens(512) == 512
 
 
+def test_summaries_show_the_main_numbers():
+    rows = [
+        {"tokens": 1024, "side": "ours", "peak GiB": 12.34, "seconds": 0.5},
+        {"tokens": 1024, "side": "ours full", "peak GiB": None, "seconds": 0.75},
+        {"tokens": 1024, "side": "ours single pass", "peak GiB": None, "failed": "out of memory"},
+        {"tokens": 2048, "side": "ours", "peak GiB": 20.0, "seconds": 1.0},
+    ]
+    assert gpu_parts.main_steps(rows, 1024) == "1024 tokens: ours 0.5 s 12.3 GiB, ours full 0.75 s"
+    assert gpu_parts.main_steps(rows[2:3], 1024) == "1024 tokens: all failed"
+    errors = [("float32", 1e-7, 0.0), ("float32", 3e-7, 0.0), ("bfloat16", 0.02, 0.03), ("autocast", 0.01, 0.02)]
+    rows = [
+        {"precision": name, "gradient difference": ours, "gradient difference, plain": plain}
+        for name, ours, plain in errors
+    ]
+    expected = "float32 3.0e-07, bfloat16 2.0e-02 (plain passes 3.0e-02), autocast 1.0e-02 (plain passes 2.0e-02)"
+    assert gpu_parts.main_errors([*rows, {"tokens": 1024}]) == f"gradients differ by: {expected}"
+
+
 def test_two_gpus_are_needed_for_two_processes(setting, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(gpu_parts.NotHere, match="two are needed"):
@@ -466,15 +488,19 @@ def test_exactness_mixes_no_devices():
 @pytest.mark.parametrize(
     ("variables", "is_environment", "expected"),
     [
-        ({}, False, ["-m venv --system-site-packages", "-m pip .* -e .[dev]", "-m pip", "-m benchmarks.gpu --plan"]),
-        ({"PYTHON": "python3"}, False, ["-m benchmarks.gpu --plan"]),
-        ({}, True, ["-m pip .* -e .[dev]", "-m pip .* liger-kernel", "-m benchmarks.gpu --plan"]),
+        (
+            {},
+            False,
+            ["-m venv --system-site-packages", "-m pip .* -e .[dev]", "-m pip", "-m benchmarks.gpu --fresh"],
+        ),
+        ({"PYTHON": "python3"}, False, ["-m benchmarks.gpu --fresh"]),
+        ({}, True, ["-m pip .* -e .[dev]", "-m pip .* liger-kernel", "-m benchmarks.gpu --fresh"]),
         (
             {"EXTRAS": "dev,vllm"},
             True,
-            ["-m pip .* -e .[dev,vllm]", "-m pip .* liger-kernel", "-m benchmarks.gpu --plan"],
+            ["-m pip .* -e .[dev,vllm]", "-m pip .* liger-kernel", "-m benchmarks.gpu --fresh"],
         ),
-        ({"WHEELS": "wheels"}, True, ["-m pip .* --no-index .* wheels/a.whl", "-m benchmarks.gpu --plan"]),
+        ({"WHEELS": "wheels"}, True, ["-m pip .* --no-index .* wheels/a.whl", "-m benchmarks.gpu --fresh"]),
     ],
 )
 def test_the_job_file(variables, is_environment, expected, tmp_path):
@@ -490,9 +516,24 @@ def test_the_job_file(variables, is_environment, expected, tmp_path):
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not is_environment)}\n{venv}\n{called_line}\n')
     python.chmod(0o755)
     environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", **variables}
-    subprocess.run(["sh", str(checkout / "benchmarks" / "gpu.sh"), "--plan"], env=environment, cwd=tmp_path, check=True)
+    job = ["sh", str(checkout / "benchmarks" / "gpu.sh")]
+    subprocess.run([*job, "--plan"], env=environment, cwd=tmp_path, check=True)
+    assert called.read_text() == "-m benchmarks.gpu --plan []\n"  # nothing is installed
+    called.unlink()
+    subprocess.run([*job, "--fresh"], env=environment, cwd=tmp_path, check=True)
     lines = called.read_text().splitlines()
     assert len(lines) == len(expected)
     for line, parts in zip(lines, expected):
         assert all(part in line for part in parts.split(" .* ")), line
     assert lines[-1].endswith("[]") != ("WHEELS" in variables)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_the_plan_needs_only_the_standard_library():
+    """`make gpu OPTIONS=--plan` in a clone where nothing is installed, with an interpreter without packages."""
+    make = ["make", "--silent", "gpu", "OPTIONS=--plan", "VENV=.no-venv", f"PYTHON={sys.executable} -S"]
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MAKEFLAGS")}
+    done = subprocess.run(make, cwd=gpu.ROOT, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in gpu.PARTS) and "Not installed for" in done.stdout
+    assert not (gpu.ROOT / ".no-venv").exists()
