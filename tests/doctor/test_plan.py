@@ -168,6 +168,18 @@ def write_config(folder, **keys):
     return folder / "run.yaml"
 
 
+def test_rollouts_are_as_long_as_the_config_allows(planner, tmp_path):
+    """No sample ends early, though tokens that are read with numbers without values are 0."""
+    config = config_of("structured LoRA", tmp_path)
+
+    def kernels(length):
+        trl = config.trl.model_copy(update={"max_completion_length": length})
+        request = Request(config.model_copy(update={"trl": trl}), load_model_config(config))
+        return planner(request).phases["rollouts"].kernels
+
+    assert kernels(64) > 3 * kernels(16)
+
+
 def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
     code, found = doctor(write_config(tmp_path), "--memory", "1.1GiB")
     message = found["ok", "changes"]

@@ -249,6 +249,8 @@ def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, in
             model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
         )
     model.config.pad_token_id = tokenizer.pad_token_id
+    if request.tokenizer is None and head.num_labels is None:
+        model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     bits = 4 if given.load_in_4bit else 8 if given.load_in_8bit else None
     if bits is not None:
         _quantise(model, bits, given.quantize_moe_experts)
@@ -310,7 +312,8 @@ class _Server:
 def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
     """A tokenizer in which each word is a token, with as many words as the model has embeddings."""
     size = model_config.get_text_config().vocab_size
-    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(size - 2))])}
+    # Tokens that are read from the device together with numbers without values are 0, which must not end a sample.
+    words = {word: index for index, word in enumerate(["<pad>", "<end>", *(f"w{n}" for n in range(size - 2))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     found = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
