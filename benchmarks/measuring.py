@@ -155,7 +155,7 @@ class GemmRate:
 
 def peak_flops(device: torch.device) -> tuple[float, str] | None:
     """Peak FLOP/s of the device in bfloat16 and where the number is from; None for a card that is not known."""
-    from ebft.tools.doctor.fit import CARDS
+    from ebft.tools.doctor.known import CARDS
 
     name = device_name(device).replace(" ", "").lower()
     found = [(card.bfloat16, model.upper()) for model, card in CARDS.items() if model in name]

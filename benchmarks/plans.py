@@ -19,7 +19,8 @@ from typing import Any
 from ebft import load_config
 from ebft.errors import ModelError
 from ebft.machine import gib
-from ebft.tools.doctor.fit import CARDS, Card, fit, floor, model_config_of
+from ebft.tools.doctor.fit import fit, floor, model_config_of
+from ebft.tools.doctor.known import CARDS, Card
 from ebft.tools.doctor.plan import BEFORE, Planner
 
 STORED = Path(__file__).parent / "results" / "plans.json"

@@ -320,8 +320,8 @@ def test_a_second_gpu_or_the_cpu_takes_the_copy_and_an_8_bit_optimizer_is_listed
     spare_gpu(None)
     beside = full.of(full.config)
     found = savings(full, "optimizer")
-    assert [line.partition(":")[0] for line in found[:2]] == ["ebft.feature_device", "optimizer"]
-    assert f"(saves about {gib(beside.features)})" in found[0]
+    assert [line.partition(":")[0] for line in found[:3]] == ["optimizer", "torch_dtype", "ebft.feature_device"]
+    assert f"(saves about {gib(beside.features)})" in found[2]
     spare_gpu("cuda:1")
     apart = full.of(full.config)
     assert apart.features_on == "cuda:1" and apart.fixed == beside.fixed - apart.features

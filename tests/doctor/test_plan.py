@@ -3,6 +3,8 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from unittest.mock import patch
@@ -17,8 +19,8 @@ from ebft.errors import ConfigError, ModelError
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import arranged, run_rows
-from ebft.tools.doctor import fit
-from ebft.tools.doctor.plan import BEFORE, Planner, Request
+from ebft.tools.doctor import fit, known
+from ebft.tools.doctor.plan import BEFORE, STEP, Plan, Planner, Request, Use
 from tests.doctor.test_doctor import doctor, ebft
 
 __all__ = ["doctor", "ebft"]
@@ -135,12 +137,16 @@ def test_a_feature_network_elsewhere(planner, tmp_path):
     copied = 4 * beside.parameters
     assert beside.weights == pytest.approx(2 * copied, rel=0.02) and away.weights == pytest.approx(copied, rel=0.02)
     assert beside.elsewhere == 0 and away.elsewhere >= copied
+    features = away.phases["features"]
+    assert beside.phases["features"].flops_elsewhere == 0
+    assert features.flops + features.flops_elsewhere == beside.phases["features"].flops
+    assert features.flops_elsewhere > 0.9 * beside.phases["features"].flops
 
 
 def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_path):
     """The weights of adapted layers are in memory twice while rollouts are sampled in float32, not in bfloat16."""
     config = config_of("strided LoRA", tmp_path, sequence_len=32, micro_batch_size=1, bf16=False)
-    model_config, card = load_model_config(config), fit.CARDS["h100"]
+    model_config, card = load_model_config(config), known.CARDS["h100"]
     requests = [fit._request(config, model_config, each) for each in (card, replace(card, memory=0.01))]
     folded, plain = (planner(request).phases["rollouts"] for request in requests)
     assert folded.kernels < plain.kernels
@@ -151,6 +157,15 @@ def test_adapters_are_folded_where_the_memory_of_the_card_allows(planner, tmp_pa
     assert folded.peak - plain.peak == pytest.approx(weights, rel=0.1)
     rounded = config.model_copy(update={"bf16": True})
     assert fit._request(rounded, model_config, card) == fit._request(rounded, model_config, replace(card, memory=24))
+
+
+def write_config(folder, **keys):
+    """A config of SFT whose data does not exist."""
+    config = config_of("SFT", folder)
+    data = [{"path": str(folder / "missing.jsonl"), "type": "chat_template"}]
+    keys = {**COMMON, "base_model": config.base_model, "output_dir": str(folder / "out"), "datasets": data, **keys}
+    (folder / "run.yaml").write_text(repr(keys))  # a mapping of YAML
+    return folder / "run.yaml"
 
 
 def test_rollouts_are_as_long_as_the_config_allows(planner, tmp_path):
@@ -166,16 +181,70 @@ def test_rollouts_are_as_long_as_the_config_allows(planner, tmp_path):
 
 
 def test_a_step_that_does_not_fit_lists_what_makes_it_fit(doctor, tmp_path):
-    config = config_of("SFT", tmp_path)
-    keys = {**COMMON, "base_model": config.base_model, "output_dir": str(tmp_path / "out")}
-    keys |= {"datasets": [{"path": str(tmp_path / "missing.jsonl"), "type": "chat_template"}]}
-    (tmp_path / "run.yaml").write_text(repr(keys))  # a mapping of YAML
-    code, found = doctor(tmp_path / "run.yaml", "--for", "h100", "--memory", "1.1GiB")
-    message = found["error", "memory"]
-    assert code == 1 and "micro_batch_size: 2 with gradient_accumulation_steps: 2" in message, found
-    needed = float(re.search(r"With all of these it needs (\d+) MiB", message)[1])
-    assert needed < 0.1 * 1024 < float(re.search(r"(\d+) MiB at the peak", message)[1])
+    code, found = doctor(write_config(tmp_path), "--memory", "1.1GiB")
+    message = found["ok", "changes"]
+    assert code == 1 and "micro_batch_size: 2 with gradient_accumulation_steps: 2 (same step)" in message, found
+    needed = float(re.search(r"with all of these it needs (\d+) MiB", message)[1])
+    assert needed < 0.1 * 1024 < float(re.search(r"(\d+) MiB at the peak", found["error", "memory"])[1])
+    assert list(found).index(("error", "memory")) < list(found).index(("ok", "changes"))
+
+
+def test_a_step_that_fits_has_a_floor_of_time(doctor, tmp_path):
+    """The phases are in their order; what other kernels than sdpa save is not planned."""
+    code, found = doctor(write_config(tmp_path, flex_attention=True), "--for", "H100")
+    assert code == 0 and "h100 has room for 78.1 GiB. The step fits" in found["ok", "memory"], found
     assert "at least" in found["ok", "time"] and "kernels" in found["ok", "peak memory, loss and backward"]
+    assert "flex_attention is planned as sdpa" in found["warning", "attention"]
+    phases = [name for _, name in found if name.startswith("peak memory")]
+    assert phases[-2:] == ["peak memory, loss and backward", "peak memory, optimizer"]
+
+
+def plan_of(total, **keys):
+    use = Use(peak=total, elsewhere=0, kernels=1.0, flops=1e12, moved=1e9, flops_elsewhere=keys.pop("elsewhere", 0.0))
+    return Plan(phases={STEP: use}, weights=1, gradients=1, optimizer=1, parameters=1, trained=1)
+
+
+@pytest.mark.parametrize("total, level", [(0.91, "warning"), (0.89, "ok")])
+def test_a_step_that_leaves_little_of_the_room_is_a_warning(tmp_path, total, level):
+    """As without a card: more than 90% of the room may not fit with fragments or other rows."""
+    config = config_of("SFT", tmp_path)
+    with patch.object(fit, "_planned", return_value=plan_of(int(total * 78.1 * 2**30))), patch.object(fit, "Planner"):
+        found = {check.name: check for check in fit.planned(config, "h100", known.CARDS["h100"])}
+    assert found["memory"].level == level and ("tight" in found["memory"].message) == (level == "warning")
+
+
+def test_what_other_devices_compute_is_not_counted_at_the_rate_of_the_card(tmp_path):
+    config, card = config_of("strided", tmp_path), known.CARDS["h100"]
+    with patch.object(fit, "_planned", return_value=plan_of(2**30, elsewhere=5e12)), patch.object(fit, "Planner"):
+        found = {check.name: check.message for check in fit.planned(config, "h100", card)}
+    assert "and the time of 5.00 TFLOP on other devices, which is not known" in found["time"]
+    assert fit.floor(plan_of(1, elsewhere=5e12), card, config) == fit.floor(plan_of(1), card, config)
+
+
+def test_a_plan_names_what_it_leaves_out_and_what_cannot_fit(tmp_path):
+    """A vLLM server, and steps that need not be planned: nothing is started for them."""
+    config, card = config_of("structured LoRA", tmp_path), known.Card(24)
+    served = config.model_copy(update={"trl": config.trl.model_copy(update={"use_vllm": True, "vllm_mode": "server"})})
+    [warning] = fit._assumptions(served)
+    assert "trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3" in warning.message and warning.level == "warning"
+    assert not list(fit._assumptions(config))
+    huge = config.model_copy(update={"micro_batch_size": 10**6, "sequence_len": 4096})
+    with patch.object(fit, "Planner", side_effect=AssertionError):
+        [*_, error] = fit.planned(huge, "a card", card)
+        assert (
+            error.level == "error" and "micro_batch_size: 1000000 with sequence_len: 4096 cannot fit" in error.message
+        )
+        [*_, error] = fit.planned(config, *known.card_of(None, "0.5"))
+        assert "0.5 GiB leaves no room" in error.message and error.level == "error"
+
+
+def test_changes_of_full_fine_tuning_say_what_they_change(tmp_path):
+    config = fit._on_gpu(config_of("strided", tmp_path))
+    texts = [text for text, _ in fit._candidates(config)]
+    assert all(("(same step)" in text) != ("(changes the training)" in text) for text in texts), texts
+    [rounded] = [text for text in texts if text.startswith("torch_dtype")]
+    order = [text.partition(":")[0] for text in texts]
+    assert "small updates are lost" in rounded and order.index("torch_dtype") < order.index("ebft.feature_device")
 
 
 def test_what_is_the_default_on_a_gpu_is_not_proposed(tmp_path):
@@ -190,13 +259,25 @@ def test_what_is_the_default_on_a_gpu_is_not_proposed(tmp_path):
     "arguments, message",
     [
         (["--for", "h1000"], "--for h1000: unknown card. Choose from rtx4090"),
-        (["--memory", "much"], "--memory much: expected the memory of a card in GiB"),
+        (["--memory", "much"], "--memory much: expected the memory of a card, such as 24GiB"),
+        (["--for", "h100", "--memory", "24"], "--for h100 and --memory 24 both name a card"),
     ],
 )
 def test_cards_that_are_unknown(arguments, message):
     given = dict(zip(arguments[::2], arguments[1::2]))
     with pytest.raises(ConfigError, match=message):
-        fit.card_of(given.get("--for"), given.get("--memory"))
+        known.card_of(given.get("--for"), given.get("--memory"))
+
+
+@pytest.mark.parametrize("given, size", [("80GB", 80e9 / 2**30), ("80GiB", 80), ("80", 80), ("23.5 G", 23.5)])
+def test_the_memory_of_a_card(given, size):
+    """GB are 10^9 bytes, as vendors count, and GiB 2^30."""
+    assert known.card_of(None, given)[1].memory == pytest.approx(size)
+
+
+def test_a_card_is_refused_before_anything_heavy_is_imported():
+    code = "import ebft.tools.cli.prepare, sys; assert not {'torch', 'transformers', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +286,15 @@ def test_cards_that_are_unknown(arguments, message):
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
         ("meta-llama/Llama-3.2-3B", 3_212_749_824),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
     ],
 )
 def test_known_shapes_have_the_weights_of_the_published_models(name, count):
     """The numbers that the Hub shows for the files of these models."""
-    values = dict(fit.KNOWN[name])
+    values = dict(known.KNOWN[name])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     assert model.num_parameters() == count
@@ -217,7 +302,7 @@ def test_known_shapes_have_the_weights_of_the_published_models(name, count):
 
 def test_the_defaults_of_transformers_are_those_of_the_known_shape():
     """`Qwen3_5TextConfig` has the shape of Qwen3.5-9B, from which the smaller model takes what it leaves out."""
-    values, default = dict(fit.KNOWN["Qwen/Qwen3.5-9B"]), AutoConfig.for_model("qwen3_5_text")
+    values, default = dict(known.KNOWN["Qwen/Qwen3.5-9B"]), AutoConfig.for_model("qwen3_5_text")
     for key in ("hidden_size", "intermediate_size", "tie_word_embeddings"):
         assert getattr(default, key) == values[key], key
     assert (default.num_hidden_layers, default.num_attention_heads, default.num_key_value_heads) == (32, 16, 4)
@@ -230,4 +315,12 @@ def test_shapes_of_models_that_cannot_be_reached(tmp_path, ebft):
     assert (found.hidden_size, found.num_hidden_layers) == (2048, 16) and "known shape" in source
     with pytest.raises(ModelError, match=r"set base_model to a folder with its config\.json"):
         fit.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
+    with pytest.raises(ModelError, match=r"whose shape is known: .*Qwen/Qwen3-4B"):
+        fit.model_config_of(config.model_copy(update={"base_model": "nobody/has-this"}))
+    path = write_config(tmp_path, base_model="nobody/has-this")
+    result = ebft("doctor", path, "--for", "h100")
+    assert result.exit_code == 1 and "1 errors, 0 warnings" in result.stdout
+    (tmp_path / "base" / "config.json").write_text("{")
+    [error] = fit.planned(config.model_copy(update={"base_model": str(tmp_path / "base")}), "h", None)
+    assert error.level == "error" and "config.json" in error.message and "To plan without" not in error.message
     assert "add it, as in" in ebft("doctor", "--for", "h100").stderr

@@ -31,6 +31,7 @@ from ebft.tools.cli.arguments import (
 )
 from ebft.tools.cli.console import FAILED, listing, polite
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
+from ebft.tools.doctor.known import card_of
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -53,7 +54,10 @@ def doctor(
         ),
     ] = None,
     memory: Annotated[
-        str | None, option("--memory", "SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB.")
+        str | None,
+        option(
+            "--memory", "SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."
+        ),
     ] = None,
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
@@ -85,6 +89,8 @@ def doctor(
             "--for and --memory plan the step of a config: add it, as in `ebft doctor run.yaml --for h100`."
         )
 
+    planned_on = card_of(card, memory) if plans else None
+
     def show(checks: Iterable[Check]) -> None:
         """Print checks as they are made, and count them."""
         for check in checks:
@@ -97,10 +103,10 @@ def doctor(
     if config is not None:
         loaded = Attempt("config", load_config, config, overrides or [], ok=f"{config} is valid")
         show(loaded.checks)
-        if plans and not levels["error"]:
-            from ebft.tools.doctor.fit import card_of, planned  # imports torch
+        if planned_on is not None and not levels["error"]:
+            from ebft.tools.doctor.fit import planned  # imports torch
 
-            show(planned(loaded.result, *card_of(card, memory)))
+            show(planned(loaded.result, *planned_on))
         elif not levels["error"]:
             from ebft.tools.doctor.run import check_config  # imports torch
 

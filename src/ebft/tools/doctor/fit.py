@@ -8,66 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.machine import gib
 from ebft.models.load import load_model_config
-from ebft.tools.doctor.environment import Check
-from ebft.tools.doctor.memory import changed, changes
+from ebft.tools.doctor.environment import Attempt, Check
+from ebft.tools.doctor.known import KNOWN, Card
+from ebft.tools.doctor.memory import CHANGES_TRAINING, changed, changes
 from ebft.tools.doctor.plan import BEFORE, Plan, Planner, Request
 
 _GIB = 2**30
 _KERNEL = 10e-6  # seconds that Python needs to start a kernel
 _SHORTEST = 128  # tokens of a row that may be halved
+_TIGHT = 0.9  # of the room; more than this is a warning
 _RESERVE = 1.0  # GiB for the CUDA context, the libraries' workspaces and the allocator's gaps
-
-
-@dataclass(frozen=True)
-class Card:
-    """A GPU by its vendor's data sheet: GiB of memory, dense FLOP/s in bfloat16 and float32, bytes per second."""
-
-    memory: float
-    bfloat16: float | None = None
-    float32: float | None = None
-    bandwidth: float | None = None
-
-
-CARDS = {
-    "rtx4090": Card(24, 165e12, 83e12, 1.01e12),
-    "a6000": Card(48, 155e12, 39e12, 0.77e12),
-    "l40s": Card(45, 362e12, 92e12, 0.86e12),
-    "a100-40": Card(40, 312e12, 19.5e12, 1.56e12),
-    "a100": Card(80, 312e12, 19.5e12, 2.04e12),
-    "h100": Card(80, 989e12, 67e12, 3.35e12),
-    "h200": Card(140, 989e12, 67e12, 4.8e12),
-    "b200": Card(179, 2250e12, 75e12, 8.0e12),
-}
-
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {"model_type": "qwen3_5_text", "max_position_embeddings": 262144}
-
-
-def _llama(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    return _LLAMA | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "head_dim": 64 if layers == 16 else 128,
-        "tie_word_embeddings": tied,
-    }
-
-
-# What config.json says of models that may not be reachable; the values that it leaves out are transformers' defaults.
-KNOWN: dict[str, dict[str, Any]] = {
-    "meta-llama/Llama-3.2-1B": _llama(2048, 8192, 16, 32, tied=True),
-    "meta-llama/Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True),
-    "meta-llama/Llama-3.1-8B": _llama(4096, 14336, 32, 32, tied=False),
-    "Qwen/Qwen3.5-4B": _QWEN | {"hidden_size": 2560, "intermediate_size": 9216, "tie_word_embeddings": True},
-    "Qwen/Qwen3.5-9B": _QWEN | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
-}
 
 
 def model_config_of(config: RunConfig) -> tuple[Any, str]:
@@ -75,31 +32,18 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
     try:
         return load_model_config(config), "config.json"
     except (ModelError, ConfigError, OSError) as error:
-        name = re.sub("-Instruct$", "", config.base_model)
+        name = re.sub("-(Instruct|Base)$", "", config.base_model)
+        if (Path(config.base_model).expanduser() / "config.json").is_file():
+            raise ModelError(str(error)) from error
         if name not in KNOWN:
             raise ModelError(
-                f"{error} To plan without it, set base_model to a folder with its config.json (weights are not needed)."
+                f"{error} To plan without it, set base_model to a folder with its config.json (weights are not needed) "
+                f"or to a model whose shape is known: {', '.join(KNOWN)}."
             ) from error
     from transformers import AutoConfig
 
     values = dict(KNOWN[name])
     return AutoConfig.for_model(values.pop("model_type"), **values), f"the known shape of {name}"
-
-
-def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
-    """The card of `--for`, with the memory of `--memory` if it is given. Raises ConfigError."""
-    found = Card(0)
-    if name is not None:
-        if name.lower() not in CARDS:
-            raise ConfigError(f"--for {name}: unknown card. Choose from {', '.join(CARDS)}, or use --memory 80GiB.")
-        found = CARDS[name.lower()]
-    if memory is None:
-        return str(name).lower(), found
-    parsed = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GiB|GB|G)?", memory.strip(), re.IGNORECASE)
-    size = float(parsed[1]) if parsed else 0.0
-    if not 0 < size < 10_000:
-        raise ConfigError(f"--memory {memory}: expected the memory of a card in GiB, such as 24GiB.")
-    return name or f"a card with {size:g} GiB", Card(size, found.bfloat16, found.float32, found.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -171,10 +115,19 @@ def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> F
     What does not fit is planned again with one change after another, those with the least cost first; those that do not
     lower the peak by 1% are left out.
     """
+    return _with_changes(config, model_config, card, planner, _planned(config, model_config, card, planner))
+
+
+def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Plan:
+    found = planner(_request(_on_gpu(config), model_config, card))
+    if isinstance(found, str):
+        raise ModelError(f"The step cannot be planned: {found}")
+    return found
+
+
+def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: Plan) -> Fit:
+    """`fit`, from the plan of the config as it is."""
     config = _on_gpu(config)
-    first = planner(_request(config, model_config, card))
-    if isinstance(first, str):
-        raise ModelError(f"The step cannot be planned: {first}")
     limit, now, made, useless = room(card, config), first, [], set()
     while now.total > limit:
         for text, values in _candidates(config):
@@ -198,36 +151,102 @@ def _candidates(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         tokens = int(tokens * (1 + rollouts))
     yield from changes(config, tokens, on_gpu=True)
     if config.sequence_len >= _SHORTEST:
-        yield f"sequence_len: {config.sequence_len // 2}", {"sequence_len": config.sequence_len // 2}
+        half = config.sequence_len // 2
+        yield f"sequence_len: {half} {CHANGES_TRAINING}", {"sequence_len": half}
 
 
 def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
     """Yield the plan of a config on a card as lines of the report; an error if the step does not fit."""
-    model_config, source = model_config_of(config)
-    with Planner() as planner:
-        found = fit(config, model_config, card, planner)
-    plan = found.plan
-    counts = f"{plan.parameters:,} weights, of which {plan.trained:,} are trained"
-    counts = counts if config.adapter is None else f"{plan.parameters:,} weights, and {plan.trained:,} of the adapter"
-    yield Check("ok", "model", f"{config.base_model} by {source}: {counts}")
+    found = Attempt("model", model_config_of, config, ok=lambda model: f"{config.base_model} by {model[1]}")
+    yield from found.checks
+    if found.failed:
+        return
+    model_config, limit = found.result[0], room(card, config)
+    yield from _assumptions(config)
+    problem = _cannot_fit(config, model_config, name, card, limit)
+    if problem is not None:
+        yield Check("error", "memory", problem)
+        return
+    rows = f"{config.micro_batch_size:,} rows of up to {config.sequence_len:,} tokens"
+    yield Check("ok", "plan", f"a step with micro-batches of {rows}; this takes a minute or more")
+    try:
+        with Planner() as planner:
+            plan = _planned(config, model_config, card, planner)
+            yield from _described(plan, config, card)
+            text = f"{_size(plan.total)} at the peak, in {plan.peak}; {name} has room for {_size(limit)}"
+            if plan.total <= limit:
+                if plan.total > _TIGHT * limit:
+                    yield Check("warning", "memory", f"{text}. The step fits, but it is tight: fragments of memory and "
+                                "rows of other lengths may need the rest.")  # fmt: skip
+                else:
+                    yield Check("ok", "memory", f"{text}. The step fits.")
+                return
+            yield Check("error", "memory", f"{text}. It does not fit. Looking for changes with which it does ...")
+            last = _with_changes(config, model_config, card, planner, plan)
+    except ModelError as error:
+        yield Check("error", "plan", str(error))
+        return
+    if last.changes is None:
+        yield Check("warning", "changes", "it does not fit with any of the changes that are known")
+    else:
+        made = "".join(f"\n  - {change}" for change in last.changes)
+        yield Check("ok", "changes", f"with all of these it needs {_size(last.changed.total)}:{made}")
+
+
+def _size(size: float) -> str:
+    """Bytes with a digit more than `gib`, since they are compared with the room of a card."""
+    return f"{size / _GIB:.1f} GiB" if abs(size) >= _GIB else gib(size)
+
+
+def _assumptions(config: RunConfig) -> Iterator[Check]:
+    """What the plan leaves out, as warnings."""
+    if config.method.rows == "prompts" and config.trl.use_vllm and config.trl.vllm_mode != "colocate":
+        text = "trl.use_vllm: the vLLM server is not in this plan; it needs another GPU. With one GPU, set "
+        yield Check("warning", "vLLM", f"{text}trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3")
+    if config.attn_implementation not in (None, "sdpa"):
+        text = (
+            f"attn_implementation: {config.attn_implementation} is planned as sdpa, without its fused kernels, which "
+        )
+        yield Check("warning", "attention", f"{text}may need less memory and time")
+
+
+def _cannot_fit(config: RunConfig, model_config: Any, name: str, card: Card, limit: float) -> str | None:
+    """Why a step cannot fit by its size alone, so that it need not be planned; None if it may."""
+    if limit <= 0:
+        shared = card.memory > _RESERVE
+        remedy = "Lower vllm.gpu_memory_utilization." if shared else "Choose a card with more memory."
+        taken = f"{_RESERVE:g} GiB is left for CUDA and its libraries" + (
+            ", and vLLM takes its share" if shared else ""
+        )
+        return f"{name} leaves no room for the step: {taken}. {remedy}"
+    width = getattr(model_config.get_text_config(), "hidden_size", None)
+    states = config.micro_batch_size * config.sequence_len * 2 * (width or 0)  # of 16 bits
+    if states > limit:
+        return (
+            f"micro_batch_size: {config.micro_batch_size} with sequence_len: {config.sequence_len} cannot fit: hidden "
+            f"states of one layer alone need {_size(states)}, and {name} has room for {_size(limit)}. Decrease "
+            "micro_batch_size, and increase gradient_accumulation_steps instead."
+        )
+    return None
+
+
+def _described(plan: Plan, config: RunConfig, card: Card) -> Iterator[Check]:
+    """The lines of a plan: weights, phases, and the least time."""
+    counts = f"{plan.parameters:,} in the model, of which {plan.trained:,} are trained"
+    counts = (
+        counts if config.adapter is None else f"{plan.parameters:,} in the model, and {plan.trained:,} in the adapter"
+    )
+    yield Check("ok", "weights", counts)
+    others = 0.0
     for phase, use in plan.phases.items():
         elsewhere = f", and {gib(use.elsewhere)} on other devices" if use.elsewhere else ""
         work = f"{use.flops / 1e12:,.2f} TFLOP, {use.moved / 1e9:,.0f} GB read and written, {use.kernels:,.0f} kernels"
+        work += f"; {use.flops_elsewhere / 1e12:,.2f} TFLOP on other devices" if use.flops_elsewhere else ""
+        others += use.flops_elsewhere if phase not in (*BEFORE, "evaluation") else 0
         yield Check("ok", f"peak memory, {phase}", f"{gib(use.peak)}{elsewhere}; {work}")
     least = floor(plan, card, config)
     if least is not None:
         parts = f"arithmetic {least.flops:.2f} s, memory traffic {least.moved:.2f} s, kernels {least.kernels:.2f} s"
         text = f"a step takes at least {least.total:.2f} s ({parts}), by data sheet and 10 µs a kernel"
+        text += f", and the time of {others / 1e12:,.2f} TFLOP on other devices, which is not known" if others else ""
         yield Check("ok", "time", text)
-    text = f"{gib(plan.total)} at the peak, in {plan.peak}; {name} has room for {gib(found.room)}"
-    if config.method.rows == "prompts" and config.trl.use_vllm:
-        where = "shares the card" if config.trl.vllm_mode == "colocate" else "needs another card"
-        text += f" (the vLLM server {where})"
-    if found.fits:
-        yield Check("ok", "memory", f"{text}. The step fits.")
-    elif found.changes is None:
-        yield Check("error", "memory", f"{text}. It does not fit, nor does it with any of the changes that are known.")
-    else:
-        changes = "".join(f"\n  - {change}" for change in found.changes)
-        yield Check("error", "memory", f"{text}. It does not fit. With all of these it needs "
-                    f"{gib(found.changed.total)}:{changes}")  # fmt: skip

@@ -65,8 +65,9 @@ class Phase:
 
     peaks: list[int] = field(default_factory=lambda: [0] * DEVICES)
     kernels: int = 0
-    flops: int = 0
-    moved: int = 0  # bytes that kernels read and write
+    flops: int = 0  # of the first device
+    moved: int = 0  # bytes that its kernels read and write
+    flops_elsewhere: int = 0
 
 
 class Ledger:
@@ -472,14 +473,18 @@ class _Call:
         now.kernels += 1
         results = found if isinstance(found, (list, tuple)) else (found,)
         moved = sum(each.numel() * each.element_size() for each in self.given)
-        now.moved += moved + sum(
+        moved += sum(
             each.numel() * each.element_size()
             for each in results
             if isinstance(each, Tensor) and not any(each is image for _, image in self.pairs)
         )
         formula = flop_registry.get(self.op.overloadpacket)
-        if formula is not None:
-            now.flops += formula(*args, **kwargs, out_val=found)
+        flops = 0 if formula is None else formula(*args, **kwargs, out_val=found)
+        if self.device.index:
+            now.flops_elsewhere += flops
+        else:
+            now.flops += flops
+            now.moved += moved
 
     def _on_device(self, found: Any) -> Any:
         if isinstance(found, Tensor):

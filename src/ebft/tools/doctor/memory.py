@@ -192,6 +192,7 @@ def _features_on(config: RunConfig, size: int) -> str | None:
     return None if device in ("cuda", f"cuda:{torch.cuda.current_device()}") else device
 
 
+CHANGES_TRAINING = "(changes the training)"  # of changes with which the step is not the same
 _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 
@@ -218,28 +219,30 @@ def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
     half = needs.rows.longest // 2
     if needs.rows.fit(needs.config, half):
         text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
-        yield text, {"sequence_len": half}
+        yield f"{text} {CHANGES_TRAINING}", {"sequence_len": half}
 
 
 def changes(config: RunConfig, tokens: int, on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield what may lower the memory of a step of `tokens` tokens, those with the least cost first."""
     yield from _smaller_batches(config, tokens)
     if not config.gradient_checkpointing:
-        text = "gradient_checkpointing: true, which recomputes activations in the backward pass"
+        text = "gradient_checkpointing: true, which recomputes activations in the backward pass (same step)"
         yield text, {"gradient_checkpointing": True}
     is_full = config.adapter is None
-    if is_full and config.method.compares_features(config) and on_gpu and config.ebft.feature_device != "cpu":
-        text = "ebft.feature_device: cpu, or another GPU, for the frozen copy of the model"
-        yield text, {"ebft.feature_device": "cpu"}
     if is_full and on_gpu and "8bit" not in config.optimizer:
-        yield "optimizer: adamw_bnb_8bit", {"optimizer": "adamw_bnb_8bit"}
+        yield f"optimizer: adamw_bnb_8bit {CHANGES_TRAINING}", {"optimizer": "adamw_bnb_8bit"}
     if weights_dtype(config).itemsize > 2:
-        yield "torch_dtype: bfloat16, for weights of half the size", {"torch_dtype": "bfloat16"}
+        lost = "; small updates are lost to rounding" if is_full else ""
+        text = f"torch_dtype: bfloat16, for weights of half the size{lost} {CHANGES_TRAINING}"
+        yield text, {"torch_dtype": "bfloat16"}
+    if is_full and config.method.compares_features(config) and on_gpu and config.ebft.feature_device != "cpu":
+        text = "ebft.feature_device: cpu, or another GPU, for the frozen copy of the model; slow on a CPU (same step)"
+        yield text, {"ebft.feature_device": "cpu"}
     if is_full:
         text = "adapter: lora, without gradients, optimizer state or a frozen copy of the base model"
-        yield text, {"adapter": "lora"}
+        yield f"{text} {CHANGES_TRAINING}", {"adapter": "lora"}
     elif on_gpu and not (config.load_in_4bit or config.load_in_8bit):
-        yield "adapter: qlora with load_in_4bit: true", {"adapter": "qlora", "load_in_4bit": True}
+        yield f"adapter: qlora with load_in_4bit: true {CHANGES_TRAINING}", {"adapter": "qlora", "load_in_4bit": True}
     yield from _smaller_rollouts(config)
 
 
@@ -269,7 +272,7 @@ def _smaller_rollouts(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]
         now = getattr(getattr(config, section), key)
         value = -(-now // 2)
         if least <= value < now:
-            yield f"{section}.{key}: {value}", {f"{section}.{key}": value}
+            yield f"{section}.{key}: {value} {CHANGES_TRAINING}", {f"{section}.{key}": value}
 
 
 def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:

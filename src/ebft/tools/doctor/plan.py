@@ -47,8 +47,9 @@ class Use:
     peak: int
     elsewhere: int
     kernels: float
-    flops: float
-    moved: float  # bytes that kernels read and write
+    flops: float  # on the device that trains
+    moved: float  # bytes that its kernels read and write
+    flops_elsewhere: float
 
 
 @dataclass(frozen=True)
@@ -226,13 +227,14 @@ def _use_sizes_of(kind: str) -> None:
 
 
 def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
-    """The phases that computed something; those of micro-batches are `repeats` times as long in the step."""
-    uses = {}
-    for name, phase in ledger.phases.items():
+    """The phases that computed something, as they follow each other; those of micro-batches are `repeats` as long."""
+    uses, last = {}, (STEP, "optimizer", "evaluation")  # of which the first has all others within it
+    for name, phase in sorted(ledger.phases.items(), key=lambda item: last.index(item[0]) if item[0] in last else -1):
         if phase.kernels:
             often = 1.0 if name in (*BEFORE, "optimizer", "evaluation") else repeats
             peak, elsewhere = phase.peaks
-            uses[name] = Use(peak, elsewhere, often * phase.kernels, often * phase.flops, often * phase.moved)
+            work = (phase.kernels, phase.flops, phase.moved, phase.flops_elsewhere)
+            uses[name] = Use(peak, elsewhere, *(often * count for count in work))
     return uses
 
 
