@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -97,20 +98,23 @@ class Results:
 
     path: Path
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shape: str = "1b"
 
     @classmethod
-    def read(cls, path: Path) -> Results:
+    def read(cls, path: Path, shape: str) -> Results:
         if not path.exists():
-            return cls(path)
+            return cls(path, shape=shape)
         try:
             parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
-        except (ValueError, KeyError, TypeError) as error:
+            for record in parts.values():
+                record["state"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SystemExit(f"--output: {path} is no result of this command ({error}). Name another file.") from error
-        return cls(path, parts)
+        return cls(path, parts, shape)
 
     def store(self, name: str, record: dict[str, Any]) -> None:
         """Set the record of a part, and write both files."""
-        self.parts[name] = record
+        self.parts[name] = {"shape": self.shape, **record}
         self.parts = {name: self.parts[name] for name in PARTS if name in self.parts}  # by importance
         self.path.parent.mkdir(parents=True, exist_ok=True)
         texts = {self.path: json.dumps({"parts": self.parts}, indent=2), self.markdown: table(self.parts)}
@@ -126,7 +130,9 @@ class Results:
     def is_open(self, name: str, again: bool) -> bool:
         """Whether a part is to be run; with `again`, also after an error, or if a module it lacked is there now."""
         record = self.parts.get(name)
-        if record is None or (record["state"] == STARTED and record["starts"] < STARTS):
+        if record is None or record.get("shape", self.shape) != self.shape:  # of another model
+            return True
+        if record["state"] == STARTED and record["starts"] < STARTS:
             return True
         return again and (record["state"] != DONE or any(map(find_spec, record.get("missing", []))))
 
@@ -298,8 +304,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--shape", choices=("1b", "tiny"), default="1b", help="of the model: Llama-3.2-1B's, or a small one")
     add("--wheel", type=Path, help="the wheel of the published trainer, where there is no package index")
     options = parser.parse_args(arguments)
-    if options.minutes <= 0 or options.slower <= 0:
+    if not all(0 < number < math.inf for number in (options.minutes, options.slower)):
         parser.error("--minutes and --slower must be above 0")
+    if options.output and (options.output.suffix != ".json" or options.output.is_dir()):
+        parser.error(
+            f"--output: {options.output} must be the path of a .json file; a table is written to .md beside it"
+        )
     if options.wheel and not options.wheel.is_file():
         parser.error(f"--wheel: there is no file {options.wheel}")
     names = [name for name in PARTS if name in (options.parts or PARTS)]
@@ -315,14 +325,14 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             name = device_name()
         except SystemExit as reason:
-            results = Results.read(options.output or RESULTS / "gpu-NAME.json")
+            results = Results.read(options.output or RESULTS / "gpu-NAME.json", options.shape)
             print(plan_text(options.parts, results, options))
             if options.plan:
                 print(f"\n{reason}")
                 return 0
             raise
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    results = Results.read(options.output or RESULTS / f"gpu-{slug}.json")
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + "-tiny" * (options.shape == "tiny")
+    results = Results.read(options.output or RESULTS / f"gpu-{slug}.json", options.shape)
     if options.plan:
         print(plan_text(options.parts, results, options))
         return 0

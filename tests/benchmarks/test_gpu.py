@@ -87,6 +87,7 @@ def test_parts_run_in_order_and_a_rerun_repeats_nothing(measure):
     second = measure()
     assert second.calls == [] and second.code == 0 and "All parts are done." in second.printed
     assert [call[0] for call in measure("--fresh", "--parts", "step", "tests").calls] == ["tests", "step"]
+    assert [call[0] for call in measure("--shape", "tiny", "--parts", "step").calls] == ["step"]  # of another model
 
 
 def is_running(pid):
@@ -241,6 +242,8 @@ def test_without_a_gpu_it_says_what_it_would_do(monkeypatch, capsys, tmp_path):
     ("words", "message"),
     [
         (["--minutes", "0"], "must be above 0"),
+        (["--slower", "nan"], "must be above 0"),
+        (["--output", "x.md"], "must be the path of a .json file"),
         (["--parts", "speed"], "invalid choice: 'speed'"),
         (["--wheel", "missing.whl"], "--wheel: there is no file missing.whl"),
     ],
@@ -251,10 +254,11 @@ def test_bad_options(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_file_that_is_no_result_is_not_overwritten(tmp_path):
-    (tmp_path / "x.json").write_text("[]")
+@pytest.mark.parametrize("content", ["[]", '{"parts": {"device": 5}}'])
+def test_a_file_that_is_no_result_is_not_overwritten(content, tmp_path):
+    (tmp_path / "x.json").write_text(content)
     with pytest.raises(SystemExit, match=r"x\.json is no result of this command"):
-        gpu.Results.read(tmp_path / "x.json")
+        gpu.Results.read(tmp_path / "x.json", "1b")
 
 
 def test_every_part_of_the_plan_exists():
