@@ -54,6 +54,9 @@ SPECIAL = {
 NOT_BUILT = {
     "blt": "patches of bytes, by a second model",
     **dict.fromkeys(("emu3", "git", "mllama", "phi4_multimodal"), "multimodal, and its text model has no own name"),
+    "moss_transcribe_diarize": "multimodal, around a model with another name",
+    "dots3_note": "multimodal, around dots3_note_text",
+    "dots3_note_text": "layers with sizes of their own, which a tiny model lacks",
     "got_ocr2": "multimodal, around qwen2",
     **{name: f"multimodal, around {name}_text" for name in ("gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4")},
     **{name: f"multimodal, around {name}_text" for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")},

@@ -34,15 +34,16 @@ _REFUSED = {
     "rembert roformer trocr whisper xglm xlm xlnet",
     "does not use causal attention": "bert bert-generation camembert data2vec-text electra ernie roberta "
     "roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl xmod",
-    "state-space, convolution or linear-attention layers": "bamba falcon_mamba granitemoehybrid inkling_text jamba "
-    "kimi_linear lfm2 lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
-    "recurrent_gemma rwkv xlstm zamba2",
+    "state-space, convolution or linear-attention layers": "bailing_hybrid bamba falcon_mamba granitemoehybrid "
+    "inkling2_loop_text inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 minimax "
+    "nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba2",
     "does not run with strided attention": "axk2 deepseek_v32 doge glm_moe_dsa hy_v4",
     "does not keep its 32 decoder layers in a ModuleList": "hrm_text",
     "differ from those of the plain model": "zaya",
 }
 REFUSED = {name: reason for reason, names in _REFUSED.items() for name in names.split()}
-IN_STRIDED_MODE = {"deepseek_v4": "does not run with strided attention",
+IN_STRIDED_MODE = {"dory": "differ from those of the plain model",
+                   "deepseek_v4": "does not run with strided attention",
                    "gemma3n_text": "has several streams of hidden states",
                    "longcat_flash": "does not run with strided attention"}  # fmt: skip
 WITH_SHARED_PROMPTS = {"deepseek_v4": "differ from those of the plain model"}

@@ -73,6 +73,12 @@ class MaskPattern:
     def to(self, *args) -> MaskPattern:
         return self
 
+    def __getitem__(self, index: tuple[slice, ...]) -> MaskPattern:
+        """Return the pattern of all queries and keys, which Gemma 4 takes after its layers with own keys."""
+        if any(each not in (slice(None), slice(0, None)) for each in index):
+            raise NotImplementedError(f"a part of the attention mask, {index}")
+        return self
+
     @property
     def is_causal(self) -> bool:
         return self.function is causal_mask_function
