@@ -146,6 +146,8 @@ def test_a_signal_ends_the_part_and_stores_its_rows(number, measure, monkeypatch
 
 SIGNALS = """
 import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):  # which these tests may have been started with or without
+    signal.signal(number, signal.SIG_DFL)
 if sys.argv[1] == "nohup":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from benchmarks.gpu import signals
