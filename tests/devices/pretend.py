@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ebft
+from ebft.tools.doctor.hollow import numbers_as_tensors
 
 NAME = "pretend"
 DEVICES = 2
@@ -380,26 +381,13 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if name == "set_":
         return op.redispatch(_CPU_KERNEL, *args)  # it changes no data
     call = _Call(op, name)
-    on_cpu, options = call.on_cpu(_numbers_as_tensors(op, args)), call.on_cpu(kwargs)
+    on_cpu, options = call.on_cpu(numbers_as_tensors(op, args)), call.on_cpu(kwargs)
     call.check(args)
     if kwargs.get("generator") is not None and not _is_of_device(kwargs["generator"]):
         raise MixedDevices(f"{op} expects a generator of the device, not of the CPU. At {_line()}")
     found = op(*on_cpu, **options)
     _count(name, args, kwargs)
     return call.on_device(found)
-
-
-def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with tensors for numbers, which few operations accept in place of a tensor from Python."""
-    if not any(type(each) in (int, float, bool) for each in args):
-        return args
-    first = next((each for each in args if isinstance(each, Tensor)), None)
-    found = list(args)
-    for index, (value, argument) in enumerate(zip(args, op._schema.arguments)):
-        if type(value) in (int, float, bool) and str(argument.type) == "Tensor" and first is not None:
-            shape = torch.empty(first.shape[:1], dtype=first.dtype)
-            found[index] = torch.tensor(value, dtype=torch.result_type(shape, value))
-    return tuple(found)
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention import tiles as tiling
 from ebft.prefix.attention.tiles import BatchedTiles, Own, Scores, Tile, attend, batch_tiles
 
@@ -140,3 +141,11 @@ def test_what_is_stacked(monkeypatch):
     monkeypatch.setattr(tiling, "_SCORES", 2 * 2 * 10 * 20)
     assert [part.rows for part in batch_tiles(parts, 2)] == [slice(0, 20), slice(20, 30)]
     assert [part.rows for part in batch_tiles(parts, 5)] == [p.rows for p in parts]
+
+
+def test_a_mask_is_sliced_as_a_whole_only():
+    """Gemma 4 of transformers 5.24 takes the rows of the last `logits_to_keep` queries, which are all of them here."""
+    pattern = MaskPattern(lambda *positions: True)
+    assert pattern[:, :, slice(-0, None), :] is pattern
+    with pytest.raises(NotImplementedError, match="a part of the attention mask"):
+        pattern[:, :, slice(-1, None), :]

@@ -333,10 +333,10 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return args[0].shape == args[1].shape
     if name in _INDEXING:
         args = (args[0], _without_masks(args[1]), *args[2:])
-    return _Call(op, name).result(_numbers_as_tensors(op, args), kwargs)
+    return _Call(op, name).result(numbers_as_tensors(op, args), kwargs)
 
 
-def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with tensors for numbers, which few operations accept in place of a tensor from Python."""
     if not any(type(each) in (int, float, bool) for each in args):
         return args
