@@ -41,7 +41,8 @@ def test_planted_mistakes_are_found_with_their_lines():
 def test_kernels_of_a_step():
     """Of a model with 16 layers; without folded adapters and fused layers, there are twice as many."""
     table = output("-m", "benchmarks.kernels", "--lengths", "512")
-    of_run = {line[:18].strip(): int(line[18:].split()[1].replace(",", "")) for line in table.splitlines()[1:]}
+    rows = [line for line in table.splitlines() if line.startswith("strided")]  # libraries print lines too
+    of_run = {line[:18].strip(): int(line[18:].split()[1].replace(",", "")) for line in rows}
     assert of_run["strided"] <= 6500 and of_run["strided LoRA"] <= 8500, table
 
 
