@@ -20,6 +20,7 @@ _DIRECTIONS = {
     **dict(zip(range(0x202A, 0x202F), ("LRE", "RLE", "PDF", "LRO", "RLO"))),
     **dict(zip(range(0x2066, 0x206A), ("LRI", "RLI", "FSI", "PDI"))),
 }
+_UNLIMITED = 100_000  # characters in a line: tables are as wide as their cells
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -52,6 +53,12 @@ def safe_console(**options: Any) -> Console:
     made = Console(**options)
     made.push_render_hook(_Printable())
     return made
+
+
+def print_table(table: RenderableType) -> None:
+    """Print a table to stdout: as wide as the terminal, and whole where the output goes to a file or a pipe."""
+    width = None if sys.stdout.isatty() else _UNLIMITED
+    safe_console(soft_wrap=False, width=width).print(table)
 
 
 class _Printable(RenderHook):

@@ -130,9 +130,8 @@ def in_process(ebft, monkeypatch):
 def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in_process, monkeypatch, tmp_path):
     mark, sweep, out = tmp_path / "mark", tmp_path / "sweep.yaml", tmp_path / "out"
     sweep.write_text("learning_rate: [0.01, 0.001]")
-    # The size: both, also in a terminal without capabilities. Cells of the table are not broken.
-    for name, value in {"LAUNCH_TEST_MARK": str(mark), "COLUMNS": "300", "LINES": "50"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LAUNCH_TEST_MARK", str(mark))
+    monkeypatch.setenv("COLUMNS", "40")  # of no terminal: tables are whole
     arguments = ("train", run_file, "plugins=[tests.launch.plugins.FailsUnlessMarked]", "--sweep", sweep)
 
     def swept(code, *words):

@@ -13,7 +13,7 @@ import typer
 
 from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
-from ebft.printed import printable_json, safe_console, say
+from ebft.printed import print_table, printable_json, safe_console, say
 from ebft.run_files import check_rollouts, check_run, read_object
 from ebft.tools.cli.arguments import (
     BaseModel,
@@ -207,7 +207,7 @@ def evaluate(
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
     for table in filter(None, (evaluation.table(), evaluation.differences_table())):
-        safe_console(soft_wrap=False).print(table)
+        print_table(table)
     if output is not None:
         say(f"Results written to {output}")
     if plot is not None:

@@ -18,14 +18,14 @@ from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
 from ebft.data.transforms import PLAIN_TEXT
 from ebft.errors import ConfigError, RunError
-from ebft.printed import safe_console, say
+from ebft.printed import print_table, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, ConfigFile, Overrides, RunFolder, option
 from ebft.tools.cli.console import polite
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
-from ebft.tools.launch.sweep import MOST_RUNS, Sweep, read_sweep
+from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
 PANEL = "Several processes"
 _PASSED_ON = "ebft.options_for_the_launcher"  # in the context of the command
@@ -99,7 +99,8 @@ def train_sweep(
             say(shlex.join([sys.executable, "-m", "ebft", *runs.words(run)]))
         return 0
     status = runs.train_all(lambda line: say(line, err=True))
-    safe_console(soft_wrap=False).print(runs.table())
+    print_table(runs.table())
+    say(f"All metrics: {runs.folder / RESULTS}")
     return status
 
 

@@ -277,7 +277,6 @@ class Sweep:
             Column("state", no_wrap=True),
             *metrics,
             title="Held-out results",
-            caption=f"All metrics: {self.folder / RESULTS}",
         )
         for run in self.runs:
             values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
