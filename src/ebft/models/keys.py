@@ -338,7 +338,7 @@ class FSDPKeys(Section):
     )
     cpu_offload: bool = Field(False, description="Keep parameters, gradients and optimizer state in CPU memory.")
     cpu_ram_efficient_loading: bool = Field(
-        False, description="Read the weights on one process per machine only, which sends the others their parts."
+        False, description="Keep the weights in one process per machine until it has sent the others their parts."
     )
     auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = Field(
         "TRANSFORMER_BASED_WRAP",

@@ -106,7 +106,7 @@ def shard_on_cpu(accelerator: Any, plugin: FullyShardedDataParallelPlugin) -> No
 
 
 def load_on_first_process(args: Any) -> None:
-    """Make `from_pretrained` read weights on the first process of each machine only, if the arguments ask for it.
+    """Make `load_complete` keep weights on the first process of each machine only, if the arguments ask for it.
 
     The others have zeros until the model is sharded, when they receive their parts.
     """
@@ -115,7 +115,7 @@ def load_on_first_process(args: Any) -> None:
 
 
 def load_on_every_process() -> None:
-    """Make `from_pretrained` read weights on every process from here on: only the policy receives them later."""
+    """Make `load_complete` keep weights on every process from here on: only the policy receives them later."""
     disable_fsdp_ram_efficient_loading()
 
 

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
@@ -29,6 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations import is_fsdp_enabled
 
 from ebft.catalog import is_gguf, require_gguf
 from ebft.errors import ModelError, some_of
@@ -119,7 +121,16 @@ def load_complete(
             "Servers such as vLLM may use the embeddings for both: set it to false in config.json.",
             stacklevel=4,
         )
+    if is_fsdp_enabled() and not PartialState().is_local_main_process:
+        _free_weights(model)
     return model
+
+
+def _free_weights(model: PreTrainedModel) -> None:
+    """Replace the weights of a model, which FSDP receives from the first process, by zeros that share one element."""
+    for own in model.parameters():
+        if _is_plain(own):
+            own.data = own.new_zeros(()).expand(own.shape)
 
 
 def own_name(key: str) -> str:
