@@ -10,7 +10,6 @@ RAY_VENV := .venv-ray
 # The newest release of torch that is tested. In constraints.txt is an older one, of which there are builds without CUDA
 # where `make test` runs: 0.9 GB installed instead of 5.4 GB.
 NEWEST_TORCH := 2.15.0
-NEWEST_TRANSFORMERS := 5.24.0
 
 # What `make test-minimum` and `make test-newest` run: the contracts with other packages, configs, commands, and
 # trained numbers.
@@ -59,13 +58,13 @@ test-failed: $(STAMP)
 		--disable-warnings
 
 # The lowest version of each package that pyproject.toml allows, and the newest versions: those of constraints.txt with
-# the newest torch and transformers; each in a separate environment of several gigabytes. Warnings, which differ by version, do not fail
+# the newest torch; each in a separate environment of several gigabytes. Warnings, which differ by version, do not fail
 # these tests as they fail `make test`.
 test-minimum: RESOLVED = --resolution lowest-direct
 test-newest: RESOLVED = --constraint .venv-newest/constraints.txt
 test-minimum test-newest: test-%: $(STAMP)
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	sed 's/^torch==.*/torch==$(NEWEST_TORCH)/; s/^transformers==.*/transformers==$(NEWEST_TRANSFORMERS)/' constraints.txt > .venv-$*/constraints.txt
+	sed 's/^torch==.*/torch==$(NEWEST_TORCH)/' constraints.txt > .venv-$*/constraints.txt
 	$(BIN)/uv pip install --quiet --python .venv-$* $(RESOLVED) -e ".[dev]"
 	PYTHONPATH=src .venv-$*/bin/python -m pytest $(VERSION_TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile \
 		-m "not (slow or gpu)" --deselect "tests/config/test_reference.py::test_the_page_is_fresh[commands.md]" # of constraints.txt's typer
