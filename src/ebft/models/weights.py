@@ -128,8 +128,12 @@ def load_complete(
 
 def _free_weights(model: PreTrainedModel) -> None:
     """Replace the weights of a model, which FSDP receives from the first process, by zeros that share one element."""
-    for own in model.parameters():
-        if _is_plain(own):
+    for name, own in [*model.named_parameters()]:
+        if own.is_meta:  # of a new head: accelerate tells parameters apart by their addresses
+            parent, _, leaf = name.rpartition(".")
+            zeros = torch.zeros((), dtype=own.dtype).expand(own.shape)
+            setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(zeros, own.requires_grad))
+        elif _is_plain(own):
             own.data = own.new_zeros(()).expand(own.shape)
 
 
