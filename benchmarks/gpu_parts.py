@@ -597,7 +597,7 @@ def _count_runs(report: Report) -> None:
 
 def _inputs(setting: Setting, transform: str, tokens: int) -> dict[str, Any]:
     """The inputs of guard.py with the model of the shape, which is saved once, and longer rows."""
-    keys = guard.write_inputs(setting.folder, transform)
+    keys = guard.inputs_of(transform, setting.folder)
     if setting.is_tiny:
         return keys
     base = setting.folder / "shape"

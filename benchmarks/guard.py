@@ -36,14 +36,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import TrainerCallback
 
 import ebft
 from benchmarks.flops import flop_counter
-from benchmarks.kernels import RUNS, counts_of_run
+from benchmarks.kernels import RUNS, counts_of_run, write_inputs
 from benchmarks.measuring import machine
 from tests.devices.pretend import Counts, is_possible, register
 
@@ -159,31 +158,17 @@ def measure(name: str) -> Cost:
         during.enter_context(contextlib.redirect_stdout(silence))
         during.enter_context(contextlib.redirect_stderr(silence))
         during.enter_context(warnings.catch_warnings(action="ignore"))
-        ebft.train(ebft.RunConfig.from_dict({**COMMON, **keys, **write_inputs(Path(folder), transform)}))
+        ebft.train(ebft.RunConfig.from_dict({**COMMON, **keys, **inputs_of(transform, Path(folder))}))
     if step.cost is None:
         raise RuntimeError(f"The run of {name} ended before step {STEP}.")
     return step.cost
 
 
-def write_inputs(folder: Path, transform: str) -> dict[str, Any]:
-    """The model, its tokenizer and rows of unequal lengths, in `folder`; the config's keys that name them."""
-    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' <end> ' }}{% endfor %}"
-    tokenizer.save_pretrained(folder / "base")
-    torch.manual_seed(0)
+def inputs_of(transform: str, folder: Path) -> dict[str, Any]:
+    """`write_inputs` with a small model, and rows of unequal lengths that every transform in use here understands."""
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=len(words), num_hidden_layers=4, eos_token_id=0, pad_token_id=1, **shape)
-    LlamaForCausalLM(config).save_pretrained(folder / "base")
     rows = [pair(sentence(row, 24 + 4 * row), " " + sentence(row + 50, 40 + 8 * row)) for row in range(16)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return {
-        "base_model": str(folder / "base"),
-        "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}],
-        "output_dir": str(folder / "out"),
-    }
+    return write_inputs(folder, transform, rows, WORDS, {**shape, "num_hidden_layers": 4}, after=" <end> ")
 
 
 def pair(prompt: str, answer: str) -> dict[str, Any]:

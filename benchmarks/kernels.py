@@ -103,7 +103,7 @@ class CountStep(TrainerCallback):
 def counts_of_run(name: str, length: int, **changes: Any) -> dict[str, Counts]:
     """Train the run `name` of RUNS with one document, or prompt with its reference, of `length` tokens per step."""
     with tempfile.TemporaryDirectory() as folder:
-        return counts_of_step({**STEPS, **write_inputs(Path(folder), length, RUNS[name]), **RUNS[name], **changes})
+        return counts_of_step({**STEPS, **inputs_of_run(Path(folder), length, RUNS[name]), **RUNS[name], **changes})
 
 
 def counts_of_step(keys: dict[str, Any]) -> dict[str, Counts]:
@@ -122,29 +122,38 @@ def counts_of_step(keys: dict[str, Any]) -> dict[str, Counts]:
     return step.phases
 
 
-def write_inputs(folder: Path, length: int, run: dict[str, Any]) -> dict[str, Any]:
-    """A model of `LAYERS` layers and documents of `length` tokens, in `folder`; the config's keys that name them."""
-    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(WORDS))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
-    tokenizer.save_pretrained(folder / "base")
-    torch.manual_seed(0)
+def inputs_of_run(folder: Path, length: int, run: dict[str, Any]) -> dict[str, Any]:
+    """`write_inputs` with a model of `LAYERS` layers, and documents of `length` tokens."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(words), num_hidden_layers=LAYERS, max_position_embeddings=4096, **special, **shape)
-    ).save_pretrained(folder / "base")
+    shape |= {"num_hidden_layers": LAYERS, "max_position_embeddings": 4096, "bos_token_id": None}
     words = [[f"w{(row * 7919 + n * n) % WORDS}" for n in range(length)] for row in range(4)]
     parts = [{"text": row, "input": row[:-ANSWER], "output": row[-ANSWER:]} for row in words]
     rows = [{name: " ".join(part) for name, part in row.items()} for row in parts]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     transform = "ebft_pretrain" if run["ebft"]["mode"] == "strided" else "ebft_opencode"
+    keys = write_inputs(folder, f"{transform}.transform", rows, WORDS, shape, after=" ")
+    return keys | {"sequence_len": length + 8}
+
+
+def write_inputs(
+    folder: Path, transform: str, rows: list[dict[str, Any]], count: int, shape: dict[str, Any], after: str
+) -> dict[str, Any]:
+    """A Llama of a shape and a tokenizer of `count` words, with `after` after each message, and rows, in `folder`.
+
+    Returns the config's keys that name them.
+    """
+    words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(count))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    tokenizer.chat_template = f"{{% for message in messages %}}{{{{ message['content'] + '{after}' }}}}{{% endfor %}}"
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(words), eos_token_id=0, pad_token_id=1, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {
         "base_model": str(folder / "base"),
-        "datasets": [{"path": str(folder / "rows.jsonl"), "type": f"{transform}.transform"}],
-        "sequence_len": length + 8,
+        "datasets": [{"path": str(folder / "rows.jsonl"), "type": transform}],
         "output_dir": str(folder / "out"),
     }
 

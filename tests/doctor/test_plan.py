@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, write_inputs
+from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, inputs_of
 from ebft import RunConfig, train
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import load_model_config
@@ -44,7 +44,7 @@ def planner():
 def config_of(name, folder, shape="tiny", **keys):
     """The config of a method of `benchmarks.guard` in `folder`, with four rows and a model of another shape."""
     transform, of_method = METHODS[name]
-    inputs = write_inputs(folder, transform)
+    inputs = inputs_of(transform, folder)
     if SHAPES[shape]:
         config = LlamaConfig.from_pretrained(folder / "base")
         for key, value in SHAPES[shape].items():

@@ -118,7 +118,7 @@ class Planner:
             raise ModelError(f"PyTorch {torch.__version__} cannot plan a step: a newer one is needed.")
         environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
         environment |= {
-            "ACCELERATE_TORCH_DEVICE": "hollow:0",
+            "ACCELERATE_TORCH_DEVICE": "pretend:0",
             "CUDA_VISIBLE_DEVICES": "",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TOKENIZERS_PARALLELISM": "false",
@@ -178,9 +178,11 @@ def serve() -> None:
 
 def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     """Build the model and the trainer, and run one optimizer step."""
+    from ebft.tools.doctor import backend
+
     gc.collect()
     ledger.restart()
-    ledger.memory = request.memory
+    backend.Module.memory = request.memory
     given, config = request.config, _for_device(request, folder)
     tokenizer = request.tokenizer or _tokenizer(request.model_config)
     with ledger.phase("model"):
@@ -244,7 +246,7 @@ def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, in
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0
-    with torch.device("hollow", 0):
+    with torch.device("pretend", 0):
         model = head.auto_class.from_config(
             model_config, dtype=weights_dtype(config), trust_remote_code=config.trust_remote_code
         )
@@ -379,7 +381,7 @@ def _for_device(request: Request, folder: str) -> RunConfig:
     ebft: dict[str, Any] = {}
     if config.ebft.feature_device is not None:
         same = config.ebft.feature_device in ("cuda", "cuda:0")
-        ebft["feature_device"] = f"hollow:{int(not same)}"
+        ebft["feature_device"] = f"pretend:{int(not same)}"
     if config.method.samples_blocks and not request.on_gpu:  # the defaults of each kind of device
         if config.ebft.single_pass is None and not config.gradient_checkpointing:
             ebft["single_pass"] = config.ebft.rollout_tokens_per_pass is None
