@@ -268,7 +268,8 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     # Full completions
     ({**PROMPTS, "rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
     ({**PROMPTS, "micro_batch_size": 2, "gradient_accumulation_steps": 3},
-     "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps"),
+     "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps.* Set "
+     "trl.num_generations to 2 or 3 or 6, or gradient_accumulation_steps to 4 or a multiple of it."),
     ({**PROMPTS, "eval_batch_size": 12}, "eval_batch_size: 12 is not a multiple of trl.num_generations: 8"),
     (structured(multi_objective_aggregation="normalize_then_sum"),
      "trl.multi_objective_aggregation: normalize_then_sum .* Set ebft.advantage_estimator: group_norm"),
