@@ -38,7 +38,7 @@ def structured(**trl):
 @pytest.mark.parametrize(("keys", "message"), [
     (structured(vllm_importance_sampling_clip_max=3.0), "Use 'trl.vllm_importance_sampling_cap' instead"),
     # Adapters and weights
-    ({"adapter": "lora"}, "adapter: lora needs lora_r"),
+    ({"adapter": "lora"}, "adapter: lora needs lora_r. Set it, for example lora_r: 16."),
     ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
     ({**LORA, "lora_target_modules": ".*q_proj"}, "lora_target_modules is also set, to a regular expression"),
     ({**LORA, "lora_target_linear": False, "lora_target_modules": "all-linear"}, "contradicts lora_target_l"),
