@@ -196,7 +196,7 @@ def render_commands() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    paragraphs = [part.strip() for part in inspect.cleandoc(command.help).split("\n\n")]
+    paragraphs = [part.strip() for part in inspect.getdoc(command.callback).split("\n\n")]
     description, _, examples = "\n\n".join(paragraphs).partition("Examples:")
     shown = [parameter for parameter in command.params if not parameter.hidden]
     arguments = [parameter for parameter in shown if parameter.param_type_name == "argument"]

@@ -67,6 +67,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_maybe_log_save_evaluate": "(...) logs, evaluates and saves after a step and after an epoch",
         "_finish_current_push": "waits for the upload of a checkpoint, at the end of training",
         "_push_from_checkpoint": "(folder) uploads it",
+        "_issue_warnings_after_load": "(load_result) logs missing and unexpected weights of a checkpoint",
         "_run_epoch": "(*, epoch, train_dataloader, ...) trains one epoch",
         "_save": "(folder, state_dict=) writes model, tokenizer and arguments; with no weights, all but these",
         "_save_checkpoint": "(model, trial) writes checkpoint-<step>",

@@ -1,3 +1,4 @@
+import inspect
 import json
 import re
 import resource
@@ -41,9 +42,20 @@ def test_help_and_completion_are_fast(environment):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, env=ENVIRONMENT | environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert (b"ebft.stride=" if environment else b"learning_rate") in done.stdout
+    assert (b"ebft.stride=" if environment else b"--learning-rate") in done.stdout
     # CPU seconds, since others may be using the machine; they then count for more, so this is twice what it takes.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+
+
+@pytest.mark.parametrize("name", sorted(get_command(app).commands))
+def test_help_has_the_brackets_of_its_texts(ebft, name):
+    """rich would take those of `pip install 'ebft[tui]'` for a style."""
+    command = get_command(app).commands[name]
+    texts = [inspect.getdoc(command.callback), command.epilog or "", *(each.help or "" for each in command.params)]
+    words = {word for text in texts for word in text.split() if "[" in word}
+    shown = ebft(name, "--help").output
+    assert {word for word in words if word.strip(".,:`") not in shown} == set()
+    assert len(shown.splitlines()) < 130
 
 
 def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
@@ -100,7 +112,7 @@ def test_what_commands_say(ebft, good, monkeypatch, arguments, code, texts):
 
 SHOWN = {"vllm-serve": ["vllm.python=", "--verbose"],
          "preprocess": ["ebft preprocess run.yaml --debug", "last_run_prepared", "--html"],
-         "train": RunConfig.model_fields}  # fmt: skip
+         "train": ["ebft config", "--learning-rate 1e-5"]}  # fmt: skip
 
 
 def test_the_help_of_every_command_has_examples(ebft):

@@ -2,11 +2,13 @@
 
 import functools
 import json
+import sys
 
 import pytest
 
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
+from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable
 from tests.config.conftest import MINIMAL, STRIDED
@@ -259,3 +261,20 @@ def test_a_wrong_override_says_what_to_type(write):
     for override, *parts in OVERRIDES:
         assert_refused(parts, checked, path, [override])
     assert_refused(("must be a list",), load_config, path, "seed=1")
+
+
+def test_modules_are_also_found_in_the_folder_of_the_config(tmp_path, monkeypatch):
+    """Those in the working directory come first."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    for place, name in ((folder, "only_beside_it"), (folder, "in_both_places"), (tmp_path, "in_both_places")):
+        (place / f"{name}.py").write_text("def function(): ...")
+    (folder / "run.yaml").write_text(PLAIN)
+    monkeypatch.chdir(tmp_path)
+    load_config("configs/run.yaml")
+    found = [find_function("key", f"{name}.function") for name in ("only_beside_it", "in_both_places")]
+    assert [function.__code__.co_filename for function in found] == [
+        str(folder / "only_beside_it.py"),
+        str(tmp_path / "in_both_places.py"),
+    ]

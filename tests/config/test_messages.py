@@ -38,7 +38,7 @@ def structured(**trl):
 @pytest.mark.parametrize(("keys", "message"), [
     (structured(vllm_importance_sampling_clip_max=3.0), "Use 'trl.vllm_importance_sampling_cap' instead"),
     # Adapters and weights
-    ({"adapter": "lora"}, "adapter: lora needs lora_r"),
+    ({"adapter": "lora"}, "adapter: lora needs lora_r. Set it, for example lora_r: 16."),
     ({**LORA, "lora_target_linear": False}, "Set lora_target_linear: true"),
     ({**LORA, "lora_target_modules": ".*q_proj"}, "lora_target_modules is also set, to a regular expression"),
     ({**LORA, "lora_target_linear": False, "lora_target_modules": "all-linear"}, "contradicts lora_target_l"),
@@ -268,7 +268,8 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     # Full completions
     ({**PROMPTS, "rl": "grpo"}, "rl: grpo needs trl.reward_funcs"),
     ({**PROMPTS, "micro_batch_size": 2, "gradient_accumulation_steps": 3},
-     "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps"),
+     "num_generations: 8 does not divide 6, .*micro_batch_size \\* gradient_accumulation_steps.* Set "
+     "trl.num_generations to 2 or 3 or 6, or gradient_accumulation_steps to 4 or a multiple of it."),
     ({**PROMPTS, "eval_batch_size": 12}, "eval_batch_size: 12 is not a multiple of trl.num_generations: 8"),
     (structured(multi_objective_aggregation="normalize_then_sum"),
      "trl.multi_objective_aggregation: normalize_then_sum .* Set ebft.advantage_estimator: group_norm"),

@@ -56,6 +56,12 @@ def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given,
     assert warned(type(config).from_dict, values=config.model_dump(exclude_unset=True)) == (config, [])
 
 
+def test_the_scaling_of_an_adapter_is_twice_its_rank_unless_set(make):
+    keys = {"adapter": "lora", "lora_target_linear": True}
+    assert make(**keys, lora_r=8).lora_alpha == 16 and make(**keys, lora_r=8, lora_alpha=8).lora_alpha == 8
+    assert make(adapter="lora", lora_model_dir="trained").lora_alpha is make().lora_alpha is None
+
+
 def test_keys_that_ask_for_nothing(make):
     for empty in (None, False, [], ""):
         assert warned(make, **dict.fromkeys(UNSUPPORTED_KEYS, empty))[1] == []

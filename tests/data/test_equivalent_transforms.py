@@ -67,6 +67,20 @@ def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
     assert same(rows["plain"][0], train) and same(rows["plain"][1], held_out)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("type", ["ebft_strided_structured.transform", "ebft_opencode.transform", "chat_template"])
+def test_rows_without_a_prompt_are_dropped_and_counted_by_all_methods(write_jsonl, chatml, capsys, type, method):
+    """SFT and strided mode would train on them as text."""
+    empty = [pair(5) | {"input": None}, pair(6) | {"input": " \n"}]
+    if type == "chat_template":
+        empty = [{"messages": [user(content), assistant("an answer")]} for content in (None, " \n")]
+    make = MAKE.get(type.split(".")[0], chat)
+    path = write_jsonl([*map(make, range(2)), *empty, make(2)])
+    rows = load(path, type, chatml, method)[0]
+    dropped = f"{len(rows)} rows; dropped 2 without a prompt (for example {path}, train, row 2)"
+    assert len(rows) >= 3 and f"5 documents produced {dropped}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("type", ["chat_template", "ebft_strided_chat"])
 def test_every_turn_is_trained_on_in_both_kinds_of_rows(write_jsonl, chatml, type):
     path = write_jsonl([chat(number) for number in range(4)])

@@ -1,10 +1,13 @@
 """The log of rollouts: what both modes write, and a folder that cannot be written."""
 
+import copy
 import json
 import warnings
+from importlib import resources
 
 import pytest
 import torch
+from datasets import Dataset
 
 from ebft.monitor.run_files import RolloutLog
 from ebft.run_files import ROLLOUTS
@@ -47,6 +50,22 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
                         assert sample[name] == pytest.approx(getattr(output, name)[number, n, b].item())
                     checked += 1
     assert found == [] and checked > 20
+
+
+def test_prompts_with_tool_calls_are_printed(chat_tokenizer, tmp_path, capsys):
+    """Arrow gives each message the keys of all others, and TRL's table of completions reads `tool_calls: None`."""
+    tokenizer = copy.copy(chat_tokenizer)
+    tokenizer.chat_template = (resources.files("trl") / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    called = {"function": {"name": "add", "arguments": '{"a": 2}'}}
+    calls = {"role": "assistant", "content": None, "tool_calls": [called]}
+    answered = [[], [calls, {"role": "tool", "content": "2"}]]
+    prompts = [[{"role": "user", "content": f"add {number}"}, *answered[number % 2]] for number in range(12)]
+    rows = Dataset.from_list([{"prompt": prompt, "ground_truth": "two"} for prompt in prompts])
+    keys = {"log_completions": True, "max_steps": 1, "per_device_train_batch_size": 8}
+    model = lora(chat_model(tokenizer, max_position_embeddings=4096))
+    make_structured(model, tokenizer, tmp_path, rows, **keys).train()
+    assert "add(a=2)" in capsys.readouterr().out
+    assert {len(entry["prompt"]) for entry in entries(tmp_path)} == {1, 3}
 
 
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):

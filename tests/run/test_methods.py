@@ -9,7 +9,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from ebft import load_config, train
+from ebft.config.load import parse_yaml
 from ebft.data.load import load_datasets
+from tests.docs.blocks import ROOT, blocks_of
 
 OVERRIDES = {
     "plain": ["rl="],
@@ -63,6 +65,23 @@ def test_every_method_trains_on_the_same_rows_in_the_same_order(run_file, tokeni
         held_out, orders[method] = {text.split()[1] for text in texts}, list(dict.fromkeys(met))
         assert len(held_out) == 2 and not held_out & set(orders[method])
         assert orders[method] == orders["plain"] and len(orders["plain"]) == 10
+
+
+@pytest.mark.parametrize("method", OVERRIDES)
+def test_every_method_trains_with_the_config_of_the_readme(run_file, method):
+    """Its batch has as many completions as its rollouts per anchor, which is fewer than TRL's default."""
+    found = (block.code for block in blocks_of(ROOT / "README.md") if block.language == "yaml")
+    config, here = next(parse_yaml(code) for code in found if "rl: ebft" in code), parse_yaml(run_file.read_text())
+    samples, config["trl"] = config["ebft"]["n_samples_per_prompt"], {"max_completion_length": 6}
+    for key in ("base_model", "special_tokens", "datasets", "sequence_len", "output_dir"):
+        config[key] = here[key]
+    run_file.write_text(yaml.safe_dump(config))
+    with warnings.catch_warnings(record=True) as warned:
+        result = train(load_config(run_file, [*OVERRIDES[method], "max_steps=1"]))
+    assert "loss" in result.trainer.state.log_history[0]
+    assert not any("ebft.n_samples_per_prompt" in str(each.message) for each in warned)
+    if method in ("structured", "grpo"):
+        assert result.trainer.num_generations == samples == 4
 
 
 def test_plain_fine_tuning_learns_the_completion_alone(run_file, tokenizer, tiny_llama_dir):

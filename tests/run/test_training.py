@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 import warnings
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from ebft import load_config, train
 from ebft.errors import ConfigError
@@ -317,3 +319,17 @@ def test_a_run_that_spent_its_budget_is_not_trained_on(make, out, save):
     assert again.trainer.state.global_step == 2 and again.metrics["budget/documents"] == 4
     more = train(strided(make, **keys, budget={"documents": 5}, **AUTO))
     assert more.trainer.state.global_step == 3 and more.metrics["budget/documents"] == 6
+
+
+def test_tied_weights_are_not_reported_as_missing(make, out, tmp_path, tiny_llama_dir, monkeypatch):
+    """A checkpoint has them once, and a resumed run logged the other name."""
+    folder, said, found = tmp_path / "tied", [], namedtuple("Found", "missing_keys unexpected_keys")
+    shutil.copytree(tiny_llama_dir, folder)
+    tied = AutoConfig.from_pretrained(tiny_llama_dir, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(tied).save_pretrained(folder)
+    monkeypatch.setattr(transformers.trainer.logger, "warning", said.append)
+    train(make(base_model=folder, max_steps=1, save_steps=1))
+    resumed = train(make(base_model=folder, resume_from_checkpoint=out / "checkpoint-1")).trainer
+    assert resumed.state.global_step == 2 and said == []
+    resumed._issue_warnings_after_load(found(["model.norm.weight", "lm_head.weight"], []))
+    assert said == ["There were missing keys in the checkpoint model loaded: ['model.norm.weight']."]

@@ -23,11 +23,11 @@ class Option(NamedTuple):
     description: str
 
 
-def option_groups(nested: bool = True) -> dict[str, list[Option]]:
-    """The keys of each group, in order; `nested` adds the keys of sections, those of the method as separate groups."""
+def option_groups() -> dict[str, list[Option]]:
+    """The keys of each group and of its sections, in order; those of the method's sections are separate groups."""
     groups: dict[str, list[Option]] = {}
     for title, model in GROUPS.items():
-        for option in _options(model, "", nested):
+        for option in _options(model, ""):
             section = option.key.partition(".")[0] if model is MethodKeys and "." in option.key else None
             groups.setdefault(f"Section {section}" if section else title, []).append(option)
     return groups
@@ -62,16 +62,16 @@ def _choices(annotation: Any) -> Iterator[str]:
         yield from _choices(arguments[0])
 
 
-def _options(model: type[BaseModel], prefix: str, nested: bool) -> Iterator[Option]:
+def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
     for name, info in model.model_fields.items():
         section = section_of(info.annotation)
-        if section is None or not nested:
+        if section is None:
             yield Option(prefix + name, _type(info), _default(info), info.description or "")
             continue
         is_list = get_origin(info.annotation) is list
         if is_list:
             yield Option(prefix + name, "list of entries", _default(info), info.description or "")
-        yield from _options(section, f"{prefix}{name}.{'N.' if is_list else ''}", nested)
+        yield from _options(section, f"{prefix}{name}.{'N.' if is_list else ''}")
 
 
 def _type(info: FieldInfo) -> str:

@@ -4,6 +4,7 @@ A rule returns an error message, or None. `key` returns the name of an option as
 trainer argument, `in_config` as a config key.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -79,15 +80,19 @@ def rollout_func(function: Callable[..., Any], key: Key) -> str | None:
     return None if problem is None else f"{key('rollout_func')} {problem}. Define it as {name}(prompts, trainer)."
 
 
-def groups(completions: int, num_generations: int, key: Key) -> str | None:
-    """`completions` is the number of completions per process and generation step."""
+def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: str) -> str | None:
+    """`batch_size` completions in each of `steps` micro-batches of a process, whose number the key `step` sets."""
+    completions = batch_size * steps
     if completions % num_generations == 0:
         return None
+    sizes = [size for size in range(2, completions + 1) if completions % size == 0]
+    nearest = sorted(sorted(sizes, key=lambda size: abs(size - num_generations))[:3])
+    fits = f"{key('num_generations')} to {' or '.join(map(str, nearest))}, or " if sizes else ""
     return (
         f"{key('num_generations')}: {num_generations} does not divide {completions}, the number of completions per "
         f"process and generation step ({key('per_device_train_batch_size')} * gradient_accumulation_steps, unless "
-        f"{key('generation_batch_size')} is set). All completions of a prompt must be in the same step. Change one of "
-        "these values."
+        f"{key('generation_batch_size')} is set). All completions of a prompt must be in the same step. Set "
+        f"{fits}{step} to {num_generations // math.gcd(batch_size, num_generations)} or a multiple of it."
     )
 
 
@@ -220,6 +225,18 @@ def resolve_single_completion(options: RewardOptions, num_generations: int) -> N
         "reward: use_whitening is set to false.",
         stacklevel=3,
     )
+
+
+def follow_samples(ebft: EBFTSection, trl: TRLSection) -> None:
+    """Take `num_generations` from `ebft.n_samples_per_prompt` unless it is set, so that one config fits all methods."""
+    given = "n_samples_per_prompt" in ebft.model_fields_set and "num_generations" not in trl.model_fields_set
+    if given and ebft.n_samples_per_prompt > 1:
+        trl.num_generations = ebft.n_samples_per_prompt
+
+
+def samples_in_effect(ebft: EBFTSection, trl: TRLSection) -> set[str]:
+    """The key `n_samples_per_prompt` if full completions of a prompt are as many."""
+    return {"n_samples_per_prompt"} if ebft.n_samples_per_prompt == trl.num_generations else set()
 
 
 def warn_of_reward(options: EBFTSection) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, create_model, model_validator
@@ -12,7 +13,7 @@ from ebft.config.checks.combinations import refuse_contradictions
 from ebft.config.checks.resolve import resolve
 from ebft.config.load import read_values
 from ebft.config.section import Section
-from ebft.config.user_functions import with_plugin_args
+from ebft.config.user_functions import search_folders, with_plugin_args
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
@@ -72,9 +73,12 @@ class RunConfig(MethodConfig, KeysOfMethods):
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Read the YAML file at `path`, apply `overrides` (`dotted.key=value`), and check the result.
 
+    User-defined modules are also looked up in the folder of the file.
+
     Raises ConfigError with the file and line of malformed YAML, or with each invalid key and its allowed values.
     """
     values = read_values(path, overrides)
+    search_folders(os.getcwd(), str(Path(path).expanduser().resolve().parent))
     try:
         return RunConfig.from_dict(values)
     except ConfigError as error:

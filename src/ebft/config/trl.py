@@ -120,7 +120,8 @@ class SamplingKeys(Section):
     """How completions are sampled."""
 
     num_generations: Annotated[int, Field(ge=2, le=MAX_TOKENS)] = Field(
-        8, description="Number of completions per prompt."
+        8,
+        description="Number of completions per prompt. If unset, ebft.n_samples_per_prompt where the config has it.",
     )
     generation_batch_size: Count | None = Field(
         None,

@@ -20,16 +20,21 @@ from ebft.config.user_code import is_outside, user_code
 from ebft.errors import ConfigError, EBFTError
 
 
+def search_folders(*folders: str) -> None:
+    """Look user-defined modules up in these folders too, after all others on Python's path."""
+    sys.path.extend(folder for folder in folders if folder not in sys.path)
+
+
 def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
     """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
 
-    Modules are looked up on Python's path and in the working directory; importing one runs its code.
+    Modules are looked up on Python's path, in the working directory, and in the folder of the config; importing one
+    runs its code.
     """
     module, _, function = name.rpartition(".")
     if not all(name.split(".")) or not module:
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    search_folders(os.getcwd())
     try:
         with user_code(f"{key}: importing {module!r} for {name!r}", error, sets_up=True):
             found = importlib.import_module(module)
@@ -39,8 +44,8 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
             raise
         raise error(
             f"{key}: {name!r} refers to function {function!r} of module {module!r}, but the module was not found in "
-            f"{os.getcwd()} or in the installed packages. Run the command in the folder of {module.partition('.')[0]}, "
-            f"or add that folder to PYTHONPATH.{hint}"
+            f"{os.getcwd()}, in the folder of the config, or in the installed packages. Run the command in the folder "
+            f"of {module.partition('.')[0]}, or add that folder to PYTHONPATH.{hint}"
         ) from failure
     if not callable(vars(found).get(function)):
         own = lambda value: callable(value) and getattr(value, "__module__", None) == module

@@ -222,7 +222,10 @@ def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:
-    """The fields of one row, without padding. Raises DataError that names a missing or malformed field."""
+    """The fields of one row, without padding; `prompt_length` is None if the row has to have a prompt, but has none.
+
+    Raises DataError that names a missing or malformed field.
+    """
     for field in ("input_ids", "labels"):
         if field not in row and "prompt" in row and "ground_truth" in row:
             raise DataError(f"the transform returned prompt and ground_truth, but {hint}")
@@ -240,9 +243,10 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
     length = _real_length(row, len(input_ids))
     first_label = next((index for index, label in enumerate(labels) if label != IGNORE), 0)
     prompt_length = row.get("prompt_length", first_label)
-    if isinstance(prompt_length, bool) or not isinstance(prompt_length, int) or prompt_length < 0:
+    is_number = isinstance(prompt_length, int) and not isinstance(prompt_length, bool)
+    if prompt_length is not None and (not is_number or prompt_length < 0):
         raise DataError(f"prompt_length must be a non-negative integer, got {prompt_length!r}.")
-    if prompt_length > length:
+    if is_number and prompt_length > length:
         raise DataError(
             f"prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
             "before the reference, which follows them in input_ids."

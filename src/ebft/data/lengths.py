@@ -17,6 +17,7 @@ from ebft.config.options import EBFTSection
 from ebft.data.apply import FEATURES
 from ebft.data.row_counts import (
     EMPTY,
+    NO_PROMPT,
     NO_REFERENCE,
     NOTHING_TO_PREDICT,
     ONE_TOKEN,
@@ -87,6 +88,8 @@ class _Cutter:
     def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
+        if prompt_length is None:
+            return self._drop(row, NO_PROMPT)
         if length == 0:
             return self._drop(row, EMPTY)
         if prompt_length >= length or (row["labels"] == IGNORE).all():

@@ -72,6 +72,7 @@ class GRPO(Method):
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
+        rules.follow_samples(config.ebft, config.trl)
         words = {"keys": _keys_of_vllm(config), "bounds": _bounds_of_ratio(config)}
         for applies, message in _IDLE:
             if applies(config):
@@ -88,6 +89,7 @@ class GRPO(Method):
         read = set(option_names(DropoutOption, SharedPrefixOption))
         if FEATURE_MATCHING in (config.trl.reward_funcs or []):
             read |= set(option_names(RewardOptions))
+        read |= rules.samples_in_effect(config.ebft, config.trl)
         idle = ", ".join(f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read))
         if idle:
             warnings.warn(f"{idle}: no effect with {self.name} and these rewards.", stacklevel=2)
@@ -328,8 +330,8 @@ def _bounds_of_ratio(config: MethodConfig) -> str:
 
 def _batches(config: MethodConfig) -> Iterator[str]:
     """Problems with batches, which must consist of whole groups."""
-    trl, samples = config.trl, config.micro_batch_size * config.gradient_accumulation_steps
-    found = rules.groups(samples, trl.num_generations, rules.in_config)
+    trl, size, steps = config.trl, config.micro_batch_size, config.gradient_accumulation_steps
+    found = rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
     if trl.generation_batch_size is None and found:
         yield found
     if trl.generation_batch_size is not None and trl.generation_batch_size % trl.num_generations:

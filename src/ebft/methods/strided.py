@@ -135,6 +135,7 @@ def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:
 def warn_of_options(options: type, of_mode: str, config: MethodConfig, *sections: str) -> None:
     """One warning for the `options` of `ebft:` and the sections that only the other mode reads."""
     foreign = (set(option_names(options)) - set(option_names(FeatureOptions))) & config.ebft.model_fields_set
+    foreign -= rules.samples_in_effect(config.ebft, config.trl)
     idle = [f"ebft.{key}" for key in sorted(foreign)] + [key for key in sections if key in config.model_fields_set]
     if idle:
         warnings.warn(

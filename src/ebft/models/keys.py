@@ -225,7 +225,8 @@ class AdapterKeys(Section):
     )
     lora_r: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = Field(None, description="Rank of the adapter.")
     lora_alpha: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Scaling of the adapter: its output is multiplied by lora_alpha / lora_r."
+        None,
+        description="Scaling of the adapter: its output is multiplied by lora_alpha / lora_r. If unset, 2 * lora_r.",
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
     lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(

@@ -83,10 +83,11 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         self._check_generation_kwargs()
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns: bool = False
-        completions = self.per_device_train_batch_size * self.steps_per_generation
+        size, steps = self.per_device_train_batch_size, self.steps_per_generation
+        step = "gradient_accumulation_steps" if steps == self.gradient_accumulation_steps else "steps_per_generation"
         for found in (
             rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),
-            rules.groups(completions, self.num_generations, rules.in_python),
+            rules.groups(size, steps, self.num_generations, rules.in_python, step),
             rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python),
         ):
             if found:

@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer
-from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS
+from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import is_sharded
@@ -121,7 +121,10 @@ class Generation:
     # A batch: its rows are taken, sampled from the current weights, and given to the reward functions
 
     def take(self, rows: list[Row]) -> None:
-        """Start with the rows of a new batch."""
+        """Start with the rows of a new batch; their prompts are given to TRL without the keys that Arrow has added."""
+        for row in rows:
+            if not isinstance(row["prompt"], str):
+                row["prompt"] = as_texts(row["prompt"])
         given = {name for row in rows for name in (TOOLS, ROW_KWARGS) if row.get(name)}
         if given and not self.samples_conversations and self._agents is None:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -179,6 +180,16 @@ class OverTrainer(Trainer):
             if self._total_loss is not None:
                 logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Report missing weights, except those that the checkpoint has under the name of a weight they are tied to."""
+        names: dict[nn.Parameter, set[str]] = defaultdict(set)
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
+            names[weight].add(name)
+        missing = set(load_result.missing_keys)
+        missing -= {name for tied in names.values() if not tied <= missing for name in tied}
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name in missing]
+        super()._issue_warnings_after_load(load_result)
 
     def _peak_memory(self) -> dict[str, float]:
         """Return the peaks in GiB of what PyTorch has allocated and reserved on the GPU, the maxima over ranks."""

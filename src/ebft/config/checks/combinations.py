@@ -21,10 +21,8 @@ def adapter_problems(config: MethodConfig) -> Iterator[str]:
     """What contradicts `adapter` and the keys that describe it."""
     if config.adapter is None or config.lora_model_dir is not None:
         return
-    for key in ("lora_r", "lora_alpha"):
-        if getattr(config, key) is None:
-            example = "lora_r: 16 with lora_alpha: 32"
-            yield f"adapter: {config.adapter} needs {key}. Set it, for example {example}."
+    if config.lora_r is None:
+        yield f"adapter: {config.adapter} needs lora_r. Set it, for example lora_r: 16."
     if config.lora_target_linear and isinstance(config.lora_target_modules, str):
         yield (
             "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "

@@ -158,6 +158,8 @@ def _experts(config: MethodConfig) -> Iterator[str]:
 
 def _of_adapter(config: MethodConfig) -> Iterator[str]:
     given = [name for name in AdapterKeys.model_fields if name in config.model_fields_set]
+    if config.adapter is not None and config.lora_r is not None and config.lora_alpha is None:
+        config.lora_alpha = 2.0 * config.lora_r
     if config.adapter is not None and config.unfrozen_parameters is not None:
         config.unfrozen_parameters = None
         yield (

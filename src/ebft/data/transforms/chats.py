@@ -45,6 +45,7 @@ from ebft.data.transforms.rows import (
     encode,
     first_present,
     prompt_and_completion,
+    row_without_prompt,
     segments_row,
     text_of,
     text_row,
@@ -270,6 +271,8 @@ def chat_transform(
             text = "\n".join(str(message.get("content", "")) for message in messages)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         messages = [*messages[: turns[-1]], last]
+        if last["role"] == "assistant" and not any(map(says_something, messages[:-1])):
+            return row_without_prompt()
         if tokenizer.chat_template not in known:
             known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)
         kwargs = row_kwargs(example, entry.chat_template_kwargs)

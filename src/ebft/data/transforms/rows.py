@@ -1,7 +1,7 @@
 """Functions shared by the built-in transforms: reading a text column, tokenising, and the fields of a row.
 
-A row that cannot be trained on (no text, no reference) is returned without tokens or without labels; it is then counted
-and dropped.
+A row that cannot be trained on (no text, no prompt, no reference) is returned without tokens or without labels; it is
+then counted and dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -123,6 +123,11 @@ def text_row(input_ids: list[int]) -> dict[str, Any]:
     }
 
 
+def row_without_prompt() -> dict[str, Any]:
+    """Fields of a pair or a chat in which nothing precedes the reference."""
+    return {**text_row([]), "prompt_length": None}
+
+
 def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
     """Fields of a row that consists of (token ids, trained on) segments, the last of which is the reference.
 
@@ -193,18 +198,16 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
 
     def transform_fn(example, tokenizer=None):
         prompt, completion = read(example)
+        if not prompt.strip():
+            return row_without_prompt()
         if not completion.strip():
             return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
         prompt_ids = continued_ids(tokenizer, prompt)
         completion_ids = ids_after(tokenizer, prompt, completion)
-        # With an empty prompt, BOS is before the completion, which may have it too.
-        has_own = not prompt and completion_ids[: len(prompt_ids)] == prompt_ids
-        first = len(prompt_ids) if has_own else 0
-        completion_ids = completion_ids[first:]
         row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
         if not mask_thinking:
             return row
-        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))[first:]
+        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
 

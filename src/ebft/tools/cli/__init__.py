@@ -1,6 +1,7 @@
 """The command `ebft`. Heavy imports are deferred until a command needs them."""
 
 import faulthandler
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,11 +9,12 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
-from ebft.tools.cli.arguments import ConfigCommand, key_overview
+from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.console import (
     FAILED,
     listing,
@@ -42,10 +44,11 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit()
 
 
+_KEYS = "`ebft config` lists all keys of a config with their descriptions. Keys are also options: --learning-rate 1e-5."
 _OVERRIDES: dict[str, Any] = {"cls": ConfigCommand}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
-    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview()}),
+    (train, "Train a model.", {"cls": LaunchingCommand, "epilog": _KEYS}),
     (preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
     (evaluate, "Evaluate models on held-out data.", _OVERRIDES),
     (inference, "Sample from a trained model.", _OVERRIDES),
@@ -62,7 +65,8 @@ _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (doctor, "Check the installation, and a config before training.", _OVERRIDES),
 )
 for _command, _summary, _settings in _COMMANDS:
-    app.command(_command.__name__.replace("_", "-"), short_help=_summary, **_settings)(_command)
+    _help = escape(inspect.getdoc(_command) or "")  # rich would take the brackets in ebft[tui] for a style
+    app.command(_command.__name__.replace("_", "-"), help=_help, short_help=_summary, **_settings)(_command)
 
 
 @app.callback()

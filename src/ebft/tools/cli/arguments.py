@@ -297,13 +297,6 @@ def read_source(
     return config, Path(lora_model_dir or config.output_dir).expanduser()
 
 
-def key_overview() -> str:
-    """All top-level keys, one paragraph per group, for --help."""
-    groups = option_groups(nested=False)
-    lines = [f"{title}: {', '.join(key.key for key in keys)}" for title, keys in groups.items()]
-    return "\n\n".join(["Config keys (run `ebft config` for descriptions):", *lines])
-
-
 def renamed(value: Value | None, former: Value | None, name: str, former_name: str) -> Value | None:
     """The value of the option `name`, or of its former name. Raises ConfigError if both are given."""
     if value is not None and former is not None:
