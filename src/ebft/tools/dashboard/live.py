@@ -21,6 +21,7 @@ _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
 # Metrics that do not compare models: each model's features are whitened with its own samples.
 NOT_COMPARABLE = ("cfm_loss_whitened",)
+LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")  # beginnings of the names in an evaluation
 
 
 class Series:
@@ -101,12 +102,16 @@ Range = tuple[float | None, float | None]  # None: no bound
 
 @dataclass
 class Curve:
-    """A plot: its title, one or more series by label, the desired direction (^, v or none), a healthy range."""
+    """A plot: its title, one or more series by label, the desired direction (^, v or none), a healthy range.
+
+    `rounding` is the largest difference of values that counts as a rounding error.
+    """
 
     title: str
     series: dict[str, Series]
     wanted: str = ""
     healthy: Range | None = None
+    rounding: float = 1e-7  # of sums of float32 numbers around 1, such as advantages
 
     def last_values(self) -> dict[str, float]:
         """The last value of each series that has one."""
@@ -147,6 +152,8 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
         series = {label or title: metrics.series[name] for name, label in labels.items() if name in metrics.series}
         if series:
             found.append(Curve(title, series, wanted, healthy_range(title, config)))
+            if title == "learning_rate":  # which may be as small
+                found[-1].rounding = 0.0
     parts = {
         name.removeprefix("rewards/").removesuffix("/mean"): series
         for name, series in metrics.series.items()

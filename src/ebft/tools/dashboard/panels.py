@@ -29,10 +29,12 @@ def plot(curve: Curve, width: int, height: int) -> Text:
     if rows < 1 or columns < 4 or not curve.last_values():
         return title
     (low, high), (first, last) = axes(curve)
+    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one of them.
+    height_of = lambda value: round((high - min(high, max(low, value))) / (high - low) * (rows * 4 - 1) + 0.01)
     dots, owners = Counter(), {}  # of each character, by row and column: its dots, and the number of the series
     for owner, series in enumerate(curve.series.values()):
         values = enumerate(columns_of(series, columns * 2, first, last))
-        points = [(x, round((high - y) / (high - low) * (rows * 4 - 1))) for x, y in values if y is not None]
+        points = [(x, min(rows * 4 - 1, height_of(y))) for x, y in values if y is not None]
         for start, end in pairwise(points[:1] + points):
             for x, y in _line(start, end):
                 dots[y // 4, x // 2] |= _DOTS[x % 2][y % 4]
@@ -64,6 +66,8 @@ def title_of(curve: Curve, width: int) -> Text:
         text.append(f"  {name}{number(value)}", style="not bold red" if outside else f"not bold {color}")
     if curve.wanted:
         text.append(f" {curve.wanted}", style="not bold dim")
+    outside = outside_text(curve)
+    text.append(f"  {outside}" if outside else "", style="not bold dim")
     if curve.healthy is not None:
         text.append(f"  [{range_text(curve.healthy)}]", style="not bold green")
     text.truncate(width, overflow="ellipsis")
@@ -89,17 +93,53 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 
 def axes(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
     """The lowest and the highest value of the axis of a curve with at least one value, and its first and last step."""
-    values = [value for series in curve.series.values() for value in series.values]
     steps = [step for series in curve.series.values() for step in series.steps]
-    return limits(values, curve.healthy), (min(steps), max(steps))
+    return limits(_values(curve), curve.healthy, curve.rounding), (min(steps), max(steps))
 
 
-def limits(values: list[float], healthy: Range | None) -> tuple[float, float]:
+def _values(curve: Curve) -> list[float]:
+    return [value for series in curve.series.values() for value in series.values]
+
+
+_OUTSIDE, _FEWEST = 100, 10  # one of a hundred values may be outside the axis, if there are at least ten
+_FLATTENED = 0.25  # part of the axis, below which the other values are drawn without the outliers
+_RELATIVE = 1e-6  # rounding errors of float32, relative to the values
+
+
+def _bulk(values: list[float]) -> tuple[float, float]:
+    """The range of `values`, without the few furthest ones if these would flatten the others."""
+    ordered = sorted(values)
+    bottom, top = 0, len(ordered) - 1
+    for _ in range(max(1, len(ordered) // _OUTSIDE) if len(ordered) >= _FEWEST else 0):
+        is_high = ordered[top] - ordered[top - 1] > ordered[bottom + 1] - ordered[bottom]
+        bottom, top = (bottom, top - 1) if is_high else (bottom + 1, top)
+    low, high = ordered[bottom], ordered[top]
+    is_flattened = high - low < _FLATTENED * (ordered[-1] - ordered[0])
+    return (low, high) if is_flattened else (ordered[0], ordered[-1])
+
+
+def outside_text(curve: Curve) -> str:
+    """The furthest values that are outside the axis of a curve, such as `max 123`; empty if there are none."""
+    values = _values(curve)
+    if not values:
+        return ""
+    low, high = limits(values, curve.healthy, curve.rounding)
+    lowest = f"min {number(min(values))}" if min(values) < low else ""
+    highest = f"max {number(max(values))}" if max(values) > high else ""
+    return ", ".join(filter(None, [lowest, highest]))
+
+
+def limits(values: list[float], healthy: Range | None, rounding: float = 0.0) -> tuple[float, float]:
     """Return the lowest and the highest value of the axis for `values` (at least one).
 
-    A bound of the healthy range is included if it is not further away than twice the spread of the values.
+    A bound of the healthy range is included if it is not further away than twice the spread of the values. Values that
+    differ by rounding errors only are flat, and a few outliers are outside the axis if they would flatten the others.
     """
     low, high = min(values), max(values)
+    if high - low <= max(rounding, _RELATIVE * max(abs(low), abs(high))):
+        low = high = 0.0 if low <= 0 <= high else values[-1]
+    else:
+        low, high = _bulk(values)
     spread = high - low or abs(high) or 1.0
     if healthy is not None:
         bounds = [bound for bound in healthy if bound is not None and low - 2 * spread <= bound <= high + 2 * spread]

@@ -15,7 +15,7 @@ from jinja2.filters import do_mark_safe
 from ebft.files import write_text
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
-from ebft.tools.dashboard.panels import axes, band, columns_of, number
+from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
 from ebft.tools.dashboard.rollouts import (
     PROMPT_CHARACTERS,
     Sample,
@@ -115,7 +115,7 @@ def _figure(curve: Curve) -> dict[str, Any]:
     (low, high), (first, last) = axes(curve)
     left, right, top, bottom = (_PLOT[side] for side in ("left", "right", "top", "bottom"))
     x = lambda fraction: round(left + fraction * (right - left), 1)
-    y = lambda value: round(top + (high - value) / (high - low) * (bottom - top), 1)
+    y = lambda value: round(top + (high - min(high, max(low, value))) / (high - low) * (bottom - top), 1)
     lines = []
     for color, (label, series) in zip(cycle(_COLORS), curve.series.items()):
         columns = columns_of(series, min(_COLUMNS, max(2, len(series.steps))), first, last)
@@ -126,6 +126,7 @@ def _figure(curve: Curve) -> dict[str, Any]:
     return {
         "title": curve.title,
         "wanted": curve.wanted,
+        "outside": outside_text(curve),
         "usual": None if curve.healthy is None else range_text(curve.healthy),
         "band": None if shaded is None else (y(shaded[1]), f"{y(shaded[0]) - y(shaded[1]):.1f}"),
         "low": number(low),

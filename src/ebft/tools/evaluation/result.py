@@ -21,7 +21,7 @@ from ebft.errors import ConfigError
 from ebft.files import write_text
 from ebft.methods.method import selecting_keys
 from ebft.scores import CURVE, Scores, interval
-from ebft.tools.dashboard.live import NOT_COMPARABLE
+from ebft.tools.dashboard.live import LOWER_IS_BETTER, NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
@@ -229,7 +229,6 @@ ORDER = (
     "alignment",
     "diversity",
 )
-_LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")
 
 
 def _has_enough_documents(evaluation: Evaluation) -> bool:
@@ -248,7 +247,7 @@ def _ordered(metrics: set[str]) -> list[str]:
 def _marked(name: str) -> str:
     if name in NOT_COMPARABLE:
         return name
-    return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '^'}"
+    return f"{name} {'v' if name.startswith(LOWER_IS_BETTER) else '^'}"
 
 
 def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool = False) -> str:
