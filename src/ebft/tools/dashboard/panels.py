@@ -275,10 +275,13 @@ def _end(text: str, lines: int, characters: int) -> str:
 
 
 def health(live: LiveRun) -> RenderableType:
-    """The health messages, newest first, each with what to do; the error of a run that failed above them."""
+    """The health messages, newest first, each with what to do, below the error of a run that failed and the outcome."""
     parts: list[RenderableType] = []
+    outcome = live.outcome()
     if live.run.get("error"):
         parts.append(Text(f"Error: {printable(str(live.run['error']))}\n", style="red"))
+    if outcome is not None:
+        parts.append(Text(f"{outcome}\n", style="" if live.state != "running" else "dim"))
     for message in reversed(live.health):
         since = message.get("since")
         when = f"step {message.get('step')}" + (f" (since step {since})" if since is not None else "")
@@ -286,7 +289,9 @@ def health(live: LiveRun) -> RenderableType:
         time = f"{clock(message.get('time'))}  {when}  "
         advice = (f"{remedy}\n", "italic dim") if remedy else ""
         parts.append(Text.assemble((time, "dim"), (name, "bold yellow"), f"\n{text}\n", advice))
-    return Group(*parts) if parts else Text("No health messages.", style="dim")
+    if not live.health:
+        parts.append(Text("No health messages.", style="dim"))
+    return Group(*parts)
 
 
 def log(live: LiveRun, lines: int) -> Text:
