@@ -142,7 +142,7 @@ def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, 
 
 def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
-    assert set(config.method.own_arguments(config)) == set(option_names(StridedOptions))
+    assert set(config.method.own_arguments(config)) == {*option_names(StridedOptions), "log_rollouts"}
     assert config.method.own_arguments(config)["stride"] == 3
 
 

@@ -5,13 +5,23 @@ import warnings
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from ebft.errors import ConfigError
 from ebft.monitor.run_files import RolloutLog
 from ebft.run_files import ROLLOUTS
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import make as make_structured
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step >= self.steps
 
 
 def entries(folder):
@@ -47,6 +57,32 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
                         assert sample[name] == pytest.approx(getattr(output, name)[number, n, b].item())
                     checked += 1
     assert found == [] and checked > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 4}, [1, 2, 3, 4]),
+        ({"max_steps": 5, "logging_steps": 2, "gradient_accumulation_steps": 2}, [1, 3, 5]),
+        ({"max_steps": 250, "logging_steps": 1}, [1, 4]),  # a hundred steps of the run at most
+        ({"max_steps": 2, "log_rollouts": "none"}, []),
+    ],
+)
+def test_few_rollouts_are_evenly_spread(tmp_path, options, steps):
+    trainer = make_strided(tmp_path, tiny_model("llama"), **options)
+    trainer.add_callback(StopAfter(6))
+    trainer.train()
+    found = entries(tmp_path) if steps else []
+    assert (tmp_path / ROLLOUTS).exists() == bool(steps)
+    assert sorted({entry["step"] for entry in found}) == steps
+    assert all(len(entry["blocks"]) <= 4 for entry in found) and len(found) <= 2 * len(steps)
+
+
+def test_options_of_the_log_that_contradict_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="log_rollouts: none contradicts log_completions: true"):
+        make_strided(tmp_path, log_rollouts="none", log_completions=True)
+    with pytest.raises(ConfigError, match="log_rollouts: .*'few', 'all' or 'none'"):
+        make_strided(tmp_path, log_rollouts="some")
 
 
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):

@@ -84,6 +84,22 @@ class DropoutOption:
 
 @with_help
 @dataclass
+class RolloutLogOption:
+    """Option of all trainers that sample rollouts."""
+
+    log_rollouts: Annotated[
+        Literal["few", "all", "none"],
+        Field(
+            description="Rollouts that are written to rollouts.jsonl in output_dir with the terms of their rewards and "
+            "their advantages, for `ebft show`, the dashboard and the report; they are not printed. few: two prompts "
+            "or documents, with up to four blocks each, at about a hundred steps of the run that are evenly spread, "
+            "by the main process; all: every one of training. log_completions: true writes all too."
+        ),
+    ] = "few"
+
+
+@with_help
+@dataclass
 class SharedPrefixOption:
     """Option of the trainers of full completions."""
 
@@ -205,8 +221,8 @@ class StridedOptions(FeatureOptions):
     log_completions: Annotated[
         bool,
         Field(
-            description="Write the rollouts of every training step, with the terms of their rewards and their "
-            "advantages, to rollouts.jsonl in output_dir. In structured mode, set trl.log_completions."
+            description="Write the rollouts of every training step to rollouts.jsonl in output_dir, as log_rollouts: "
+            "all does for all methods."
         ),
     ] = False
     grad_norms_every: Annotated[

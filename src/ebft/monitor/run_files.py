@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from itertools import islice
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -304,7 +305,7 @@ class RolloutLog:
 
 
 class ScoredRollouts:
-    """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
+    """Passes the rollouts of a trainer's training steps to `hooks`, and those that `log_rollouts` names to a file.
 
     A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
     total rewards of this process's rollouts, in the shape that the trainer documents.
@@ -314,18 +315,23 @@ class ScoredRollouts:
         args = trainer.args
         self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
         self._has_warned = False
+        self._trainer = trainer
+        self._logs_all = args.log_rollouts == "all" or bool(args.log_completions)
+        self._last_step: int | None = None  # that few rollouts of are in the log
         self._log = None
-        if args.log_completions:
+        if self._logs_all or (args.log_rollouts == "few" and args.process_index == 0):
             self._log = RolloutLog(args.output_dir, args.process_index)
             trainer.add_callback(_ContinueLog(self._log))
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
         """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
-        if self._log is None and not self.hooks:
+        is_logged = self._log is not None and (self._logs_all or self._is_due())
+        if not is_logged and not self.hooks:
             return
-        entries = list(rollouts())
-        if self._log is not None:
-            self._log.write(entries)
+        is_whole = self._logs_all or self.hooks
+        entries = list(rollouts() if is_whole else islice(rollouts(), _FEW_ENTRIES))
+        if is_logged:
+            self._log.write(entries if self._logs_all else map(_with_few_blocks, entries[:_FEW_ENTRIES]))
         for hook in self.hooks:
             given = rewards.clone()
             hook(copy.deepcopy(entries), given)
@@ -336,6 +342,26 @@ class ScoredRollouts:
                     "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
                     stacklevel=2,
                 )
+
+    def _is_due(self) -> bool:
+        """Whether few rollouts of the current step are logged: at the first step, and then at evenly spread ones."""
+        state = self._trainer.state
+        apart = max(1, state.logging_steps, math.ceil(state.max_steps / _FEW_STEPS))
+        step, last = state.global_step + 1, self._last_step
+        if last is not None and last <= step < last + apart:
+            return False
+        self._last_step = step
+        return True
+
+
+_FEW_STEPS, _FEW_ENTRIES, _FEW_BLOCKS = 100, 2, 4
+
+
+def _with_few_blocks(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry with at most four of the blocks of its document, evenly spread."""
+    blocks = entry.get("blocks", [])
+    few = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
+    return entry | {"blocks": few} if blocks else entry
 
 
 class _ContinueLog(TrainerCallback):

@@ -253,13 +253,9 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
 def _no_rollouts(config: dict[str, Any]) -> str:
     if config and not samples_rollouts(config):
         return "The method of this run samples no rollouts."
-    is_logged, _ = logs_rollouts(config)
-    if is_logged:
+    if logs_rollouts(config):
         return "No rollouts yet: waiting for the first step."
-    return (
-        "No rollouts yet. They are shown if ebft.log_completions (strided mode) or trl.log_completions (structured "
-        "mode, GRPO) is true."
-    )
+    return "No rollouts yet. They are shown unless log_rollouts is none."
 
 
 def _start(text: str, lines: int, characters: int) -> str:

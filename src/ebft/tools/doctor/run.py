@@ -316,6 +316,7 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
     if config.method.rows != "prompts":
         changes["gradient_accumulation_steps"] = min(config.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
+    changes["log_rollouts"] = "none"
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.
     changes["trl"] = config.trl.model_copy(update={"log_completions": False, "skip_zero_advantage_batches": False})
