@@ -154,7 +154,8 @@ def is_report(path: Path) -> bool:
     return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])
 
 
-_INSIDE = re.compile(r"checkpoint-\d+|merged|quantized")  # folders of models in an output folder
+DERIVED = ("merged", "quantized")  # folders that commands write in an output folder by default, from its model
+_INSIDE = re.compile(rf"checkpoint-\d+|{'|'.join(DERIVED)}")  # folders of models in an output folder
 
 
 def check_run(folder: Path) -> None:
