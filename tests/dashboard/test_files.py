@@ -9,7 +9,7 @@ import pytest
 
 from ebft import run_files
 from ebft.errors import RunError
-from ebft.printed import printable
+from ebft.printed import duration, printable
 from ebft.run_files import (
     JsonTail,
     Tail,
@@ -21,7 +21,6 @@ from ebft.run_files import (
     rollout_files,
     state_of,
 )
-from ebft.tools.dashboard.rollouts import duration
 from tests.dashboard.runs import append, write_run
 
 

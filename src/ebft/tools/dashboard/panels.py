@@ -11,10 +11,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ebft.printed import printable
+from ebft.printed import duration, printable
 from ebft.run_files import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.tools.dashboard.live import Curve, LiveRun, Range, Series, clock, range_text
-from ebft.tools.dashboard.rollouts import Sample, duration, value_text
+from ebft.tools.dashboard.rollouts import Sample, value_text
 
 COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 HEALTHY = "on #12351f"  # background of the healthy range

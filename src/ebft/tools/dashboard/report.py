@@ -14,13 +14,13 @@ from jinja2.filters import do_mark_safe
 
 from ebft.files import write_text
 from ebft.health.outcome import Change, Outcome
+from ebft.printed import duration
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
 from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
 from ebft.tools.dashboard.rollouts import (
     PROMPT_CHARACTERS,
     Sample,
-    duration,
     first_and_last,
     heading,
     html_text,
