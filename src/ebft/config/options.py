@@ -5,7 +5,7 @@ reference page are generated from the same declarations.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from pydantic import AfterValidator, Field
 
@@ -70,6 +70,18 @@ class RewardOptions:
             "unset, an idle second GPU if there is one, or else the model's device."
         ),
     ] = None
+
+
+class RewardOptionTypes(TypedDict, total=False):
+    """The names and types of RewardOptions, for type checkers: those of the keyword arguments of a reward function."""
+
+    feature_layers: list[float]
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+    use_whitening: bool
+    whitening_space: Literal["feature", "sample"]
+    alignment_coef: float
+    diversity_coef: float
+    feature_device: str | None
 
 
 @with_help

@@ -17,6 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from itertools import islice
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -153,6 +154,57 @@ class RunFiles(TrainerCallback):
                     "followed completely.",
                     stacklevel=2,
                 )
+
+
+class RunFilesCallback(TrainerCallback):
+    """Writes the files of a run to the output folder of any trainer, for `ebft report`, `ebft show` and `ebft tui`.
+
+    `Trainer(..., callbacks=[RunFilesCallback()])`. `ebft.train` and `ebft train` write them without it. The files of an
+    earlier run in the folder are moved to `previous`. A run that ends with an exception, or is killed, has no final
+    state: it is shown as ended once its process has.
+    """
+
+    def __init__(self) -> None:
+        self._files: RunFiles | None = None  # of the main process
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._files = RunFiles(args.output_dir, _description(args, model))
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._files.start()
+            self._files.begin(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.on_step_end(args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.on_log(args, state, control, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.end("finished")
+
+
+def _description(args: Any, model: Any) -> dict[str, Any]:
+    """What run.json contains of a trainer that was built in Python: as of a config, as far as the arguments tell."""
+    values = args.to_dict()  # without tokens
+    options = {name: values[name] for name in ("use_whitening",) if name in values}
+    config = {name: values[name] for name in ("log_rollouts", "eval_strategy") if name in values}
+    if options:
+        config |= {"rl": "ebft", "ebft": options | {"mode": "strided" if "stride" in values else "structured"}}
+    elif "num_generations" in values:
+        config["rl"] = "grpo"
+    defaults = {option.name: option.default for option in fields(args)}
+    changed = {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
+    return {
+        "method": type(args).__name__.removesuffix("Config"),
+        "model": getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
+        "output_dir": str(args.output_dir),
+        "config": config,
+        "changed": {name: _as_json(value) for name, value in changed.items()},
+    }
 
 
 def _append(path: Path, line: str) -> None:

@@ -51,6 +51,10 @@ _PARSED = "documents"  # the key of a batch's Documents, once they are parsed
 class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
     """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
 
+    logging_steps: float = field(
+        default=10,
+        metadata={"help": "Number of steps between logs, or a fraction of all steps; 10 as in TRL and EBFTConfig."},
+    )
     dataloader_pin_memory: bool | None = field(
         default=None,
         metadata={"help": "Pin the memory of batches for faster copies to a GPU. If unset, true if there is one."},

@@ -10,11 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from ebft.errors import ConfigError
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
+_WIDTH = 10_000  # characters of a line: tables are as wide as their cells
 
 
 @dataclass
@@ -64,6 +67,16 @@ class Evaluation:
     settings: dict[str, Any]
     machine: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The tables of metrics and of differences, and the notes."""
+        console = Console(width=_WIDTH, file=StringIO(), color_system=None)
+        for table in filter(None, (self.table(), self.differences_table())):
+            console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False, soft_wrap=True)
+        lines = console.file.getvalue().rstrip().split("\n")
+        return "\n".join(line.rstrip() for line in lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as JSON-serialisable types."""
