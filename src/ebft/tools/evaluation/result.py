@@ -70,13 +70,13 @@ class Evaluation:
 
     def __str__(self) -> str:
         """The tables of metrics and of differences, and the notes."""
-        console = Console(width=_WIDTH, file=StringIO(), color_system=None)
+        text = StringIO()
+        console = Console(width=_WIDTH, file=text, color_system=None)
         for table in filter(None, (self.table(), self.differences_table())):
             console.print(table)
         for note in self.notes:
             console.print(note, markup=False, soft_wrap=True)
-        lines = console.file.getvalue().rstrip().split("\n")
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().split("\n"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as JSON-serialisable types."""
