@@ -42,6 +42,7 @@ from tests.devices.pretend import Counts, pretend_device, record, register
 
 LAYERS, WORDS, ANSWER = 16, 510, 32
 STEPS = {"max_steps": 2, "micro_batch_size": 1, "learning_rate": 1e-4, "save_strategy": "no", "torch_dtype": "float32"}
+STEPS |= {"log_rollouts": "none"}  # as most steps of a long run, which store no rollouts
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
 BLOCKS = {"stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", **BLOCKS}}

@@ -259,7 +259,7 @@ API = {
         "ebft",
         ("EBFTTrainer", "EBFTConfig", "AsyncEBFTTrainer", "AsyncEBFTConfig", "FeatureMatchingReward"),
     ),
-    "Health": ("ebft", ("HealthCallback", "training_outcome")),
+    "Health": ("ebft", ("HealthCallback", "training_outcome", "RunFilesCallback")),
     "Rewards and advantages": (
         "ebft.rewards",
         (

@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.config.schema import RunConfig, load_config
     from ebft.health.callback import HealthCallback
     from ebft.health.outcome import training_outcome
+    from ebft.monitor.run_files import RunFilesCallback
     from ebft.run.training import TrainResult, train
     from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
     from ebft.structured import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, FeatureMatchingReward
@@ -23,6 +24,7 @@ _EXPORTS = {
     "Evaluation": "ebft.tools.evaluation.result",
     "HealthCallback": "ebft.health.callback",
     "training_outcome": "ebft.health.outcome",
+    "RunFilesCallback": "ebft.monitor.run_files",
     "StridedEBFTTrainer": "ebft.strided",
     "StridedEBFTConfig": "ebft.strided",
     "EBFTTrainer": "ebft.structured",
@@ -41,6 +43,7 @@ __all__ = [  # a literal, since type checkers do not evaluate it
     "Evaluation",
     "HealthCallback",
     "training_outcome",
+    "RunFilesCallback",
     "StridedEBFTTrainer",
     "StridedEBFTConfig",
     "EBFTTrainer",

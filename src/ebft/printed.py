@@ -32,6 +32,18 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: _visible(ord(found[0])), text)
 
 
+def duration(seconds: float) -> str:
+    """A duration such as 45s, 3m20s, 2h05m or 3d04h."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    for small, big, unit in ((60, 60, "ms"), (3600, 24, "hm"), (86400, 10**9, "dh")):
+        if seconds < small * big:
+            part = small // 60 if unit != "dh" else 3600
+            return f"{seconds // small}{unit[0]}{seconds % small // part:02d}{unit[1]}"
+    return f"over {10**9}d"  # from damaged times
+
+
 def printable_json(text: str) -> str:
     """JSON with control characters in its strings as escapes, which readers convert back."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

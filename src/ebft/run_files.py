@@ -16,7 +16,7 @@ from ebft.processes import is_alive
 
 METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
 RUN = "run.json"  # state, process, progress, config and versions of the run
-ROLLOUTS = "rollouts.jsonl"  # with log_completions; older parts are rollouts.jsonl.1 and so on
+ROLLOUTS = "rollouts.jsonl"  # those that log_rollouts names; older parts are rollouts.jsonl.1 and so on
 HEALTH = "health.jsonl"  # one line per health message: time, step, since, name, message, remedy
 LOG = "train.log"  # console output of a run started with `ebft train --tui`
 REPORT = "report.html"
@@ -154,7 +154,8 @@ def is_report(path: Path) -> bool:
     return not path.exists() or (path.is_file() and b"<title>ebft" in path.read_bytes()[:2000])
 
 
-_INSIDE = re.compile(r"checkpoint-\d+|merged|quantized")  # folders of models in an output folder
+DERIVED = ("merged", "quantized")  # folders that commands write in an output folder by default, from its model
+_INSIDE = re.compile(rf"checkpoint-\d+|{'|'.join(DERIVED)}")  # folders of models in an output folder
 
 
 def check_run(folder: Path) -> None:
@@ -184,10 +185,9 @@ def check_rollouts(folder: Path) -> None:
         plain = config.get("rl") is None and not classifier
         method = "supervised fine-tuning" if plain else run.get("method") or "its method"
         raise RunError(f"{folder} has no {ROLLOUTS}: {method} samples no rollouts.")
-    is_logged, key = logs_rollouts(config)
-    if is_logged:
-        raise RunError(f"{folder} has no {ROLLOUTS} yet: {key} is set, but no step is complete (run: {state}).")
-    raise RunError(f"{folder} has no {ROLLOUTS}. Set {key}: true in the config of the run to write it.")
+    if logs_rollouts(config):
+        raise RunError(f"{folder} has no {ROLLOUTS} yet: no step is complete (run: {state}).")
+    raise RunError(f"{folder} has no {ROLLOUTS}. Set log_rollouts: few, or all, in the config of the run to write it.")
 
 
 def samples_rollouts(config: dict[str, Any]) -> bool:
@@ -195,14 +195,13 @@ def samples_rollouts(config: dict[str, Any]) -> bool:
     return config.get("rl") in ("ebft", "grpo", "gdpo")
 
 
-def logs_rollouts(config: dict[str, Any]) -> tuple[bool, str]:
-    """Whether a run with this config writes its rollouts, and the key that enables it; both keys if it is unknown."""
-    if not config:
-        return False, "ebft.log_completions (strided mode) or trl.log_completions (structured mode, GRPO)"
+def logs_rollouts(config: dict[str, Any]) -> bool:
+    """Whether a run with this config, which may be of an earlier version, writes rollouts to its folder."""
+    if config.get("log_rollouts", "none") != "none":
+        return True
     sections = {name: value for name, value in config.items() if isinstance(value, dict)}
     strided = config.get("rl") == "ebft" and sections.get("ebft", {}).get("mode") == "strided"
-    section, name = "ebft" if strided else "trl", "log_completions"
-    return bool(sections.get(section, {}).get(name)), f"{section}.{name}"
+    return bool(sections.get("ebft" if strided else "trl", {}).get("log_completions"))
 
 
 def read_run(folder: Path) -> dict[str, Any]:

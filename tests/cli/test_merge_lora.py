@@ -51,10 +51,11 @@ def test_another_adapter_and_folder(run, ebft, tiny_llama_dir, tmp_path):
     assert (tmp_path / "to" / "model.safetensors.index.json").is_file()
 
 
-def test_errors(run, refused, tmp_path, monkeypatch):
+def test_errors(run, refused, tiny_llama_dir, tmp_path, monkeypatch):
     output, find = tmp_path / "output", importlib.util.find_spec
     for arguments, message in (
         ([tmp_path], "does not contain an adapter"),
+        ([tiny_llama_dir], "contains a full model, which needs no merging. Use the folder as it is."),
         ([run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules="], "full model, which needs no merging"),
         ([output, "--base-model", tmp_path / "absent"], "does not exist"),
     ):  # fmt: skip

@@ -98,7 +98,7 @@ def test_what_cannot_be_shown(refused, run, arguments, message):
 def test_a_run_without_rollouts(refused, tmp_path):
     write_run(tmp_path)
     (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
-    assert "Set ebft.log_completions: true in the config" in refused("show", tmp_path)
+    assert "Set log_rollouts: few, or all, in the config" in refused("show", tmp_path)
     (tmp_path / "rollouts.jsonl").write_text("broken\n")
     assert "no rollouts yet, or its files cannot be read" in refused("show", tmp_path)
 

@@ -1,9 +1,10 @@
 import warnings
+from typing import get_type_hints
 
 import pytest
 
 from ebft import EBFTConfig, StridedEBFTConfig
-from ebft.config.options import StridedOptions
+from ebft.config.options import RewardOptions, RewardOptionTypes, StridedOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine
@@ -140,9 +141,15 @@ def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, 
         assert kwargs(make(bf16=True))["bf16"] is True
 
 
+def test_types_of_reward_options_and_defaults_are_the_same_everywhere(tmp_path):
+    assert get_type_hints(RewardOptionTypes) == get_type_hints(RewardOptions)
+    common = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "bf16": False}
+    assert StridedEBFTConfig(**common).logging_steps == EBFTConfig(**common).logging_steps == 10
+
+
 def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
-    assert set(config.method.own_arguments(config)) == set(option_names(StridedOptions))
+    assert set(config.method.own_arguments(config)) == {*option_names(StridedOptions), "log_rollouts"}
     assert config.method.own_arguments(config)["stride"] == 3
 
 

@@ -192,6 +192,8 @@ def structured(**trl):
     (stream(streaming_multipack_buffer_size=0), "a value of at least 1"),
     (stream(excess_length_strategy="drop"), "excess_length_strategy is not supported with streaming, where documents"),
     (stream(dataset_exact_deduplication=True), "deduplication is not supported with streaming, which does not keep"),
+    ({**strided(log_completions=True), "log_rollouts": "none"}, "none contradicts ebft.log_completions: true"),
+    ({**structured(log_completions=True), "log_rollouts": "none"}, "none contradicts trl.log_completions: true"),
     # Keys of other trainers; those of UNSUPPORTED_KEYS are all tested below
     ({"rl": "reward_trainer"}, "rl: reward_trainer is reward_model: true here. Set that, and remove rl"),
     ({"profiler_steps": 0}, "profiler_steps: invalid value 0"),
@@ -389,6 +391,8 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
       for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")),
     ({"rl": "dpo", "chunked_cross_entropy": True, **PREFERENCES},
      "chunked_cross_entropy has no effect: rl: dpo does not read it."),
+    ({"log_rollouts": "all"}, "log_rollouts: all has no effect: SFT (rl is not set) samples no rollouts."),
+    ({**STRIDED, "log_rollouts": "all"}, None),
     ({**STRIDED, "activation_offloading": True}, OFFLOADING),
     ({"rl": "orpo", "activation_offloading": True, **PREFERENCES}, OFFLOADING),
     ({"torch_compile": True, "activation_offloading": True}, f"{OFFLOADING}torch_compile"),

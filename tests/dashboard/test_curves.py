@@ -4,7 +4,7 @@ import pytest
 
 from ebft.tools.dashboard import live as metrics_module
 from ebft.tools.dashboard.live import Curve, Metrics, Series, curves_of, evaluation_changes, healthy_range, range_text
-from ebft.tools.dashboard.panels import band, columns_of, limits, number, plot
+from ebft.tools.dashboard.panels import axes, band, columns_of, limits, number, outside_text, plot, title_of
 from tests.dashboard.runs import STRIDED, held_out_line, log_line
 
 
@@ -90,6 +90,30 @@ def test_axes():
     values = (0, 0.1234, -1.234, 12.34, 999.6, 1234.5, 123456, -0.0033, 0.9996, 0.00018090, -1.2345e-5, -1.2345e-300)
     texts = "0 0.123 -1.23 12.3 1000 1234 1.23e5 -0.00330 1.00 1.81e-4 -1.23e-5 -1.23e-300"
     assert [number(value) for value in values] == texts.split()
+
+
+def test_rounding_errors_are_flat():
+    for values in ([1e-9, -3e-9, 2e-9], [0.0, 1e-9, 4e-9], [2.5, 2.5 + 1e-9, 2.5]):
+        loss = Curve("loss", {"loss": series(values)})
+        low, high = axes(loss)[0]
+        assert high - low > 0.01 and low <= min(0.0, values[0]) or low < 2.5 < high
+        drawn = [line[10:].strip() for line in plot(loss, 40, 8).plain.split("\n")[1:-1]]
+        assert sum(map(bool, drawn)) == 1, drawn
+    found = Metrics()
+    for step, rate in enumerate((1e-8, 5e-9, 1e-9)):  # a learning rate is not a rounding error
+        found.add({"step": step, "learning_rate": rate})
+    assert axes(curves_of(found, {})[0])[0][1] < 2e-8
+
+
+def test_one_outlier_does_not_flatten_a_chart():
+    values = [2 + 0.1 * (step % 5) for step in range(30)]
+    spiked = Curve("loss", {"loss": series([*values, 900.0, *values])})
+    assert axes(spiked)[0] == pytest.approx((1.98, 2.42)) and outside_text(spiked) == "max 900"
+    assert title_of(spiked, 60).plain == "loss  2.40  max 900"
+    assert len({line[10:].strip() for line in plot(spiked, 60, 6).plain.split("\n")[1:-1]}) > 2
+    assert axes(Curve("loss", {"loss": series([*values, -900.0])}))[0][0] > 1
+    descent = series([10, 8, 6, 5, 4, *values])  # several values are not outliers
+    assert axes(Curve("loss", {"loss": descent}))[0][1] > 10 and not outside_text(Curve("loss", {"loss": descent}))
 
 
 def test_columns_are_means():

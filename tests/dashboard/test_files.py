@@ -9,7 +9,7 @@ import pytest
 
 from ebft import run_files
 from ebft.errors import RunError
-from ebft.printed import printable
+from ebft.printed import duration, printable
 from ebft.run_files import (
     JsonTail,
     Tail,
@@ -21,7 +21,6 @@ from ebft.run_files import (
     rollout_files,
     state_of,
 )
-from ebft.tools.dashboard.rollouts import duration
 from tests.dashboard.runs import append, write_run
 
 
@@ -106,15 +105,14 @@ def test_folders_that_are_no_runs_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rl": "ebft", "ebft": {"mode": "strided"}}, r"Set ebft.log_completions: true in the config"),
-        ({"rl": "ebft", "ebft": {"mode": "structured"}}, r"Set trl.log_completions: true"),
-        ({"rl": "grpo", "ebft": {}, "trl": {"log_completions": None}}, r"Set trl.log_completions: true"),
-        ({"rl": "grpo", "trl": {"log_completions": True}}, r"yet: trl.log_completions is set, but no step is complete"),
-        ({"rl": "gdpo", "trl": {"log_completions": None}}, r"Set trl.log_completions: true"),
+        ({"rl": "ebft", "ebft": {"mode": "strided"}}, "Set log_rollouts: few, or all, in the config"),
+        ({"rl": "gdpo", "log_rollouts": "none", "trl": {"log_completions": None}}, "Set log_rollouts: few"),
+        ({"rl": "grpo", "trl": {"log_completions": True}}, "yet: no step is complete"),
+        ({"rl": "grpo", "log_rollouts": "few"}, "yet: no step is complete"),
         ({"rl": "dpo", "trl": {}}, "samples no rollouts"),
         ({"rl": None, "reward_model": True}, "(?<!supervised fine-tuning) samples no rollouts"),
         ({"rl": None}, "supervised fine-tuning samples no rollouts"),
-        (None, r"Set ebft.log_completions \(strided mode\) or trl.log_completions"),
+        (None, "Set log_rollouts: few"),
     ],
 )
 def test_a_run_without_rollouts_names_the_key(tmp_path, config, message):

@@ -6,8 +6,11 @@ import time
 from html.parser import HTMLParser
 
 import pytest
+from rich.console import Console
 
-from ebft import train
+from ebft import train, training_outcome
+from ebft.tools.dashboard.live import LiveRun
+from ebft.tools.dashboard.panels import health
 from ebft.tools.dashboard.report import report, write_report
 from tests.cli.conftest import ebft
 from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, strided_entry, write_run
@@ -64,13 +67,29 @@ def test_a_report_has_all_parts_and_nothing_external(run):
         assert text in found.text
     for text in ("First rollouts", "completion 0 of step 0", "Last rollouts", "completion 0 of step 99"):
         assert text in found.text
-    for text in ("learning_rate0.001", "ebft0.1.0", "cfm_loss0.30.2-0.1", "Their errors are not known"):
+    for text in ("learning_rate0.001", "ebft0.1.0", "cfm_loss0.30.2-0.1unknownunknowntoo few values"):
         assert text in found.text
     tags = [tag for tag, _ in found.found]
     assert tags.count("svg") > 8 and tags.count("polyline") >= tags.count("svg") and "usual 0.3-1.9" in found.text
     assert not {"script", "link", "img", "iframe"} & set(tags) and not re.search(r"https?:|url\(|@import", page)
     assert not any({"src", "href", "onerror"} & attributes.keys() for _, attributes in found.found)
     assert [path.name for path in run.iterdir() if path.suffix in (".html", ".part")] == ["report.html"]
+
+
+def test_the_verdict_is_that_of_the_console(tmp_path):
+    write_run(tmp_path, "finished", step=40)
+    lines = [{"step": 10 * i, "eval_loss": loss} for i, loss in enumerate([5, 4.7, 3.46, 3.3])]
+    append(tmp_path / "metrics.jsonl", *lines, {"step": 40, "eval_loss": None, "loss": 10**400})
+    lines[-1]["step"] = 40  # which was evaluated too
+    printed = training_outcome(lines, None).split("\n")
+    page, live = Tags(report(tmp_path)).text, LiveRun(tmp_path)
+    live.poll()
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(health(live))
+    assert printed[0] == "Outcome: too few evaluations to tell." and "-1.7 ± 0.24, counts from 2.3" in printed[2]
+    assert printed[0] in page and "eval_loss53.3-1.70.242.3too few values to tell" in page and printed[-1] in page
+    assert all(line in shown.get() for line in printed)
 
 
 def test_settings_that_a_checkpoint_restored_are_those_in_effect(tmp_path):

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from ebft import train
 from ebft.strided.output import _characters_before
+from ebft.tools.dashboard.report import report
 from ebft.tools.dashboard.rollouts import (
     Sample,
     all_samples,
@@ -99,9 +100,10 @@ def test_long_prompts_are_shortened():
 
 
 @pytest.mark.parametrize("method", ["strided", "structured", "grpo"])
-def test_the_log_of_a_run_is_read(run_file, tiny_llama_dir, tmp_path, method):
-    keys = [*OVERRIDES[method], "ebft.log_completions=true", "trl.log_completions=true", "max_steps=1"]
-    train(quietly(run_file, keys))
+def test_the_log_of_a_run_is_read(run_file, capsys, tmp_path, method):
+    """Few rollouts are stored by default, and not printed."""
+    train(quietly(run_file, [*OVERRIDES[method], "max_steps=1"]))
+    assert "question" not in capsys.readouterr().out and not (tmp_path / "out" / "completions").exists()
     entries = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
     found = list(all_samples(tmp_path / "out"))
     assert len(found) >= 2 and all({"reward", "length"} <= sample.terms.keys() for sample in found)
@@ -110,6 +112,9 @@ def test_the_log_of_a_run_is_read(run_file, tiny_llama_dir, tmp_path, method):
         if method == "strided":
             document = next(entry["document"] for entry in entries if entry["document"].startswith(sample.prompt))
             assert document[len(sample.prompt) :].startswith(sample.reference)
+    assert "<h3>Rollouts</h3>" in report(tmp_path / "out")
+    train(quietly(run_file, [*OVERRIDES[method], "max_steps=1", "log_rollouts=none"]))
+    assert not (tmp_path / "out" / "rollouts.jsonl").exists()
 
 
 def test_characters_before_anchors(tiny_llama_dir):

@@ -42,7 +42,7 @@ from tests.strided.test_flex import CALLS, dense_kernel
 TOLERANCE = 2e-4
 # What a GPU does by default, so that the CPU computes the same.
 AS_ON_GPU = {"ebft.single_pass": False, "ebft.merge_rollouts": False}
-STEPS = {"max_steps": 2, "eval_steps": 2}
+STEPS = {"max_steps": 2, "eval_steps": 2, "log_rollouts": "none"}  # as most steps of a long run
 
 
 # Runs without a golden file, as in RUNS.
@@ -177,7 +177,7 @@ CASES = {
     "structured_single_turn": Case("structured_single_turn", most_waits=54),
     "structured_several_turns": Case(
         "structured_several_turns",
-        {"gradient_checkpointing": True, "trl.log_completions": True},
+        {"gradient_checkpointing": True, "log_rollouts": "all", "trl.log_completions": True},
         {"ebft.feature_device": "pretend:1"},
         most_waits=72,
     ),

@@ -87,6 +87,9 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
     for phase in [*MODELS, *phases]:
         assert re.search(r"[1-9]\d* MiB|[\d.]+ GiB", found["ok", f"peak memory, {phase}"]), phase
     assert re.search("MiB in [a-z]|GiB in [a-z]", found["ok", "peak memory"]) and "rows" in found["ok", "data"]
+    assert re.match(
+        r"[\d.e-]+ s per step on the longest rows, .*; \d+\w+ for [\d,]+ steps? at this", found["ok", "time"]
+    ), found
     assert re.search(r"the longest has [\d,]+ tokens", found["ok", "data"])
     assert sorted(tmp_path.rglob("*")) == before, "the doctor leaves no files"
 

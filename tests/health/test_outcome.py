@@ -22,10 +22,11 @@ def evaluated(**metrics):
     return [{"step": i, **dict(zip(metrics, values))} for i, values in enumerate(zip(*metrics.values()))]
 
 
-NO_CHANGE = "no change larger than its error"
+NO_CHANGE, TOO_FEW = "no change larger than the noise", "Outcome: too few evaluations to tell."
 COMMAND = "ebft evaluate 'my run.yaml'"
 CFM = evaluations("eval_cfm_loss", [0.5, 0.45, 0.4, 0.35, 0.3])
 TWO = evaluations("eval_cfm_loss", [0.5, 0.4])
+FOUR = [{"step": i, "eval_loss": value} for i, value in enumerate([5, 4.7, 3.46, 3.3])]
 KNOWN = evaluations("eval_cfm_loss", [0.5, 0.4, 0.31, 0.2])
 MARGINS = evaluations("eval_rewards/margins", [0.0, 0.5])
 STEADY = training("ebft/cfm_loss", [0.5] * 50)
@@ -61,9 +62,15 @@ def case(log, *present, absent="(nothing)", **options):
         case(CFM[:3], "First and last evaluation (steps 0 and 20):\n  eval_cfm_loss"),
         case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
         # an error that two evaluations, or two values, do not show
-        case(TWO, "unknown, since the standard error", "ebft evaluate"),
-        case(TWO + STEADY, NO_CHANGE, "eval_cfm_loss 0.5 -> 0.4 (-0.1)"),
-        case(evaluated(eval_reward=[0, 1, 1, 1]), "unknown, since the standard error", absent="±"),
+        case(TWO, TOO_FEW, "a smaller eval_steps", "ebft evaluate"),
+        case(TWO + STEADY, TOO_FEW, "eval_cfm_loss 0.5 -> 0.4 (-0.1)"),
+        case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
+        # a change that would count with more evaluations
+        case(
+            FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"
+        ),
+        case(FOUR + STEADY, TOO_FEW, "First and last fifth of the training logs:\n  ebft/cfm_loss"),
+        case(FOUR + LEARNED, "the model learned: ebft/ce_loss improved", absent=TOO_FEW),
         case([], "Outcome: unknown", "test_datasets"),
         case(SHORT, "Outcome: unknown"),
         # the first evaluation is that of the base model, unless it follows steps of training
@@ -74,6 +81,8 @@ def case(log, *present, absent="(nothing)", **options):
         case(CFM[:1], UNKNOWN.format("one"), "smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
         case([], UNKNOWN.format("no"), "a smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
         case([], absent="val_set_size", has_held_out=True),
+        case([], 'eval_strategy is "no"', absent="eval_on_start", has_held_out=True, eval_strategy="no"),
+        case(TWO, 'eval_strategy is "no"', has_held_out=True, eval_strategy="no"),
         case([], "Set test_datasets or val_set_size with eval_steps", absent=COMMAND, evaluate=COMMAND),
         # a model did not learn if a held-out metric is far worse
         case(evaluated(eval_loss=[3, 9]) + falling(), "loss improved, but eval_loss moved in the wrong direction"),
@@ -95,7 +104,8 @@ def test_unresolved_health_conditions_are_said_first():
 
 
 def verdicts(logs):
-    return sum(NO_CHANGE not in training_outcome(log) for log in logs)
+    found = [training_outcome(log).split("\n")[0] for log in logs]
+    return sum("improved" in verdict or "worse" in verdict for verdict in found)
 
 
 @pytest.mark.parametrize("count", [4, 5, 7, 12, 40])

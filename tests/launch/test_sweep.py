@@ -190,6 +190,19 @@ def test_the_evaluation_measures_all_runs_alike(sweep_of):
     assert sweep.words(sweep.runs[1])[2:4] == ["max_steps=1", "seed=4"]
 
 
+def test_the_table_names_the_best_run(sweep_of):
+    sweep = sweep_of("seed: [1, 2, 3]")
+    assert sweep.table().caption is None  # nothing was evaluated
+    for run, loss, alignment in zip(sweep.runs, (2.5, 2.3, 2.9), (0.3, 0.1, 0.2)):
+        run.metrics = {"ce_loss": loss, "alignment": alignment, "diversity": 0.1}
+        run.intervals = {"ce_loss": [loss - 0.15, loss + 0.15]}
+    table = sweep.table()
+    assert table.caption.startswith("Best run by ce_loss: seed=2; alignment: seed=1.")
+    columns = {column.header: [*column.cells] for column in table.columns}
+    assert columns["ce_loss"] == ["2.5 ~", "2.3 *", "2.9"] and columns["alignment"] == ["0.3 *", "0.1", "0.2"]
+    assert columns["diversity"] == ["0.1"] * 3
+
+
 def test_a_signal_ends_the_sweep(sweep_of, monkeypatch):
     monkeypatch.setattr(module, "_command", lambda *given, **keys: signal.raise_signal(signal.SIGTERM) or 143)
     sweep = sweep_of("seed: [1, 2]")

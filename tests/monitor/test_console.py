@@ -18,8 +18,8 @@ LOGS = {
 }
 
 
-LINE = """ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ \
-| step 10/100 | loss 0.2500 | grad_norm 1.5000 | 1,234 tok/s"""
+LINE = """ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100
+    | loss 0.2500 | grad_norm 1.5000 | 1,234 tok/s"""
 SEVERAL = {"loss": 0.0, "reward": 0.139, "rewards/exact/mean": 0.094, "rewards/feature_matching/mean": 0.09}
 OF_SEVERAL = "ebft reward | reward +0.090 ^ | total reward +0.139 ^ | exact +0.094 | step 2/10 | loss 0.0000"
 GRPO = {"loss": 0.0, "reward": 0.094, "rewards/exact/mean": 0.094}
@@ -45,7 +45,21 @@ def test_line(logs, steps, line):
     assert format_logs(logs, *steps) == line
 
 
-@pytest.mark.parametrize(("main", "lines"), [(True, 1), (False, 0)])
+def test_times_and_evaluations_are_printed_without_a_terminal(capsys, monkeypatch):
+    now = iter([100.0, 130.0, 150.0])
+    monkeypatch.setattr("ebft.monitor.metrics.time", SimpleNamespace(monotonic=lambda: next(now)))
+    state = SimpleNamespace(is_world_process_zero=True, global_step=10, max_steps=40)
+    console, args = ConsoleMetrics(), SimpleNamespace(eval_on_start=True)
+    console.on_train_begin(args, state, None)  # resumed: the evaluation before the first step is not repeated
+    state.global_step = 20
+    console.on_log(args, state, None, logs={"loss": 2.0})
+    assert capsys.readouterr() == ("loss | step 20/40 | loss 2.0000 | 30s, 1m00s left\n", "")
+    console.on_step_end(args, state, SimpleNamespace(should_evaluate=True))
+    console.on_log(args, state, None, logs={"eval_loss": 2.0})
+    assert capsys.readouterr() == ("held out | step 20/40 | loss 2.0000\n", "evaluating held-out rows ...\n")
+
+
+@pytest.mark.parametrize(("main", "lines"), [(True, 2), (False, 0)])
 def test_only_the_main_process_prints(main, lines, capsys):
     state = SimpleNamespace(is_world_process_zero=main, global_step=1, max_steps=2)
     ConsoleMetrics().on_log(None, state, None, logs=LOGS)

@@ -8,13 +8,27 @@ from importlib import resources
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
+from ebft import RunFilesCallback
+from ebft.errors import ConfigError
 from ebft.monitor.run_files import RolloutLog
-from ebft.run_files import ROLLOUTS
+from ebft.run_files import ROLLOUTS, samples_rollouts
+from ebft.tools.dashboard.live import LiveRun
+from ebft.tools.dashboard.panels import rollouts
+from ebft.tools.dashboard.report import report
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import make as make_structured
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step >= self.steps
 
 
 def entries(folder):
@@ -66,6 +80,53 @@ def test_prompts_with_tool_calls_are_printed(chat_tokenizer, tmp_path, capsys):
     make_structured(model, tokenizer, tmp_path, rows, **keys).train()
     assert "add(a=2)" in capsys.readouterr().out
     assert {len(entry["prompt"]) for entry in entries(tmp_path)} == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 4}, [1, 2, 3, 4]),
+        ({"max_steps": 5, "logging_steps": 2, "gradient_accumulation_steps": 2}, [1, 3, 5]),
+        ({"max_steps": 250, "logging_steps": 1}, [1, 4]),  # a hundred steps of the run at most
+        ({"max_steps": 2, "log_rollouts": "none"}, []),
+    ],
+)
+def test_few_rollouts_are_evenly_spread(tmp_path, options, steps):
+    trainer = make_strided(tmp_path, tiny_model("llama"), **options)
+    trainer.add_callback(StopAfter(6))
+    trainer.train()
+    found = entries(tmp_path) if steps else []
+    assert (tmp_path / ROLLOUTS).exists() == bool(steps)
+    assert sorted({entry["step"] for entry in found}) == steps
+    assert all(len(entry["blocks"]) <= 4 for entry in found) and len(found) <= 2 * len(steps)
+
+
+@pytest.mark.parametrize("mode", ["strided", "structured"])
+def test_the_files_of_a_run_of_a_trainer_in_python(chat_tokenizer, tmp_path, mode):
+    callbacks = [RunFilesCallback()]
+    if mode == "strided":
+        trainer = make_strided(tmp_path, tiny_model("llama"), max_steps=2)
+        trainer.add_callback(callbacks[0])
+    else:
+        trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, callbacks=callbacks)
+    for _ in range(2):  # the second run moves the files of the first one away
+        trainer.train()
+        live = LiveRun(tmp_path)
+        live.poll()
+        assert live.state == "finished" and live.step == live.max_steps == 2 and live.run["changed"]["max_steps"] == 2
+        assert [entry["step"] for entry in live.metrics.history if "loss" in entry] == [1, 2]
+        assert "No rollouts" not in str(rollouts(live.newest(), 80, live.config)) and live.newest()
+        assert samples_rollouts(live.config) and live.config["ebft"]["mode"] == mode
+        page = report(tmp_path)
+        assert "<h3>Rollouts</h3>" in page or "First rollouts" in page
+    assert (tmp_path / "previous" / "1").is_dir()
+
+
+def test_options_of_the_log_that_contradict_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="log_rollouts: none contradicts log_completions: true"):
+        make_strided(tmp_path, log_rollouts="none", log_completions=True)
+    with pytest.raises(ConfigError, match="log_rollouts: .*'few', 'all' or 'none'"):
+        make_strided(tmp_path, log_rollouts="some")
 
 
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):

@@ -1,5 +1,8 @@
 """Learning rates of single parameters, in the optimizer of a run."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 from peft.optimizers import create_loraplus_optimizer
 from torch.optim import AdamW
@@ -35,6 +38,18 @@ def test_groups_embeddings_and_everything_else(make):
     assert scaled["lm_head.weight"] == (pytest.approx(3e-3), 0.0) and scaled["model.norm.weight"] == (1e-3, 0.0)
     with pytest.raises(ModelError, match="lr_groups: 'experts' is not part of the name of a trained parameter"):
         train(make(lr_groups=[{"name": "none", "modules": ["experts"], "lr": 0.5}]))
+
+
+def test_another_length_of_a_resumed_run_names_both_rates(make):
+    keys = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 9, "lr_scheduler": "linear"}
+    saved = Path(train(make(**keys, max_steps=4)).output_dir) / "checkpoint-2"
+    named = lambda steps: train(make(**keys, max_steps=steps, resume_from_checkpoint=str(saved)))
+    with warnings.catch_warnings(action="ignore"):
+        warnings.filterwarnings("error", "The learning rate is")
+        named(4)
+    with pytest.warns(UserWarning, match="The learning rate is 0.00075 instead of 0.0005 after step 2, where training"):
+        trainer = named(8).trainer
+    assert trainer.state.global_step == 8
 
 
 def test_lora_plus_is_that_of_peft(make):

@@ -272,6 +272,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, 
     keys = {**PLAIN, "save_steps": 2, "save_total_limit": limit}
     trained(config_of("sft", inputs, out, **keys, max_steps=6))
     found, weights = checkpoints(out), (out / "adapter_model.safetensors").read_bytes()
+    write(out, "merged/config.json")  # of ebft merge-lora
     keys |= {"max_steps": 4, "learning_rate": 1e-3}
     trained(config_of("sft", inputs, out, **keys, **NEW, datasets=MISSING), 2)
     assert final_step(out) == 6 and checkpoints(out) == found
@@ -283,7 +284,10 @@ def test_a_new_run_in_the_folder_of_another_one_is_the_one_that_resumes(inputs, 
     assert checkpoints(earlier) == found and final_step(earlier) == 6 and (earlier / "metrics.jsonl").is_file()
     assert (earlier / "adapter_model.safetensors").read_bytes() == weights
     assert list((out / "previous").iterdir()) == [earlier]
+    assert (earlier / "merged" / "config.json").is_file() and not (out / "merged").exists()
+    write(out, "quantized/config.json")
     said = trained(config_of("sft", inputs, out, **keys))
+    assert "Models of the run before it was resumed were moved to" in said and not (out / "quantized").exists()
     assert "already complete" not in said and "Optimizer settings differ" not in said and final_step(out) == 4
     assert steps_with_a_loss(out) == [1, 2, 3, 4]
 

@@ -351,7 +351,7 @@ _IGNORED = (
         ([], ["perplexity"]),
         "the cross-entropy and the perplexity of held-out rows are always logged",
     ),
-    ("eval_table_size", (0,), "use ebft evaluate, or log_completions of the method"),
+    ("eval_table_size", (0,), "use ebft evaluate, or log_rollouts"),
     (
         "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
         "generation_prompt_ratio generation_do_sample",
@@ -365,7 +365,7 @@ _IGNORED = (
         "transformers does not pass it to SwanLab",
     ),
     ("eval_max_new_tokens", (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"),
-    ("generate_samples", (False,), "rollouts are logged with log_completions"),
+    ("generate_samples", (False,), "rollouts are stored with log_rollouts"),
     ("torchdistx_path", (), "torchdistx is not used"),
     ("device", (), "the trainer places the model; see device_map"),
     # Keys with a type

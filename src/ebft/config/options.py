@@ -5,7 +5,7 @@ reference page are generated from the same declarations.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypedDict
 
 from pydantic import AfterValidator, Field
 
@@ -72,6 +72,18 @@ class RewardOptions:
     ] = None
 
 
+class RewardOptionTypes(TypedDict, total=False):
+    """The names and types of RewardOptions, for type checkers: those of the keyword arguments of a reward function."""
+
+    feature_layers: list[float]
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+    use_whitening: bool
+    whitening_space: Literal["feature", "sample"]
+    alignment_coef: float
+    diversity_coef: float
+    feature_device: str | None
+
+
 @with_help
 @dataclass
 class DropoutOption:
@@ -80,6 +92,22 @@ class DropoutOption:
     disable_dropout: Annotated[
         bool, Field(description="Disable dropout during training, since rollouts are sampled without dropout.")
     ] = True
+
+
+@with_help
+@dataclass
+class RolloutLogOption:
+    """Option of all trainers that sample rollouts."""
+
+    log_rollouts: Annotated[
+        Literal["few", "all", "none"],
+        Field(
+            description="Rollouts that are written to rollouts.jsonl in output_dir with the terms of their rewards and "
+            "their advantages, for `ebft show`, the dashboard and the report; they are not printed. few: two prompts "
+            "or documents, with up to four blocks each, at about a hundred steps of the run that are evenly spread, "
+            "by the main process; all: every one of training. log_completions: true writes all too."
+        ),
+    ] = "few"
 
 
 @with_help
@@ -205,8 +233,8 @@ class StridedOptions(FeatureOptions):
     log_completions: Annotated[
         bool,
         Field(
-            description="Write the rollouts of every training step, with the terms of their rewards and their "
-            "advantages, to rollouts.jsonl in output_dir. In structured mode, set trl.log_completions."
+            description="Write the rollouts of every training step to rollouts.jsonl in output_dir, as log_rollouts: "
+            "all does for all methods."
         ),
     ] = False
     grad_norms_every: Annotated[

@@ -74,6 +74,15 @@ def interactive(given: list[str], async_prefetch: bool, compares_features: bool,
     return None
 
 
+def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -> str | None:
+    if log_rollouts != "none" or not log_completions:
+        return None
+    return (
+        f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. Remove "
+        "one of them."
+    )
+
+
 def rollout_func(function: Callable[..., Any], key: Key) -> str | None:
     name = getattr(function, "__qualname__", repr(function))
     problem = call_problem(function, f"{name}(prompts, trainer)", "prompts", "trainer")

@@ -273,8 +273,8 @@ class RolloutServerKeys(Section):
     )
     log_completions: bool | None = Field(
         None,
-        description="Write all completions of training, with their rewards and advantages, to rollouts.jsonl in "
-        "output_dir, and log some of them to the console and the tracker.",
+        description="Write all completions of training to rollouts.jsonl in output_dir, as log_rollouts: all does, and "
+        "log some of them to the console and the tracker.",
     )
     num_completions_to_print: Count | None = Field(None, description="Number of completions to print per step.")
 

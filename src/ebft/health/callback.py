@@ -120,7 +120,7 @@ CONDITIONS = (
         "exactly 0 in the first 20 logs",
         rules.reward_always_zero,
         "Call the reward function with known completions, check that the columns it reads are in the dataset, and read "
-        "the completions (trl.log_completions: true).",
+        "the completions (ebft show).",
         "above 0.15 within 20 steps",
     ),
     Condition(
@@ -231,7 +231,7 @@ CONDITIONS = (
         "lengths above 1.5 times their start, and a correlation above 0.5 between the changes of length and reward "
         "from log to log (30 to 50 logs)",
         rules.length_rewarded,
-        "Read completions with high rewards (trl.log_completions: true), make the reward independent of length, or "
+        "Read completions with high rewards (ebft show), make the reward independent of length, or "
         "limit trl.max_completion_length.",
         "depends on the task",
     ),

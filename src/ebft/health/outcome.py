@@ -1,4 +1,7 @@
-"""What a run learned, in a few lines, from its log history."""
+"""What a run learned, in a few lines, from its log history. Imports no torch: the dashboard and the report show it.
+
+R  series   T  values of a series
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from functools import cache
 from statistics import mean, variance
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 # The metrics of an outcome, most important first, and whether greater is better.
 _PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
@@ -22,6 +24,7 @@ _HELD_OUT = {
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
+NAMES = frozenset({*_HELD_OUT, "eval_loss", *_TRAINING, *_SFT_LOSS, "ebft/mean_reward"})  # what an outcome depends on
 _COMPARISON = "This compares the trained model with the base model and gives confidence intervals:\n  "
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
 _ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
@@ -31,7 +34,8 @@ _LEVEL = 0.03  # probability that any metric without a change is counted as chan
 class Change(NamedTuple):
     """The change of a metric between two parts of a run.
 
-    `error` is its standard error and `limit` the change that it must exceed to count; None if unknown.
+    `error` is its standard error, `limit` the change that it must exceed to count, and `least` what the limit would be
+    with many values; None if unknown.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Change(NamedTuple):
     after: float
     error: float | None
     limit: float | None
+    least: float | None
     greater_is_better: bool
 
     @property
@@ -48,12 +53,17 @@ class Change(NamedTuple):
 
     @property
     def verdict(self) -> int | None:
-        """1: better, -1: worse, 0: not more than the limit, None: the error is unknown."""
-        if self.limit is None:
+        """1: better, -1: worse, 0: no more than noise, None: too few values to tell."""
+        if self.limit is None or self.least is None:
             return None if self.improvement else 0
         if abs(self.improvement) <= self.limit:
-            return 0
+            return None if abs(self.improvement) > self.least else 0
         return 1 if self.improvement > 0 else -1
+
+    @property
+    def word(self) -> str:
+        """The verdict in words."""
+        return {1: "better", -1: "worse", 0: "no change", None: "too few values to tell"}[self.verdict]
 
     @property
     def may_be_worse(self) -> bool:
@@ -65,80 +75,134 @@ class Change(NamedTuple):
         return f"{self.name} {self.before:.4g} -> {self.after:.4g} ({self.after - self.before:+.2g}{error})"
 
 
+class Outcome(NamedTuple):
+    """Whether a run learned anything: a verdict, the changes that it is based on, and sentences about them.
+
+    `steps` are those of the first and the last evaluation, None without `held_out`.
+    """
+
+    verdict: str
+    training: list[Change]
+    held_out: list[Change]
+    steps: tuple[Any, Any] | None
+    notes: list[str]
+    unresolved: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        parts = [f"Outcome: {self.verdict}.", *self.reported]
+        if self.training:
+            parts.append(f"First and last fifth of the training logs:{_listed(self.training)}")
+        if self.steps is not None:
+            first, last = self.steps
+            parts.append(f"First and last evaluation (steps {first} and {last}):{_listed(self.held_out)}")
+        return "\n".join([*parts, *self.notes])
+
+    @property
+    def reported(self) -> list[str]:
+        """A sentence on health conditions, which are the first thing to look at; empty if there are none."""
+        names = ", ".join(self.unresolved)
+        return [f"Reported in health.jsonl and still so at the end: {names}."] if names else []
+
+
 def training_outcome(
     log_history: list[dict[str, Any]],
     evaluate: str | None = "ebft evaluate CONFIG",
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
+    eval_strategy: str | None = None,
 ) -> str:
     """Return a few lines on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
     `evaluate` is the command that compares the trained model with the base model, None if there is none, and
     `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
     `has_held_out`: whether the run has held-out data; by default, whether it was evaluated at least once.
+    `eval_strategy` is that of the trainer's arguments, if known; advice on evaluations depends on it.
 
-    Compares the first evaluation with the last one, whose standard error is known from four evaluations on. With fewer,
-    also compares the first and the last fifth of the logs of training, and concludes from these. A change counts if it
-    exceeds a limit that depends on its standard error, the number of values, and the number of metrics.
+    Compares the first evaluation with the last one, whose standard error is known from four evaluations on. If these
+    are too few to tell, also compares the first and the last fifth of the logs of training, and concludes from these.
+    A change counts if it exceeds a limit that depends on its standard error, the number of values, and the number of
+    metrics.
     """
+    return str(outcome_of(log_history, evaluate, unresolved, has_held_out, eval_strategy))
+
+
+def outcome_of(
+    log_history: list[dict[str, Any]],
+    evaluate: str | None = None,
+    unresolved: Sequence[str] = (),
+    has_held_out: bool | None = None,
+    eval_strategy: str | None = None,
+) -> Outcome:
+    """Return the outcome of a run in parts; see `training_outcome`."""
     held_out = list(_held_out_changes(log_history))
-    is_known = bool(held_out) and all(change.error is not None for change in held_out)
-    training = [] if is_known else list(_training_changes(log_history))
+    can_tell = bool(held_out) and all(change.verdict is not None for change in held_out)
+    training = [] if can_tell else list(_training_changes(log_history))
+    advice = _advice(log_history, has_held_out, eval_strategy)
+    compare = [] if evaluate is None else [_COMPARISON + evaluate]
     if not held_out and not training:
-        return "\n".join(_with_unresolved(_unknown(log_history, evaluate, has_held_out), unresolved))
-    parts = [f"Outcome: {_conclusion(training, held_out)}."]
-    if training:
-        parts.append(f"First and last fifth of the training logs:{_listed(training)}")
+        has_rows = has_held_out or any(map(_is_evaluation, log_history))
+        notes = [advice, *(compare if has_rows else [])]
+        return Outcome(_why_unknown(log_history, has_rows), [], [], None, notes, unresolved)
+    steps, notes = None, []
     if held_out:
         names = {change.name for change in held_out}
-        steps = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
-        first = steps[0]
-        parts.append(f"First and last evaluation (steps {first} and {steps[-1]}):{_listed(held_out)}")
-        if first:
-            parts.append(
-                f"The first evaluation already followed {first} step{'s' * (first != 1)} of training, so it is not "
-                "one of the base model; eval_on_start: true evaluates before the first step."
-            )
+        found = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
+        steps = found[0], found[-1]
+        notes += _late_start(found[0])
     if any(change.error is not None for change in (*held_out, *training)):
-        parts.append("± is one standard error.")
-    if held_out and not is_known:
-        parts.append(
-            "The standard error is unknown with fewer than four evaluations, or if they have only two different values."
-        )
-        parts += [] if evaluate is None else [_COMPARISON + evaluate]
-    return "\n".join(_with_unresolved(parts, unresolved))
+        notes.append("± is one standard error.")
+    if held_out and not can_tell:
+        if any(change.error is None for change in held_out):
+            notes.append(
+                "The standard error is unknown with fewer than four evaluations, or if they have only two different "
+                "values."
+            )
+        notes += [advice, *compare]
+    return Outcome(_conclusion(training, held_out), training, held_out, steps, notes, unresolved)
 
 
-def _unknown(log_history: list[dict[str, Any]], evaluate: str | None, has_held_out: bool | None) -> list[str]:
-    """The parts of an outcome of which nothing can be said, with what would help: settings that are not yet set."""
-    count = sum(any(name.startswith("eval_") for name in entry) for entry in log_history)
-    too_few = f"fewer than {2 * _FEWEST} entries of training"
-    if not (count or has_held_out):
-        settings = "Set test_datasets or val_set_size with eval_steps, or train longer."
-        return [f"Outcome: unknown. The log has fewer than two evaluations and {too_few}.", settings]
-    evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
+def _late_start(first: Any) -> list[str]:
+    """A sentence about a first evaluation that is not one of the base model; empty if it is."""
+    if not first:
+        return []
     return [
-        f"Outcome: unknown. The log has {evaluations} and {too_few}.",
-        "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer.",
-        *([] if evaluate is None else [_COMPARISON + evaluate]),
+        f"The first evaluation already followed {first} step{'s' * (first != 1)} of training, so it is not one of the "
+        "base model; eval_on_start: true evaluates before the first step."
     ]
 
 
-def _with_unresolved(parts: list[str], names: Sequence[str]) -> list[str]:
-    """The parts of an outcome with a sentence on health conditions, which are the first thing to look at."""
-    if not names:
-        return parts
-    return [parts[0], f"Reported in health.jsonl and still so at the end: {', '.join(names)}.", *parts[1:]]
+def _is_evaluation(entry: dict[str, Any]) -> bool:
+    return any(name.startswith("eval_") for name in entry)
+
+
+def _advice(log_history: list[dict[str, Any]], has_held_out: bool | None, eval_strategy: str | None) -> str:
+    """What would make the outcome known: the settings that are not yet set."""
+    if not (has_held_out or any(map(_is_evaluation, log_history))):
+        return "Set test_datasets or val_set_size with eval_steps, or train longer."
+    if eval_strategy == "no":
+        return (
+            'eval_strategy is "no", so held-out rows are not evaluated during training: set eval_strategy: steps with '
+            "eval_steps, or epoch."
+        )
+    return "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer."
+
+
+def _why_unknown(log_history: list[dict[str, Any]], has_rows: bool) -> str:
+    """The verdict on a log of which nothing can be said."""
+    count = sum(map(_is_evaluation, log_history))
+    evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
+    found = evaluations if has_rows else "fewer than two evaluations"
+    return f"unknown. The log has {found} and fewer than {2 * _FEWEST} entries of training"
 
 
 def _conclusion(training: list[Change], held_out: list[Change]) -> str:
-    changes = [*training, *(change for change in held_out if not training or change.error is not None)]
+    changes = [*training, *held_out]
     verdicts = [change.verdict for change in changes]
     better = [change.name for change in changes if change.verdict == 1]
     worse = [change.name for change in changes if change.verdict == -1]
     doubtful = [change.name for change in held_out if change.may_be_worse and change.name not in worse]
     if None in verdicts and not better and not worse:
-        return "unknown, since the standard error of these changes is unknown"
+        return f"too few {'evaluations' if held_out else 'logs of training'} to tell"
     if better and worse:
         return f"{_and(better)} improved, but {_and(worse)} became worse"
     if better and doubtful:
@@ -147,7 +211,7 @@ def _conclusion(training: list[Change], held_out: list[Change]) -> str:
         return f"the model learned: {_and(better)} improved"
     if worse:
         return f"the model did not learn: {_and(worse)} became worse"
-    return "no change larger than its error"
+    return "no change larger than the noise"
 
 
 def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
@@ -157,8 +221,10 @@ def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
     found = {name: values for name, values in found.items() if len(values) >= 2}
     for name, values in found.items():
         error = series_error(values) if len(values) >= _FEWEST else None
-        limit = None if error is None else error * series_quantile(len(values), _LEVEL / len(found))
-        yield Change(name, values[0], values[-1], error, limit, names.get(name, False))
+        limits = [
+            None if error is None else error * series_quantile(n, _LEVEL / len(found)) for n in (len(values), _LONGEST)
+        ]
+        yield Change(name, values[0], values[-1], error, limits[0], limits[1], names.get(name, False))
 
 
 def _training_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
@@ -171,8 +237,8 @@ def _training_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
         part = max(_FEWEST, len(values) // 5)
         first, last = values[:part], values[-part:]
         error = math.sqrt((variance(first) + variance(last)) / part)
-        limit = error * max(_ERRORS, t_quantile(2 * part - 2, _LEVEL / len(found)))
-        yield Change(name, mean(first), mean(last), error, limit, names[name])
+        limits = [error * max(_ERRORS, t_quantile(2 * n - 2, _LEVEL / len(found))) for n in (part, _LONGEST)]
+        yield Change(name, mean(first), mean(last), error, limits[0], limits[1], names[name])
 
 
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
@@ -202,20 +268,20 @@ def series_error(values: list[float]) -> float | None:
     """
     if len(set(values)) == 2:
         return None
-    series = torch.tensor([values], dtype=torch.float64)
+    series = np.array([values], dtype=np.float64)
     return math.sqrt(2) * float(_noise(series - series[:, :1])[0])
 
 
 @cache
 def series_quantile(length: int, level: float) -> float:
     """What |last - first| / `series_error` exceeds with probability `level` in series of independent normal values."""
-    generator = torch.Generator().manual_seed(0)
+    generator = np.random.default_rng(0)
     length = min(length, _LONGEST)
     found = []
     for _ in range(10):
-        series_RT = torch.randn(_SIMULATED // 10, length, dtype=torch.float64, generator=generator)
-        found.append((series_RT[:, -1] - series_RT[:, 0]).abs() / (math.sqrt(2) * _noise(series_RT)))
-    return float(torch.cat(found).quantile(1 - level))
+        series_RT = generator.standard_normal((_SIMULATED // 10, length))
+        found.append(np.abs(series_RT[:, -1] - series_RT[:, 0]) / (math.sqrt(2) * _noise(series_RT)))
+    return float(np.quantile(np.concatenate(found), 1 - level))
 
 
 @cache
@@ -239,21 +305,21 @@ def _t_tail(value: float, freedom: int) -> float:
     return 1 - sine * total
 
 
-def _noise(series_RT: Tensor) -> Tensor:
+def _noise(series_RT: np.ndarray) -> np.ndarray:
     """The standard deviation of the noise of each series [R]: the least of those around a line, around a step, and, for
     long series, between neighbours."""
     length = series_RT.shape[1]
-    centred_RT = series_RT - series_RT.mean(1, keepdim=True)
-    total_R = centred_RT.square().sum(1)
-    time_T = torch.arange(length, dtype=series_RT.dtype) - (length - 1) / 2
-    explained = [(centred_RT @ time_T).square() / time_T.square().sum()]
+    centred_RT = series_RT - series_RT.mean(1, keepdims=True)
+    total_R = np.square(centred_RT).sum(1)
+    time_T = np.arange(length) - (length - 1) / 2
+    explained = [np.square(centred_RT @ time_T) / np.square(time_T).sum()]
     sums_RT = centred_RT.cumsum(1)[:, :-1]  # of the values before a step at 1, ..., T - 1
-    sizes_T = torch.arange(1, length, dtype=series_RT.dtype)
-    explained.append((sums_RT.square() * length / (sizes_T * (length - sizes_T))).amax(1))
-    residual_R = (total_R - torch.stack(explained).amax(0)).clamp(min=0)
-    noise_R = (residual_R / (length - 2)).sqrt()
+    sizes_T = np.arange(1, length)
+    explained.append((np.square(sums_RT) * length / (sizes_T * (length - sizes_T))).max(1))
+    residual_R = (total_R - np.max(explained, axis=0)).clip(min=0)
+    noise_R = np.sqrt(residual_R / (length - 2))
     if length >= _LONG:
-        steps_RT = series_RT.diff(dim=1)
-        deviations_RT = (steps_RT - steps_RT.median(1, keepdim=True).values).abs()
-        noise_R = torch.minimum(noise_R, _NORMAL_MAD * deviations_RT.median(1).values / math.sqrt(2))
+        steps_RT = np.diff(series_RT, axis=1)
+        deviations_RT = np.abs(steps_RT - np.median(steps_RT, axis=1, keepdims=True))
+        noise_R = np.minimum(noise_R, _NORMAL_MAD * np.median(deviations_RT, axis=1) / math.sqrt(2))
     return noise_R

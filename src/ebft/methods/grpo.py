@@ -193,6 +193,7 @@ class GRPO(Method):
             kwargs["vllm_max_model_length"] = vllm.max_model_len
             kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
         kwargs |= {name: getattr(config.ebft, name) for name in self.own_options()}
+        kwargs["log_rollouts"] = config.log_rollouts
         if config.eval_batch_size is None:
             groups = math.ceil(config.micro_batch_size / trl.num_generations)
             kwargs["per_device_eval_batch_size"] = groups * trl.num_generations  # whole groups

@@ -108,7 +108,8 @@ class Strided(Method):
         return StridedView(config.ebft, tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
-        return {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
+        options = {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
+        return options | {"log_rollouts": config.log_rollouts}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator

@@ -5,6 +5,8 @@ Also the batches of an evaluation by several processes: each row is evaluated by
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -18,7 +20,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 from ebft.machine import copy_to, peak_resident
-from ebft.printed import printable
+from ebft.printed import duration, printable
 
 Number = Tensor | float
 
@@ -223,18 +225,45 @@ _TOKENS_PER_S = "throughput/generated_tokens_per_s"
 
 
 class ConsoleMetrics(TrainerCallback):
-    """Prints each log of the main process as a single line.
+    """Prints each log of the main process, in lines of at most 100 characters if its terms allow.
 
-    `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100 | loss 0.1234 |
-    grad_norm 1.5000 | 1,234 tok/s`, and for an evaluation `held out | ...` with the metrics `eval_...`.
+    `ebft reward | align +0.412 ^ | divers +0.023 v | cfm 4.231 v | reward +0.389 ^ | step 10/100`, then
+    `| loss 0.1234 | grad_norm 1.5000 | 1,234 tok/s | 1m20s, 12m00s left`, and for an evaluation `held out | ...` with
+    the metrics `eval_...`. Where the error output is no terminal, and shows no progress bar, a line says that held-out
+    rows are being evaluated.
     """
+
+    _began: tuple[float, int] | None = None  # time and step at which training began or was resumed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.monotonic(), state.global_step
+        self._announce(state, args.eval_on_start and state.global_step == 0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._announce(state, control.should_evaluate)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._announce(state, control.should_evaluate)
+
+    def _announce(self, state: Any, evaluates: bool) -> None:
+        if evaluates and state.is_world_process_zero and not sys.stderr.isatty():
+            tqdm.write("evaluating held-out rows ...", file=sys.stderr)
+
+    def _times(self, state: Any) -> str:
+        """The time since training began, and the time left at the same speed, evaluations included."""
+        if self._began is None:
+            return ""
+        elapsed, steps = time.monotonic() - self._began[0], state.global_step - self._began[1]
+        left = state.max_steps - state.global_step
+        remaining = f", {duration(elapsed / steps * left)} left" if steps > 0 and left > 0 else ""
+        return duration(elapsed) + remaining
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        line = format_logs(logs, state.global_step, state.max_steps)
+        line = format_logs(logs, state.global_step, state.max_steps, self._times(state))
         if line:
-            tqdm.write(printable(line))  # does not interfere with a progress bar
+            tqdm.write("\n".join(map(printable, line.split("\n"))))  # does not interfere with a progress bar
 
 
 class ProgressBar(ProgressCallback):
@@ -244,8 +273,15 @@ class ProgressBar(ProgressCallback):
         pass
 
 
-def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None:
-    """Return the console line of a log of training or evaluation, or None for a log without metrics of either."""
+_WIDTH = 100  # characters of a line
+_CONTINUED = "    | "
+
+
+def format_logs(logs: dict[str, float], step: int, max_steps: int, times: str = "") -> str | None:
+    """Return the console text of a log of training or evaluation, or None for a log without metrics of either.
+
+    Lines are broken between terms. `times` is the last term of a log of training.
+    """
     logs = {name: value for name, value in logs.items() if value is not None}  # TRL: no reward in this interval
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
@@ -261,8 +297,21 @@ def format_logs(logs: dict[str, float], step: int, max_steps: int) -> str | None
             title = "ebft reward" if has_features else "preference" if compared else "reward" if terms else "loss"
             progress = f"step {step}/{max_steps}" if max_steps > 0 else f"step {step}"
             rate = [f"{logs[_TOKENS_PER_S]:,.0f} tok/s"] if _TOKENS_PER_S in logs else []
-            return " | ".join(["held out" if held_out else title, *terms, progress, *losses, *rate])
+            rate += [times] if times and not held_out else []
+            return _in_lines(["held out" if held_out else title, *terms, progress, *losses, *rate])
     return None
+
+
+def _in_lines(terms: list[str]) -> str:
+    """The terms, separated by bars, in lines of at most 100 characters unless a single term is longer."""
+    lines = [terms[0]]
+    for term in terms[1:]:
+        longer = f"{lines[-1]} | {term}"
+        if len(longer) <= _WIDTH:
+            lines[-1] = longer
+        else:
+            lines.append(_CONTINUED + term)
+    return "\n".join(lines)
 
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:

@@ -17,6 +17,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import fields
+from itertools import islice
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
@@ -152,6 +154,57 @@ class RunFiles(TrainerCallback):
                     "followed completely.",
                     stacklevel=2,
                 )
+
+
+class RunFilesCallback(TrainerCallback):
+    """Writes the files of a run to the output folder of any trainer, for `ebft report`, `ebft show` and `ebft tui`.
+
+    `Trainer(..., callbacks=[RunFilesCallback()])`. `ebft.train` and `ebft train` write them without it. The files of an
+    earlier run in the folder are moved to `previous`. A run that ends with an exception, or is killed, has no final
+    state: it is shown as ended once its process has.
+    """
+
+    def __init__(self) -> None:
+        self._files: RunFiles | None = None  # of the main process
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._files = RunFiles(args.output_dir, _description(args, model))
+            Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            self._files.start()
+            self._files.begin(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.on_step_end(args, state, control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.on_log(args, state, control, logs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._files is not None:
+            self._files.end("finished")
+
+
+def _description(args: Any, model: Any) -> dict[str, Any]:
+    """What run.json contains of a trainer that was built in Python: as of a config, as far as the arguments tell."""
+    values = args.to_dict()  # without tokens
+    options = {name: values[name] for name in ("use_whitening",) if name in values}
+    config = {name: values[name] for name in ("log_rollouts", "eval_strategy") if name in values}
+    if options:
+        config |= {"rl": "ebft", "ebft": options | {"mode": "strided" if "stride" in values else "structured"}}
+    elif "num_generations" in values:
+        config["rl"] = "grpo"
+    defaults = {option.name: option.default for option in fields(args)}
+    changed = {name: value for name, value in values.items() if name in defaults and value != defaults[name]}
+    return {
+        "method": type(args).__name__.removesuffix("Config"),
+        "model": getattr(getattr(model, "config", None), "name_or_path", None) or type(model).__name__,
+        "output_dir": str(args.output_dir),
+        "config": config,
+        "changed": {name: _as_json(value) for name, value in changed.items()},
+    }
 
 
 def _append(path: Path, line: str) -> None:
@@ -304,7 +357,7 @@ class RolloutLog:
 
 
 class ScoredRollouts:
-    """Passes the rollouts of a trainer's training steps to `hooks`, and with `log_completions` to `rollouts.jsonl`.
+    """Passes the rollouts of a trainer's training steps to `hooks`, and those that `log_rollouts` names to a file.
 
     A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
     total rewards of this process's rollouts, in the shape that the trainer documents.
@@ -314,18 +367,23 @@ class ScoredRollouts:
         args = trainer.args
         self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
         self._has_warned = False
+        self._trainer = trainer
+        self._logs_all = args.log_rollouts == "all" or bool(args.log_completions)
+        self._last_step: int | None = None  # that few rollouts of are in the log
         self._log = None
-        if args.log_completions:
+        if self._logs_all or (args.log_rollouts == "few" and args.process_index == 0):
             self._log = RolloutLog(args.output_dir, args.process_index)
             trainer.add_callback(_ContinueLog(self._log))
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
         """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
-        if self._log is None and not self.hooks:
+        is_logged = self._log is not None and (self._logs_all or self._is_due())
+        if not is_logged and not self.hooks:
             return
-        entries = list(rollouts())
-        if self._log is not None:
-            self._log.write(entries)
+        is_whole = self._logs_all or self.hooks
+        entries = list(rollouts() if is_whole else islice(rollouts(), _FEW_ENTRIES))
+        if is_logged:
+            self._log.write(entries if self._logs_all else map(_with_few_blocks, entries[:_FEW_ENTRIES]))
         for hook in self.hooks:
             given = rewards.clone()
             hook(copy.deepcopy(entries), given)
@@ -336,6 +394,26 @@ class ScoredRollouts:
                     "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
                     stacklevel=2,
                 )
+
+    def _is_due(self) -> bool:
+        """Whether few rollouts of the current step are logged: at the first step, and then at evenly spread ones."""
+        state = self._trainer.state
+        apart = max(1, state.logging_steps, math.ceil(state.max_steps / _FEW_STEPS))
+        step, last = state.global_step + 1, self._last_step
+        if last is not None and last <= step < last + apart:
+            return False
+        self._last_step = step
+        return True
+
+
+_FEW_STEPS, _FEW_ENTRIES, _FEW_BLOCKS = 100, 2, 4
+
+
+def _with_few_blocks(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry with at most four of the blocks of its document, evenly spread."""
+    blocks = entry.get("blocks", [])
+    few = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
+    return entry | {"blocks": few} if blocks else entry
 
 
 class _ContinueLog(TrainerCallback):

@@ -25,7 +25,7 @@ from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.resume_compat import check_same_run
-from ebft.run_files import PREVIOUS
+from ebft.run_files import DERIVED, PREVIOUS
 from ebft.trainer.checkpoints import step_in_name
 
 _RESUME = "resume_from_checkpoint"
@@ -234,6 +234,7 @@ class PreviousRun(TrainerCallback):
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
         named, self._output_dir = config.resume_from_checkpoint, Path(config.output_dir)
         self._named = None if named is None else Path(named)
+        self._base_model = config.base_model
         self._trainer, self._files = trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -242,8 +243,10 @@ class PreviousRun(TrainerCallback):
             try:
                 if state.global_step == 0:
                     previous = self._set_earlier_aside()
-                elif self._named is not None:
-                    self._set_later_aside(self._named)
+                else:
+                    if self._named is not None:
+                        self._set_later_aside(self._named)
+                    self._set_derived_aside()
             except OSError as error:
                 raise SaveError(
                     f"The files of an earlier run in {self._output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
@@ -273,14 +276,32 @@ class PreviousRun(TrainerCallback):
         """
         output_dir = self._output_dir
         checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
-        target = set_aside(output_dir, [*checkpoints, *final])
+        derived = _derived(output_dir, self._base_model) if checkpoints or final else []
+        target = set_aside(output_dir, [*checkpoints, *final, *derived])
         if target is not None and final:
             shutil.copy2(output_dir / MARK, target)
         write_mark(output_dir, None, {}, [])
         if target is not None:
-            what = [*(folder.name for folder in checkpoints), *(["the final model"] if final else [])]
+            what = [*(folder.name for folder in [*checkpoints, *derived]), *(["the final model"] if final else [])]
             warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
         return target
+
+    def _set_derived_aside(self) -> None:
+        """Move models made from the one that is trained further to a new folder in `previous`, with one warning."""
+        derived = _derived(self._output_dir, self._base_model)
+        target = set_aside(self._output_dir, derived)
+        if target is not None:
+            names = ", ".join(folder.name for folder in derived)
+            warnings.warn(f"Models of the run before it was resumed were moved to {target}: {names}", stacklevel=2)
+
+
+def _derived(output_dir: Path, base_model: str) -> list[Path]:
+    """Merged and quantised models in an output folder that were made from the model of an earlier run.
+
+    A run whose base model is one of them keeps it, since its adapter belongs to it.
+    """
+    folders = [each for name in DERIVED if ((each := output_dir / name) / "config.json").is_file()]
+    return [each for each in folders if not each.is_symlink() and each.resolve() != Path(base_model).resolve()]
 
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")

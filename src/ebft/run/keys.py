@@ -1,11 +1,12 @@
 """Config keys of a run: optimizer, batches, precision, memory, processes, checkpoints, logs, the Hub."""
 
 import warnings
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ebft.config.section import NotBlank, Section, Steps, paths
+from ebft.config.options import RolloutLogOption
+from ebft.config.section import NotBlank, Section, Steps, paths, section_of_options
 from ebft.data.keys import SeedKeys
 from ebft.models.keys import FSDPKeys, PrecisionKeys
 
@@ -360,7 +361,15 @@ class DashboardSection(Section):
         return data
 
 
-class ReportingKeys(Section):
+if TYPE_CHECKING:
+
+    class _RolloutLog(RolloutLogOption, Section): ...
+
+else:
+    _RolloutLog = section_of_options(RolloutLogOption)
+
+
+class ReportingKeys(_RolloutLog):
     """Logs and trackers."""
 
     logging_steps: Steps = Field(

@@ -70,7 +70,7 @@ _NOT_COMPARED = {
     "batches may change": "micro_batch_size gradient_accumulation_steps batch_size eval_batch_size",
     "the initial weights are those of the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
     "it only affects files and logs": """
-        ebft.log_completions ebft.grad_norms_every trl.log_completions trl.num_completions_to_print
+        log_rollouts ebft.log_completions ebft.grad_norms_every trl.log_completions trl.num_completions_to_print
         dataset_prepared_path trust_remote_code""",
     "it only affects evaluations": "eval_sample_packing",
     "it only affects speed, memory and processes": """

@@ -85,7 +85,8 @@ class TrainResult:
         trainer = self.trainer
         checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
         unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
-        return training_outcome(trainer.state.log_history, evaluate, unresolved, trainer.eval_dataset is not None)
+        has_held_out, strategy = trainer.eval_dataset is not None, trainer.args.eval_strategy
+        return training_outcome(trainer.state.log_history, evaluate, unresolved, has_held_out, strategy)
 
 
 def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResult:

@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, Subset
 from transformers import TrainerControl, TrainingArguments
 
 from ebft.anchors import BlockOptions
-from ebft.config.options import StridedOptions
+from ebft.config import rules
+from ebft.config.options import RolloutLogOption, StridedOptions
 from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
+from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -46,9 +48,13 @@ _PARSED = "documents"  # the key of a batch's Documents, once they are parsed
 
 @with_prefix
 @dataclass
-class StridedEBFTConfig(StridedOptions, TrainingArguments):
+class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
     """TrainingArguments with the options of strided EBFT, which are declared in `ebft.config.options`."""
 
+    logging_steps: float = field(
+        default=10,
+        metadata={"help": "Number of steps between logs, or a fraction of all steps; 10 as in TRL and EBFTConfig."},
+    )
     dataloader_pin_memory: bool | None = field(
         default=None,
         metadata={"help": "Pin the memory of batches for faster copies to a GPU. If unset, true if there is one."},
@@ -60,6 +66,10 @@ class StridedEBFTConfig(StridedOptions, TrainingArguments):
         rename_checkpointing(self)
         super().__post_init__()
         validate_options(StridedOptions, self)
+        validate_options(RolloutLogOption, self)
+        problem = rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python)
+        if problem:
+            raise ConfigError(problem)
         # The collator's columns are read by name and need not be arguments of the model's forward.
         self.remove_unused_columns = False
 

@@ -11,7 +11,14 @@ from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ebft.config import rules
-from ebft.config.options import DropoutOption, FeatureOptions, SharedPrefixOption, StructuredOptions, ThinkingOption
+from ebft.config.options import (
+    DropoutOption,
+    FeatureOptions,
+    RolloutLogOption,
+    SharedPrefixOption,
+    StructuredOptions,
+    ThinkingOption,
+)
 from ebft.config.rules import validate_options
 from ebft.config.section import with_prefix
 from ebft.config.trl import RolloutOptions
@@ -58,7 +65,7 @@ def generate_kwargs() -> set[str]:
 
 
 @dataclass
-class GRPORolloutOptions(RolloutOptions, DropoutOption, SharedPrefixOption):
+class GRPORolloutOptions(RolloutOptions, RolloutLogOption, DropoutOption, SharedPrefixOption):
     """Options of rollouts (backend, weight synchronisation) and of the forward passes of the loss."""
 
 
@@ -86,6 +93,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         size, steps = self.per_device_train_batch_size, self.steps_per_generation
         step = "gradient_accumulation_steps" if steps == self.gradient_accumulation_steps else "steps_per_generation"
         for found in (
+            rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python),
             rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),
             rules.groups(size, steps, self.num_generations, rules.in_python, step),
             rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python),

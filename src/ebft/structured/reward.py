@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import lasting_name
-from ebft.config.options import RewardOptions
+from ebft.config.options import RewardOptions, RewardOptionTypes
 from ebft.config.rules import options_from, resolve_single_completion
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
@@ -52,16 +52,15 @@ FEATURE_MATCHING = "feature_matching"  # the name of the reward in configs and i
 class FeatureMatchingReward:
     """`alignment_coef * alignment - diversity_coef * diversity` (eq. 6-7) of completions against their references.
 
-    A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8)])`.
-    A `model` with a PEFT adapter is used with the adapter disabled; any other model is copied and frozen, on
-    `feature_device` if given. `options` are those of `ebft.config.options.RewardOptions`: feature_layers,
-    embed_method, use_whitening, whitening_space, alignment_coef, diversity_coef, feature_device. All sequences are
-    token ids. The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of
-    the chat template, or one of `stop_token_ids`) is removed, because the reference does not have one. Completions
-    follow the prompt with its generation prompt; the reference is what the chat template renders for it in the whole
-    conversation. `chat_template_kwargs` must be the ones used to render the prompts; a row may have its own, and
-    descriptions of tools, in the columns `chat_template_kwargs` and `tools`. With `copy=False`, a model without adapter
-    is used directly, which requires that it is not trained.
+    A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8)])`. A
+    `model` with a PEFT adapter is used with the adapter disabled; any other model is copied and frozen, on
+    `feature_device` if given. `options` are those of `ebft.config.options.RewardOptions`. All sequences are token ids.
+    The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of the chat
+    template, or one of `stop_token_ids`) is removed, because the reference does not have one. Completions follow the
+    prompt with its generation prompt; the reference is what the chat template renders for it in the whole conversation.
+    `chat_template_kwargs` must be the ones used to render the prompts; a row may have its own, and descriptions of
+    tools, in the columns `chat_template_kwargs` and `tools`. With `copy=False`, a model without adapter is used
+    directly, which requires that it is not trained.
     """
 
     __name__ = FEATURE_MATCHING
@@ -75,11 +74,11 @@ class FeatureMatchingReward:
         chat_template_kwargs: dict[str, Any] | None = None,
         stop_token_ids: Iterable[int] = (),
         copy: bool = True,
-        **options: Any,
+        **options: Unpack[RewardOptionTypes],
     ) -> None:
         model = load(model)
         check_adapter(model)
-        self.options: RewardOptions = options_from(RewardOptions, options)
+        self.options: RewardOptions = options_from(RewardOptions, dict(options))
         resolve_single_completion(self.options, num_generations)
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)

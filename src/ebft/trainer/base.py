@@ -431,7 +431,7 @@ class OverTrainer(Trainer):
             load_optimizer(self.model, self.optimizer, Path(checkpoint))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
         if checkpoint is not None:
-            checkpoints.use_schedule(self.lr_scheduler)
+            checkpoints.use_schedule(self.lr_scheduler, self.state.global_step, self.is_world_process_zero())
             self.restore_running_state(checkpoints.read_running_state(checkpoint, self.args))
             self.load_shared(Path(checkpoint))
 

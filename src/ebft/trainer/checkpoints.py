@@ -132,16 +132,28 @@ def read_running_state(folder: str, args: Any) -> dict[str, Any]:
     return {}
 
 
-def use_schedule(scheduler: Any) -> None:
+_JUMP = 0.01  # relative change of a learning rate that is no rounding error
+
+
+def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
     """Set the learning rate of the step after a checkpoint to the one of this run's schedule.
 
     The checkpoint restores the rate that its own schedule gave this step, which differs if the schedule has changed,
-    also in length. Schedules with a state, such as ReduceLROnPlateau, have no other value.
+    also in length; with `warns`, that is a warning with both rates. Schedules with a state, such as ReduceLROnPlateau,
+    have no other value.
     """
     if not isinstance(scheduler, LambdaLR):
         return
     step = scheduler.last_epoch
     rates = [rate * at_step(step) for rate, at_step in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    before, now = max(scheduler.get_last_lr()), max(rates)
+    if warns and abs(now - before) > _JUMP * max(now, before):
+        warnings.warn(
+            f"The learning rate is {now:.3g} instead of {before:.3g} after step {step_of_run}, where training resumes, "
+            "because the schedule of this run is not that of its checkpoint. To continue the former one, restore the "
+            "length of the run (max_steps, num_epochs, the data), the warm-up and lr_scheduler.",
+            stacklevel=2,
+        )
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})  # what is logged

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from ebft.catalog import as_folder, is_gguf
+from ebft.config import rules
 from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
 from ebft.config.checks.data import chat_templates, entry_conflicts, stream_problems
 from ebft.config.checks.processes import fsdp_problems
@@ -189,6 +190,10 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
             f"overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
             "Remove it."
         )
+    section = "trl" if c.method.rows == "prompts" else "ebft"
+    of_section = lambda key: key if key == "log_rollouts" else f"{section}.{key}"
+    if problem := rules.logged_rollouts(c.log_rollouts, getattr(c, section).log_completions, of_section):
+        yield problem
     if c.use_ray and c.manages_server:
         yield (
             "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
@@ -203,7 +208,7 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
 
 def refuse_contradictions(config: MethodConfig) -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
-    rules = (
+    checks = (
         contradictory_selection,
         adapter_problems,
         unfrozen_problems,
@@ -220,7 +225,7 @@ def refuse_contradictions(config: MethodConfig) -> None:
         _chat_templates,
         config.method.conflicts,
     )
-    found = [message for rule in rules for message in rule(config)]
+    found = [message for check in checks for message in check(config)]
     if found:
         raise ConfigError("\n".join(found))
 

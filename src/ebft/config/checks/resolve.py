@@ -215,6 +215,8 @@ def _of_other_methods(config: MethodConfig) -> Iterator[str]:
                 yield f"{key} has no effect: {_SHARED}."
                 continue
             yield f"{key} has no effect: {config.method.name} does not read it."
+    if config.log_rollouts == "all" and config.method.samples_per_group(config) is None:
+        yield f"log_rollouts: all has no effect: {config.method.name} samples no rollouts."
 
 
 def _resolve_entries(config: MethodConfig) -> Iterator[str]:

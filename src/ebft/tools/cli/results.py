@@ -69,8 +69,7 @@ def show(
 ) -> None:
     """Show the rollouts of a run with their references and the terms of their rewards.
 
-    Requires rollouts.jsonl in the folder: set ebft.log_completions: true (strided mode) or trl.log_completions: true
-    (structured mode, GRPO).
+    A run stores few of its rollouts by default, and every one of training with log_rollouts: all.
 
     Examples:
 

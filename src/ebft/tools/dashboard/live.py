@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ebft.health.outcome import NAMES, Outcome, outcome_of
 from ebft.methods.method import find_method
 from ebft.run_files import HEALTH, LOG, METRICS, ROLLOUTS, JsonTail, Tail, read_run, state_of
 from ebft.tools.dashboard.rollouts import Sample, is_number, one_of_each, samples_of
@@ -21,6 +22,7 @@ _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
 # Metrics that do not compare models: each model's features are whitened with its own samples.
 NOT_COMPARABLE = ("cfm_loss_whitened",)
+LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")  # beginnings of the names in an evaluation
 
 
 class Series:
@@ -52,13 +54,17 @@ def _halved(values: list[float]) -> list[float]:  # means of neighbours; a last 
 
 
 class Metrics:
-    """All metrics in the lines of metrics.jsonl: `series` and the last value of each by name, the `last_step`."""
+    """All metrics in the lines of metrics.jsonl: `series` and the last value of each by name, the `last_step`.
+
+    `history` are the lines as in the trainer's log history, without what an outcome does not depend on.
+    """
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.latest: dict[str, float] = {}
         self.first: dict[str, float] = {}
         self.last_step: float | None = None
+        self.history: list[dict[str, Any]] = []
         self._times: deque[tuple[float, float]] = deque(maxlen=_RECENT_LOGS)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -69,6 +75,10 @@ class Metrics:
         self.last_step = step
         if is_number(time) and any(name in line for name in ("loss", "grad_norm")):  # a log of training
             self._times.append((time, step))
+        kept = {name: value for name, value in line.items() if name in NAMES or name.startswith("eval_")}
+        if kept:
+            numbers = {name: value if is_number(value) else None for name, value in kept.items()}
+            self.history.append({"step": step, **numbers})
         for name, value in line.items():
             if name not in _NO_METRICS and is_number(value):
                 self.series.setdefault(name, Series()).add(step, value)
@@ -101,12 +111,16 @@ Range = tuple[float | None, float | None]  # None: no bound
 
 @dataclass
 class Curve:
-    """A plot: its title, one or more series by label, the desired direction (^, v or none), a healthy range."""
+    """A plot: its title, one or more series by label, the desired direction (^, v or none), a healthy range.
+
+    `rounding` is the largest difference of values that counts as a rounding error.
+    """
 
     title: str
     series: dict[str, Series]
     wanted: str = ""
     healthy: Range | None = None
+    rounding: float = 1e-7  # of sums of float32 numbers around 1, such as advantages
 
     def last_values(self) -> dict[str, float]:
         """The last value of each series that has one."""
@@ -147,6 +161,8 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
         series = {label or title: metrics.series[name] for name, label in labels.items() if name in metrics.series}
         if series:
             found.append(Curve(title, series, wanted, healthy_range(title, config)))
+            if title == "learning_rate":  # which may be as small
+                found[-1].rounding = 0.0
     parts = {
         name.removeprefix("rewards/").removesuffix("/mean"): series
         for name, series in metrics.series.items()
@@ -195,6 +211,7 @@ class LiveRun:
         self.log: deque[str] = deque(maxlen=_LINES)
         self.is_missing = False
         self.logs = 0  # lines of metrics.jsonl read so far, to draw curves only if there are new ones
+        self._outcome: tuple[int, Outcome | None] = (-1, None)
         self._entries: deque[dict[str, Any]] = deque(maxlen=_ENTRIES)
         self._metrics, self._health = JsonTail(folder / METRICS), JsonTail(folder / HEALTH)
         self._rollouts = JsonTail(folder / ROLLOUTS, _NEWEST_BYTES)
@@ -231,6 +248,17 @@ class LiveRun:
     def curves(self) -> list[Curve]:
         """The curves of the metrics that the run has."""
         return curves_of(self.metrics, self.config)
+
+    def outcome(self) -> Outcome | None:
+        """Whether the run has learned anything so far, as `ebft train` prints at its end; None before its first log."""
+        if self._outcome[0] != self.logs:
+            config, found = self.config, None
+            if self.metrics.history:
+                has_held_out = bool(config.get("test_datasets") or config.get("val_set_size"))
+                strategy = "no" if config.get("evals_per_epoch") == 0 else config.get("eval_strategy")
+                found = outcome_of(self.metrics.history, None, (), has_held_out, strategy)
+            self._outcome = self.logs, found
+        return self._outcome[1]
 
     def newest(self) -> list[Sample]:
         """The first samples of the newest entry of the log, then one of each earlier entry, newest first."""

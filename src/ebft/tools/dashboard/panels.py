@@ -11,10 +11,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from ebft.printed import printable
+from ebft.printed import duration, printable
 from ebft.run_files import logs_rollouts, samples_rollouts, settings_in_effect
 from ebft.tools.dashboard.live import Curve, LiveRun, Range, Series, clock, range_text
-from ebft.tools.dashboard.rollouts import Sample, duration, value_text
+from ebft.tools.dashboard.rollouts import Sample, value_text
 
 COLORS = ("cyan", "magenta", "yellow", "green", "red", "blue")
 HEALTHY = "on #12351f"  # background of the healthy range
@@ -29,10 +29,12 @@ def plot(curve: Curve, width: int, height: int) -> Text:
     if rows < 1 or columns < 4 or not curve.last_values():
         return title
     (low, high), (first, last) = axes(curve)
+    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one of them.
+    height_of = lambda value: round((high - min(high, max(low, value))) / (high - low) * (rows * 4 - 1) + 0.01)
     dots, owners = Counter(), {}  # of each character, by row and column: its dots, and the number of the series
     for owner, series in enumerate(curve.series.values()):
         values = enumerate(columns_of(series, columns * 2, first, last))
-        points = [(x, round((high - y) / (high - low) * (rows * 4 - 1))) for x, y in values if y is not None]
+        points = [(x, min(rows * 4 - 1, height_of(y))) for x, y in values if y is not None]
         for start, end in pairwise(points[:1] + points):
             for x, y in _line(start, end):
                 dots[y // 4, x // 2] |= _DOTS[x % 2][y % 4]
@@ -64,6 +66,8 @@ def title_of(curve: Curve, width: int) -> Text:
         text.append(f"  {name}{number(value)}", style="not bold red" if outside else f"not bold {color}")
     if curve.wanted:
         text.append(f" {curve.wanted}", style="not bold dim")
+    outside = outside_text(curve)
+    text.append(f"  {outside}" if outside else "", style="not bold dim")
     if curve.healthy is not None:
         text.append(f"  [{range_text(curve.healthy)}]", style="not bold green")
     text.truncate(width, overflow="ellipsis")
@@ -89,17 +93,53 @@ def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]
 
 def axes(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
     """The lowest and the highest value of the axis of a curve with at least one value, and its first and last step."""
-    values = [value for series in curve.series.values() for value in series.values]
     steps = [step for series in curve.series.values() for step in series.steps]
-    return limits(values, curve.healthy), (min(steps), max(steps))
+    return limits(_values(curve), curve.healthy, curve.rounding), (min(steps), max(steps))
 
 
-def limits(values: list[float], healthy: Range | None) -> tuple[float, float]:
+def _values(curve: Curve) -> list[float]:
+    return [value for series in curve.series.values() for value in series.values]
+
+
+_OUTSIDE, _FEWEST = 100, 10  # one of a hundred values may be outside the axis, if there are at least ten
+_FLATTENED = 0.25  # part of the axis, below which the other values are drawn without the outliers
+_RELATIVE = 1e-6  # rounding errors of float32, relative to the values
+
+
+def _bulk(values: list[float]) -> tuple[float, float]:
+    """The range of `values`, without the few furthest ones if these would flatten the others."""
+    ordered = sorted(values)
+    bottom, top = 0, len(ordered) - 1
+    for _ in range(max(1, len(ordered) // _OUTSIDE) if len(ordered) >= _FEWEST else 0):
+        is_high = ordered[top] - ordered[top - 1] > ordered[bottom + 1] - ordered[bottom]
+        bottom, top = (bottom, top - 1) if is_high else (bottom + 1, top)
+    low, high = ordered[bottom], ordered[top]
+    is_flattened = high - low < _FLATTENED * (ordered[-1] - ordered[0])
+    return (low, high) if is_flattened else (ordered[0], ordered[-1])
+
+
+def outside_text(curve: Curve) -> str:
+    """The furthest values that are outside the axis of a curve, such as `max 123`; empty if there are none."""
+    values = _values(curve)
+    if not values:
+        return ""
+    low, high = limits(values, curve.healthy, curve.rounding)
+    lowest = f"min {number(min(values))}" if min(values) < low else ""
+    highest = f"max {number(max(values))}" if max(values) > high else ""
+    return ", ".join(filter(None, [lowest, highest]))
+
+
+def limits(values: list[float], healthy: Range | None, rounding: float = 0.0) -> tuple[float, float]:
     """Return the lowest and the highest value of the axis for `values` (at least one).
 
-    A bound of the healthy range is included if it is not further away than twice the spread of the values.
+    A bound of the healthy range is included if it is not further away than twice the spread of the values. Values that
+    differ by rounding errors only are flat, and a few outliers are outside the axis if they would flatten the others.
     """
     low, high = min(values), max(values)
+    if high - low <= max(rounding, _RELATIVE * max(abs(low), abs(high))):
+        low = high = 0.0 if low <= 0 <= high else values[-1]
+    else:
+        low, high = _bulk(values)
     spread = high - low or abs(high) or 1.0
     if healthy is not None:
         bounds = [bound for bound in healthy if bound is not None and low - 2 * spread <= bound <= high + 2 * spread]
@@ -213,13 +253,9 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
 def _no_rollouts(config: dict[str, Any]) -> str:
     if config and not samples_rollouts(config):
         return "The method of this run samples no rollouts."
-    is_logged, _ = logs_rollouts(config)
-    if is_logged:
+    if logs_rollouts(config):
         return "No rollouts yet: waiting for the first step."
-    return (
-        "No rollouts yet. They are shown if ebft.log_completions (strided mode) or trl.log_completions (structured "
-        "mode, GRPO) is true."
-    )
+    return "No rollouts yet. They are shown unless log_rollouts is none."
 
 
 def _start(text: str, lines: int, characters: int) -> str:
@@ -235,10 +271,13 @@ def _end(text: str, lines: int, characters: int) -> str:
 
 
 def health(live: LiveRun) -> RenderableType:
-    """The health messages, newest first, each with what to do; the error of a run that failed above them."""
+    """The health messages, newest first, each with what to do, below the error of a run that failed and the outcome."""
     parts: list[RenderableType] = []
+    outcome = live.outcome()
     if live.run.get("error"):
         parts.append(Text(f"Error: {printable(str(live.run['error']))}\n", style="red"))
+    if outcome is not None:
+        parts.append(Text(f"{outcome}\n", style="" if live.state != "running" else "dim"))
     for message in reversed(live.health):
         since = message.get("since")
         when = f"step {message.get('step')}" + (f" (since step {since})" if since is not None else "")
@@ -246,7 +285,9 @@ def health(live: LiveRun) -> RenderableType:
         time = f"{clock(message.get('time'))}  {when}  "
         advice = (f"{remedy}\n", "italic dim") if remedy else ""
         parts.append(Text.assemble((time, "dim"), (name, "bold yellow"), f"\n{text}\n", advice))
-    return Group(*parts) if parts else Text("No health messages.", style="dim")
+    if not live.health:
+        parts.append(Text("No health messages.", style="dim"))
+    return Group(*parts)
 
 
 def log(live: LiveRun, lines: int) -> Text:

@@ -13,13 +13,14 @@ from jinja2 import Environment, Template
 from jinja2.filters import do_mark_safe
 
 from ebft.files import write_text
+from ebft.health.outcome import Change, Outcome
+from ebft.printed import duration
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
-from ebft.tools.dashboard.panels import axes, band, columns_of, number
+from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
 from ebft.tools.dashboard.rollouts import (
     PROMPT_CHARACTERS,
     Sample,
-    duration,
     first_and_last,
     heading,
     html_text,
@@ -55,9 +56,12 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         live.poll()
     steps, seconds = f"step {live.step:g}" + (f" of {live.max_steps}" if live.max_steps else ""), live.seconds_run()
     before, after = first_and_last(folder, _SAMPLES)
-    changes = [
+    outcome = live.outcome()
+    judged = {change.name for change in outcome.held_out} if outcome else set()
+    others = [
         (name.removeprefix("eval_"), (f"{first:.4g}", f"{last:.4g}", f"{last - first:+.4g}"))
         for name, first, last in evaluation_changes(live.metrics)
+        if name not in judged
     ]
     compared = read_object(evaluation or folder / EVALUATION) or {}
     notes = compared.get("notes")
@@ -73,7 +77,9 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         after=[_sample(sample) for sample in after],
         settings=settings_in_effect(live.run),
         environment=_environment(live),
-        changes=changes,
+        outcome=outcome,
+        changes=_changes(outcome),
+        others=others,
         comparisons=list(_comparisons(compared)),
         notes=notes if isinstance(notes, list) else [],
     )
@@ -88,6 +94,24 @@ def _template() -> Template:
     )
     text = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
     return environment.from_string(text)
+
+
+def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[str, ...]]]]]:
+    """A title and rows of the training logs and of the evaluations that an outcome is based on."""
+    if outcome is None:
+        return []
+    steps = "" if outcome.steps is None else f" (steps {outcome.steps[0]} and {outcome.steps[1]})"
+    parts = {
+        f"First and last evaluation{steps}": outcome.held_out,
+        "First and last fifth of the training logs": outcome.training,
+    }
+    return [(title, [(each.name, _cells(each)) for each in found]) for title, found in parts.items() if found]
+
+
+def _cells(change: Change) -> tuple[str, ...]:
+    known = [f"{value:.2g}" if value is not None else "unknown" for value in (change.error, change.limit)]
+    values = f"{change.before:.4g}", f"{change.after:.4g}", f"{change.after - change.before:+.2g}"
+    return (*values, *known, change.word)
 
 
 def _later_start(live: LiveRun) -> dict[str, Any] | None:
@@ -115,7 +139,7 @@ def _figure(curve: Curve) -> dict[str, Any]:
     (low, high), (first, last) = axes(curve)
     left, right, top, bottom = (_PLOT[side] for side in ("left", "right", "top", "bottom"))
     x = lambda fraction: round(left + fraction * (right - left), 1)
-    y = lambda value: round(top + (high - value) / (high - low) * (bottom - top), 1)
+    y = lambda value: round(top + (high - min(high, max(low, value))) / (high - low) * (bottom - top), 1)
     lines = []
     for color, (label, series) in zip(cycle(_COLORS), curve.series.items()):
         columns = columns_of(series, min(_COLUMNS, max(2, len(series.steps))), first, last)
@@ -126,6 +150,7 @@ def _figure(curve: Curve) -> dict[str, Any]:
     return {
         "title": curve.title,
         "wanted": curve.wanted,
+        "outside": outside_text(curve),
         "usual": None if curve.healthy is None else range_text(curve.healthy),
         "band": None if shaded is None else (y(shaded[1]), f"{y(shaded[0]) - y(shaded[1]):.1f}"),
         "low": number(low),

@@ -217,15 +217,3 @@ def sample_text(sample: Sample, full: bool = False) -> Text:
             text.append(f"\n{label:<12}", style="bold not dim")
             text.append(printable(value).replace("\n", "\n" + " " * 12), style=f"not bold {_LABELS[label]}")
     return text
-
-
-def duration(seconds: float) -> str:
-    """A duration such as 45s, 3m20s, 2h05m or 3d04h."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    for small, big, unit in ((60, 60, "ms"), (3600, 24, "hm"), (86400, 10**9, "dh")):
-        if seconds < small * big:
-            part = small // 60 if unit != "dh" else 3600
-            return f"{seconds // small}{unit[0]}{seconds % small // part:02d}{unit[1]}"
-    return f"over {10**9}d"  # from damaged times

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import importlib.util
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -32,12 +33,13 @@ from ebft.models.load import (
 )
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics
+from ebft.printed import duration
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.keys import BudgetSection
 from ebft.run.rehearsal import rehearse
 from ebft.run.reporting import trackers
-from ebft.run.trainer import build_trainer, this_machine, training_arguments
+from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
 from ebft.run.training import arranged, check_output_dir, run_rows
 from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
@@ -99,7 +101,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     if exceeded or any(part.failed for part in needed_for_step):
         yield Check("warning", "step", "not run, because of the errors above")
         return
-    yield from _step_checks(config, tokenizer.result, data.result.longest, needed)
+    yield from _step_checks(config, tokenizer.result, data.result, needed)
 
 
 def _attempt(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Generator[Check, None, Attempt]:
@@ -225,10 +227,10 @@ def _check_output_dir(config: RunConfig) -> str:
     return f"{config.output_dir} is writable, {gib(free)} free"
 
 
-def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: Needs | None) -> Iterator[Check]:
+def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
     memory = PhaseMemory()
     # torch.OutOfMemoryError is a RuntimeError.
-    given, errors = (config, tokenizer, rows.data, memory), (RuntimeError, ValueError, OSError, ImportError)
+    given, errors = (config, tokenizer, data.longest.data, memory), (RuntimeError, ValueError, OSError, ImportError)
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows", errors=errors)
     if attempt.failed:
         *others, error = attempt.checks
@@ -244,6 +246,19 @@ def _step_checks(config: RunConfig, tokenizer: Any, rows: LongestRows, needed: N
             "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
         )
     yield _peak_check(memory, attempt.result, needed)
+    yield _time_check(config, memory.seconds, data.count or 0)
+
+
+def _time_check(config: RunConfig, seconds: float, rows: int) -> Check:
+    """The time of the measured step, with all its micro-batches, and that of the run over `rows` rows at this speed."""
+    steps = planned_steps(config, this_machine(), rows)
+    seconds *= config.gradient_accumulation_steps / _micro_batches(config)
+    return Check(
+        "ok",
+        "time",
+        f"{seconds:.3g} s per step on the longest rows, the first one included; {duration(seconds * steps)} for "
+        f"{steps:,} steps at this speed, without evaluations and saves. Shorter rows take less.",
+    )
 
 
 def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
@@ -311,11 +326,17 @@ def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemo
             return sum(value.nbytes for value in tensors if value.device.type == args.device.type)
 
 
+def _micro_batches(config: RunConfig) -> int:
+    """The number of micro-batches of the measured step."""
+    steps = config.gradient_accumulation_steps
+    return steps if config.method.rows == "prompts" else min(steps, _MOST_MICRO_BATCHES)
+
+
 def without_output(config: RunConfig, folder: str) -> RunConfig:
     """Return the config for one step that saves and reports nothing outside of `folder`."""
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
-    if config.method.rows != "prompts":
-        changes["gradient_accumulation_steps"] = min(config.gradient_accumulation_steps, _MOST_MICRO_BATCHES)
+    changes["gradient_accumulation_steps"] = _micro_batches(config)
+    changes["log_rollouts"] = "none"
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.
     changes["trl"] = config.trl.model_copy(update={"log_completions": False, "skip_zero_advantage_batches": False})
@@ -323,10 +344,16 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
 
 
 class _OptimizerPhase(TrainerCallback):
-    """Measures the update of the weights as a phase."""
+    """Measures the update of the weights as a phase, and the seconds of the step."""
 
     def __init__(self, memory: PhaseMemory) -> None:
         self.memory = memory
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.memory.seconds = time.perf_counter() - self._began
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.memory.begin("optimizer")
@@ -344,8 +371,10 @@ class PhaseMemory:
     Phases may be nested; memory used in an inner phase counts for the inner one only. On CUDA, the memory that PyTorch
     allocated on the current device; otherwise the resident memory of the process, whose high-water mark Linux lets a
     process reset. Elsewhere (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in`
-    is the innermost phase in which an exception was raised.
+    is the innermost phase in which an exception was raised, and `seconds` the time of the step.
     """
+
+    seconds: float = 0.0
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}

@@ -10,18 +10,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from ebft.errors import ConfigError
 from ebft.files import write_text
 from ebft.methods.method import selecting_keys
 from ebft.scores import CURVE, Scores, interval
-from ebft.tools.dashboard.live import NOT_COMPARABLE
+from ebft.tools.dashboard.live import LOWER_IS_BETTER, NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
+_WIDTH = 10_000  # characters of a line: tables are as wide as their cells
 
 
 @dataclass
@@ -64,6 +67,16 @@ class Evaluation:
     settings: dict[str, Any]
     machine: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """The tables of metrics and of differences, and the notes."""
+        text = StringIO()
+        console = Console(width=_WIDTH, file=text, color_system=None)
+        for table in filter(None, (self.table(), self.differences_table())):
+            console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False, soft_wrap=True)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().split("\n"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as JSON-serialisable types."""
@@ -229,7 +242,6 @@ ORDER = (
     "alignment",
     "diversity",
 )
-_LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")
 
 
 def _has_enough_documents(evaluation: Evaluation) -> bool:
@@ -248,7 +260,7 @@ def _ordered(metrics: set[str]) -> list[str]:
 def _marked(name: str) -> str:
     if name in NOT_COMPARABLE:
         return name
-    return f"{name} {'v' if name.startswith(_LOWER_IS_BETTER) else '^'}"
+    return f"{name} {'v' if name.startswith(LOWER_IS_BETTER) else '^'}"
 
 
 def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool = False) -> str:

@@ -68,8 +68,7 @@ class Adapter:
 def read_adapter_config(folder: Path) -> LoraConfig:
     """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
     if not (folder / CONFIG).is_file():
-        hint = checkpoint_hint(folder, "ebft merge-lora {}") or "Give the folder of a saved LoRA adapter."
-        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
+        raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")
     config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
     if not isinstance(config, LoraConfig):
@@ -85,6 +84,14 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if used:
         raise ModelError(f"{folder} uses {', '.join(used)}, which cannot be merged into the weights of the base model.")
     return config
+
+
+def no_adapter(folder: Path, use: str, otherwise: str) -> ModelError:
+    """The error for a folder without an adapter: with a full model, with checkpoints that `use` merges, or neither."""
+    if (folder / "config.json").is_file() and any(folder.glob("*model*.safetensors")):
+        return ModelError(f"{folder} contains a full model, which needs no merging. Use the folder as it is.")
+    hint = checkpoint_hint(folder, use) or otherwise
+    return ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
 
 
 def read_adapter_weights(folder: Path) -> dict[str, Tensor]:

@@ -25,13 +25,13 @@ from ebft.models.keys import ModelSettings
 from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
-from ebft.run.checkpoints import checkpoint_hint
 from ebft.tools.export.adapter import (
     Adapter,
     BitsAndBytesRounding,
     attach,
     empty_model,
     merge_into,
+    no_adapter,
     read_adapter_config,
     read_adapter_weights,
 )
@@ -364,8 +364,7 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
         )
     folder = Path(adapter or config.output_dir).expanduser()
     if not (folder / CONFIG).is_file():
-        hint = checkpoint_hint(folder, "ebft merge-lora CONFIG --lora-model-dir {}") or "Train the config first."
-        raise ModelError(f"{folder} does not contain an adapter (no {CONFIG}). {hint}")
+        raise no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
     return MergeSource(
         folder,
         lasting_name(base) if base else find_base_model(config),

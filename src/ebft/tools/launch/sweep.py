@@ -29,6 +29,7 @@ from ebft.files import check_regular, write_text
 from ebft.printed import without_secrets
 from ebft.processes import PARENT, passed_on, received_signals
 from ebft.run_files import read_object, read_run
+from ebft.tools.dashboard.live import LOWER_IS_BETTER
 from ebft.tools.launch.plan import LaunchOptions
 
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
@@ -174,6 +175,7 @@ EVALUATION = "evaluation.json"
 # Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
 _MEASURE = ("rl", "ebft", "trl", "evaluation")
 _METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
+_UNRANKED = ("diversity",)  # low values are better only at the same alignment
 _RESUMING = {"auto_resume_from_checkpoints": None}  # differs between the commands of a run
 _POLL = 0.1  # seconds
 _FAILED = 1
@@ -267,7 +269,7 @@ class Sweep:
         return 0 if all(run.state == "finished" and run.metrics for run in self.runs) else _FAILED
 
     def table(self) -> Table:
-        """The swept values, state and held-out metrics of all runs."""
+        """The swept values, state and held-out metrics of all runs, with the best one of each metric."""
         keys = list(dict.fromkeys(key for run in self.runs for key in run.values))
         found = {name for run in self.runs for name in run.metrics}
         others = sorted(name for name in found if name.endswith("pass@1") and not name.startswith("alignment"))
@@ -278,13 +280,28 @@ class Sweep:
             *metrics,
             title="Held-out results",
         )
+        best = {name: run for name in metrics if (run := self._best(name)) is not None}
+        if best:
+            named = "; ".join(f"{name}: {run.name}" for name, run in best.items())
+            table.caption = f"Best run by {named}.\n* best; ~ the interval overlaps with that of the best run"
         for run in self.runs:
             values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
             state = run.state if run.state != "failed" else f"failed (exit status {run.exit_status})"
             state += ", not evaluated" if run.state == "finished" and not run.metrics else ""
-            numbers = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in metrics]
+            numbers = [
+                f"{run.metrics[name]:.4g}{_rank(run, best.get(name), name)}" if name in run.metrics else ""
+                for name in metrics
+            ]
             table.add_row(*values, state, *numbers)
         return table
+
+    def _best(self, name: str) -> SweepRun | None:
+        """The run with the best value of a metric; None if fewer than two have it, or if it does not rank runs."""
+        found = [run for run in self.runs if name in run.metrics]
+        if len(found) < 2 or name in _UNRANKED:
+            return None
+        sign = -1 if name.startswith(LOWER_IS_BETTER) else 1
+        return max(found, key=lambda run: sign * run.metrics[name])
 
     def _overrides(self, run: SweepRun) -> list[str]:
         return [*self.overrides, *run.overrides()]
@@ -344,6 +361,15 @@ class Sweep:
             write_text(self.folder / RESULTS, json.dumps(without_secrets(content), indent=2) + "\n")
         except OSError as error:
             raise ConfigError(f"{self.folder / RESULTS} cannot be written ({error.strerror}).") from error
+
+
+def _rank(run: SweepRun, best: SweepRun | None, name: str) -> str:
+    """A star for the best run by a metric, a tilde for those whose interval overlaps with its interval."""
+    if best is None or run is best:
+        return "" if best is None else " *"
+    mine, others = run.intervals.get(name), best.intervals.get(name)
+    overlaps = mine and others and mine[0] <= others[1] and others[0] <= mine[1]
+    return " ~" if overlaps else ""
 
 
 def _checked(check: Callable[[Sequence[str]], RunConfig], name: str, overrides: Sequence[str]) -> RunConfig:
