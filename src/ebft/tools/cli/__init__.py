@@ -25,6 +25,7 @@ from ebft.tools.cli.console import (
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
+from ebft.tools.cli.start import init
 from ebft.tools.cli.training import LaunchingCommand, train, tui
 
 app = typer.Typer(
@@ -45,6 +46,7 @@ def _print_version(asked: bool) -> None:
 _OVERRIDES: dict[str, Any] = {"cls": ConfigCommand}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
+    (init, "Write a config for your data and model.", _OVERRIDES),
     (train, "Train a model.", {"cls": LaunchingCommand, "epilog": key_overview()}),
     (preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
     (evaluate, "Evaluate models on held-out data.", _OVERRIDES),
