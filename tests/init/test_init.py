@@ -10,12 +10,15 @@ from ebft import load_config
 from ebft.config.load import parse_yaml
 from ebft.methods import named_methods
 from ebft.methods.method import Method
-from ebft.models.tokenizer import apply_chat_template_choice
 from ebft.tools.init.config import named
 from ebft.tools.init.file import _scalar
 from tests.terminal import Terminal, ebft_command
 
 COUNT = 30
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ADD = "How much is {0} and {0}, if they are added?"
 SUM = "Together, {0} and {0} are twice as much as {0}, which is {1}."
 
@@ -53,12 +56,6 @@ SHAPES = {
         {"type": {"field_instruction": "query", "field_output": "reply"}},
     ),
     "chats": ("jsonl", lambda i: {"messages": chat(i)}, "ebft", {"type": "chat_template"}),
-    "chats with tools": (
-        "jsonl",
-        lambda i: {"conversations": chat(i, "from", "value", "gpt"), "functions": TOOLS},
-        "ebft",
-        {"type": "chat_template", "field_tools": "functions"},
-    ),
     "chats with other keys": (
         "jsonl",
         lambda i: {"dialog": chat(i, "speaker", "text")},
@@ -195,13 +192,13 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256
 
 
-def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, data, here, tiny_llama_dir):
+def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, here, tiny_llama_dir):
     folder = here / "chat-model"
     folder.mkdir()
     for file in tiny_llama_dir.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    apply_chat_template_choice(tokenizer, "chatml")
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     kinds = {
         "alpaca": "alpaca_chat",
@@ -211,6 +208,11 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, data, here, tin
     for name, kind in kinds.items():
         assert ebft("init", data(name), "--model", folder, "--overwrite").exit_code == 0
         assert load_config("run.yaml").datasets[0].type == kind
+    write_rows(here / "tools.jsonl", lambda i: {"conversations": chat(i, "from", "value", "gpt"), "functions": TOOLS})
+    assert ebft("init", "tools.jsonl", "--model", folder, "--overwrite").exit_code == 0
+    assert load_config("run.yaml").datasets[0].field_tools == "functions"
+    said = refused("init", "tools.jsonl", "--model", tiny_llama_dir, "--output", "other.yaml")
+    assert "has no chat template, and ChatML has no format" in said
 
 
 @pytest.mark.parametrize(

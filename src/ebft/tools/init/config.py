@@ -119,7 +119,12 @@ def draft(
             entry["type"] = "completion"
         found.values["datasets"].append(entry)
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:
-        _add_chat_template(found, tokenizer, "qwen_25" if any(shape.has_tools for shape in shapes) else "chatml")
+        if any(shape.has_tools for shape in shapes) and "chat_template" not in given:
+            raise ModelError(
+                f"{model} has no chat template, and ChatML has no format for the tools of these chats. Use a model "
+                "whose template has one, such as an instruct model, or set chat_template to the text of one."
+            )
+        _add_chat_template(found, tokenizer)
     _hold_out(found, sources)
     _schedule(found, len(data), sum(len(source.rows) for source in sources))
     name = Path(data[0].rstrip("/")).stem or "data"
@@ -244,9 +249,9 @@ def _without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if section == "trl" or value != getattr(default, key)}
 
 
-def _add_chat_template(found: Draft, tokenizer: Any, name: str) -> None:
-    """Render chats with a template of ChatML's marks if the model has none."""
-    found.set("chat_template", name, "the tokenizer has no chat template")
+def _add_chat_template(found: Draft, tokenizer: Any) -> None:
+    """Render chats with ChatML if the model has no template."""
+    found.set("chat_template", "chatml", "the tokenizer has no chat template")
     end = "<|im_end|>"
     if end in tokenizer.get_vocab() and tokenizer.eos_token != end:
         found.set("special_tokens", {"eos_token": end}, "the end of a turn, where answers stop")
