@@ -48,7 +48,7 @@ CORE = (
 TOOLS = (
     "tools.__init__ tools.cli.console tools.dashboard tools.fetch tools.preview",
     "tools.cli.arguments tools.doctor tools.evaluation tools.launch",
-    "tools.quickstart",
+    "tools.init tools.quickstart",
     "tools.export tools.inference",
     "tools.cli",
     "__init__ __main__",

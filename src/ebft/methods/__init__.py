@@ -24,3 +24,12 @@ FLAGS: dict[str, str] = {
     "reward_model": "ebft.methods.reward_models:RewardModel",
     "process_reward_model": "ebft.methods.reward_models:ProcessRewardModel",
 }
+
+
+def named_methods() -> dict[str, dict[str, object]]:
+    """The keys that select each method, by its name on the command line: sft, ebft, ebft-structured, dpo, ..."""
+    named: dict[str, dict[str, object]] = {}
+    for rl, mode in METHODS:
+        name = f"{rl}-{mode}" if rl in named else rl or "sft"
+        named[name] = {"rl": rl} if mode is None else {"rl": rl, "ebft": {"mode": mode}}
+    return named | {key.replace("_", "-"): {key: True} for key in FLAGS}

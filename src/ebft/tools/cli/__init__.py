@@ -27,6 +27,7 @@ from ebft.tools.cli.console import (
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
+from ebft.tools.cli.start import init
 from ebft.tools.cli.training import LaunchingCommand, train, tui
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ _KEYS = "`ebft config` lists all keys of a config with their descriptions. Keys 
 _OVERRIDES: dict[str, Any] = {"cls": ConfigCommand}
 _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (quickstart, "Fine-tune a small model and show the effect.", {}),
+    (init, "Write a config for your data and model.", _OVERRIDES),
     (train, "Train a model.", {"cls": LaunchingCommand, "epilog": _KEYS}),
     (preprocess, "Prepare and show the rows of a config.", _OVERRIDES),
     (evaluate, "Evaluate models on held-out data.", _OVERRIDES),

@@ -22,8 +22,9 @@ from ebft.printed import print_table, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
-from ebft.tools.cli.arguments import ConfigCommand, ConfigFile, Overrides, RunFolder, option
+from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, complete_config, option
 from ebft.tools.cli.console import polite
+from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
@@ -107,8 +108,14 @@ def train_sweep(
 @polite
 def train(
     context: typer.Context,
-    config: ConfigFile,
+    config: Annotated[
+        Path | None,
+        argument("[CONFIG]", "The YAML config file; not needed with --model and --data.", complete=complete_config),
+    ] = None,
     overrides: Overrides = None,
+    model: ModelOption = None,
+    data: Annotated[list[str] | None, option("--data", "PATH", f"{DATA_HELP} Can be repeated.")] = None,
+    method: MethodOption = None,
     tui: Annotated[
         bool | None,
         typer.Option(
@@ -180,6 +187,9 @@ def train(
 
     With several GPUs, one process per GPU is started.
 
+    Without a config, --model and --data are trained with the config that `ebft init` proposes for them, which is
+    written to train.yaml in output_dir.
+
     Examples:
 
     ebft train run.yaml
@@ -187,6 +197,8 @@ def train(
     ebft train run.yaml ebft.stride=4 learning_rate=1e-5
 
     ebft train run.yaml --ebft.stride 4 --learning-rate 1e-5
+
+    ebft train --model smollm2-135m --data my_rows.jsonl num_epochs=1
 
     ebft train run.yaml --tui
 
@@ -202,7 +214,8 @@ def train(
             "on several, or set use_ray: true for a cluster of Ray."
         )
     join_launch()
-    words = [str(config), *(overrides or [])]
+    config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method)
+    words = [str(config), *overrides]
     options = options_of(context)
     if sweep is not None:
         os.environ[DASHBOARD] = "0"  # in its runs
@@ -222,7 +235,25 @@ def train(
         say(plan.note, err=True)
     if plan.launcher not in (None, RAY):
         raise typer.Exit(start(plan, ["train", *words]))
-    (train_here if plan.launcher is None else train_in_ray)(run_config, config, overrides or [])
+    (train_here if plan.launcher is None else train_in_ray)(run_config, config, overrides)
+
+
+def _config_and_overrides(
+    config: Path | None, overrides: list[str], model: str | None, data: list[str], method: str | None
+) -> tuple[Path, list[str]]:
+    """The config to train, which is written first if --model and --data are given instead."""
+    is_override = config is not None and "=" in str(config) and not config.exists()
+    if not (model or data or method):
+        if config is None or is_override:
+            raise ConfigError("Missing argument 'CONFIG'. Give the path of a config, or --model and --data.")
+        return config, overrides
+    if is_override:
+        overrides = [str(config), *overrides]
+    elif config is not None:
+        raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one of them.")
+    if is_launched():
+        raise ConfigError("--model and --data need no launcher: remove it, and use --num-processes.")
+    return config_of_data(model, data, method, overrides)
 
 
 def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> None:

@@ -1,0 +1,233 @@
+"""What the rows of a dataset are, by their columns, and the entries of `datasets:` that read them.
+
+The names of columns are those that the transforms read (`ebft.data.transforms`), and others that a mapping as `type`
+or a key of the entry can name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from datasets import Dataset
+
+from ebft.data.transforms import TRANSFORMS, Rows, built_in, equivalent_transform
+from ebft.data.transforms.preferences import STYLES
+from ebft.data.transforms.rows import PAIRS
+from ebft.errors import DataError, shortened
+
+RAW_TEXT = "ebft_pretrain.transform"
+_LOOKED_AT = 100  # rows
+_TEXTS = ("text", "content", "document", "body", "article", "story", "code", "markdown")
+_PROMPTS = ("prompt", "instruction", "question", "query", "input", "problem", "request", "source", "context")
+_COMPLETIONS = ("completion", "response", "output", "answer", "reply", "solution", "target", "summary")
+_PREFERRED = (("chosen", "rejected"), ("chosen_response", "rejected_response"), ("preferred", "dispreferred"))
+_CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
+_ROLES, _CONTENTS = ("role", "from", "speaker", "author"), ("content", "value", "text", "message")
+_KNOWN_KEYS = (("role", "content"), ("from", "value"))  # of messages, which need no mapping
+
+
+class Shape(NamedTuple):
+    """What rows are, in words, and the keys of an entry that reads them as each kind of rows."""
+
+    words: str
+    entries: dict[Rows, dict[str, Any]]
+    has_chats: bool = False  # that a chat template renders
+    has_references: bool = True
+    has_tools: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are texts without prompts, which are cut into windows."""
+        return any(entry.get("type") == RAW_TEXT for entry in self.entries.values())
+
+
+def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
+    """The shape of the rows of `source`, for a model with this chat template.
+
+    Raises DataError with the columns and what is needed if it is not recognised.
+    """
+    columns = _columns(rows)
+    found = next(_found(columns, chat_template), None)
+    if found is not None:
+        return found
+    seen = ", ".join(f"{name} ({_kind(value)})" for name, value in columns.items())
+    names = " or ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS[:4])
+    raise DataError(
+        f"{source}: the columns {shortened(seen)} are of no known shape. Needed are: text; a prompt and a completion "
+        f"({names}, ...); messages or conversations; chosen and rejected, with a prompt; prompt, completion and label; "
+        "or prompt, completions and labels. Rename the columns, or name them: "
+        "'datasets.0.type={field_instruction: COLUMN, field_output: COLUMN}' for prompts and completions, "
+        "datasets.0.type=chat_template datasets.0.field_messages=COLUMN for chats, datasets.0.type=completion "
+        "datasets.0.field=COLUMN for texts."
+    )
+
+
+def shape_of_type(entry: dict[str, Any]) -> Shape:
+    """The shape that a given `type` of an entry reads; of a function of the user, any kind of rows."""
+    kind = "user_defined" if isinstance(entry["type"], dict) else entry["type"]
+    if isinstance(entry["type"], dict) and "field_prompt" in entry["type"]:
+        return Shape("read as the type says", dict.fromkeys(("preferences", "labelled"), entry))
+    name = built_in(kind)
+    kinds: Iterable[Rows] = ("tokens", "prompts") if name is None else TRANSFORMS[name].rows
+    twins = [other for other in ("tokens", "prompts") if name and equivalent_transform(name, other) is not None]
+    is_chat = name is not None and (TRANSFORMS[name].file == "chats" or name.startswith("chat_template."))
+    return Shape(f"read as type: {kind}", dict.fromkeys((*kinds, *twins), entry), is_chat)
+
+
+def _columns(rows: Dataset) -> dict[str, Any]:
+    """The columns with the first value of each that is there."""
+    found: dict[str, Any] = dict.fromkeys(rows.column_names)
+    for row in rows.select(range(min(_LOOKED_AT, len(rows)))):
+        found |= {name: value for name, value in row.items() if found[name] in (None, "", []) and value is not None}
+    return found
+
+
+def _kind(value: Any) -> str:
+    if _messages(value):
+        return "messages"
+    names = {bool: "true or false", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
+    return names.get(type(value), "empty" if value is None else type(value).__name__)
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """The messages in a value, or in its JSON text; empty if it is something else."""
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return []
+    is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+    return value if is_chat and any(key in value[0] for key in _ROLES) else []
+
+
+def _found(columns: dict[str, Any], template: str | None) -> Iterator[Shape]:
+    """The shapes that the columns may have, the most specific first."""
+    texts = [name for name, value in columns.items() if isinstance(value, str) and not _messages(value)]
+    yield from _steps(columns)
+    yield from _compared(columns, texts, template)
+    yield from _labelled(columns, texts, template)
+    yield from _chats(columns)
+    yield from _pairs(texts, template)
+    yield from _raw(columns, texts)
+
+
+def _steps(columns: dict[str, Any]) -> Iterator[Shape]:
+    if isinstance(columns.get("completions"), list) and isinstance(columns.get("labels"), list) and "prompt" in columns:
+        yield Shape("prompts with labelled steps", {"steps": {"type": "stepwise_supervised"}})
+
+
+def _compared(columns: dict[str, Any], texts: list[str], template: str | None) -> Iterator[Shape]:
+    pair = next((pair for pair in _PREFERRED if all(name in columns for name in pair)), None)
+    if pair is None:
+        return
+    words, named = f"pairs of a better and a worse completion ({', '.join(pair)})", pair == _PREFERRED[0]
+    if _messages(columns[pair[0]]):
+        entry: dict[str, Any] = {"type": "chat_template.argilla_chat"}
+        if _messages(columns.get("messages")):
+            entry = {"type": "chat_template.default"}
+        elif _messages(columns.get("prompt")):
+            entry = {"type": "passthrough"}
+        if not named:
+            entry |= dict(zip(("field_chosen", "field_rejected"), pair))
+        entries: dict[Rows, dict[str, Any]] = {"preferences": entry}
+        if named and "prompt" not in texts and "messages" not in columns:
+            entries["comparisons"] = {"type": "bradley_terry.chat_template"}
+        yield Shape(f"chats, as {words}", entries, has_chats=True)
+        return
+    prompt = _first(_PROMPTS, texts)
+    if prompt is None or not all(name in texts for name in pair):
+        return
+    style, mapping = _style(template), {"field_prompt": prompt, "field_chosen": pair[0], "field_rejected": pair[1]}
+    if style and prompt in ("prompt", "input", "question", "instruction") and pair != _PREFERRED[2]:
+        entry = {"type": f"{style}.default"}
+    else:
+        entry = {"type": "passthrough" if prompt == "prompt" and named else mapping}
+    entries = {"preferences": entry}
+    if prompt == "input" and named:
+        entries["comparisons"] = {"type": "bradley_terry.chat_template"}
+    yield Shape(f"{words} after a prompt ({prompt})", entries)
+
+
+def _labelled(columns: dict[str, Any], texts: list[str], template: str | None) -> Iterator[Shape]:
+    label = columns.get("label")
+    if not isinstance(label, bool) and label not in (0, 1):
+        return
+    words = "completions with a label, good or bad"
+    if _messages(columns.get("completion")) and _messages(columns.get("prompt")):
+        yield Shape(words, {"labelled": {"type": "passthrough"}}, has_chats=True)
+    prompt, completion = _first(_PROMPTS, texts), _first(_COMPLETIONS, texts)
+    if prompt is None or completion is None:
+        return
+    entry: dict[str, Any] = {"type": {"field_prompt": prompt, "field_completion": completion, "field_label": "label"}}
+    if (prompt, completion) == ("prompt", "completion"):
+        style = _style(template)
+        entry = {"type": f"{style}.prompt_pairs" if style else "passthrough"}
+    yield Shape(f"{words} ({prompt}, {completion}, label)", {"labelled": entry})
+
+
+def _chats(columns: dict[str, Any]) -> Iterator[Shape]:
+    """Chats in a column with a usual name, or in the only one that has messages."""
+    found = [name for name, value in columns.items() if _messages(value)]
+    name = _first(_CHATS, found) or (found[0] if len(found) == 1 else None)
+    if name is None:
+        return
+    messages = _messages(columns[name])
+    role = next(key for key in _ROLES if key in messages[0])
+    content = next((key for key in _CONTENTS if any(key in each for each in messages)), "content")
+    entry: dict[str, Any] = {"type": "chat_template"}
+    if name not in _CHATS[:2]:
+        entry["field_messages"] = name
+    if (role, content) not in _KNOWN_KEYS:
+        entry["message_property_mappings"] = {"role": role, "content": content}
+    tools = next((each for each in ("tools", "functions") if columns.get(each)), None)
+    if tools == "functions":
+        entry["field_tools"] = tools
+    words = f"chats ({name}){f' with tools ({tools})' if tools else ''}"
+    if {str(each.get(role)) for each in messages} <= {"user", "human", "system"}:
+        entry["type"] = "ebft_chat_multiturn.transform"
+        yield Shape(
+            f"{words} without answers",
+            {"prompts": entry},
+            has_chats=True,
+            has_references=False,
+            has_tools=tools is not None,
+        )
+    else:
+        yield Shape(words, {"tokens": entry, "prompts": entry}, has_chats=True, has_tools=tools is not None)
+
+
+def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
+    pair = next((pair for pair in PAIRS if all(name in texts for name in pair)), None)
+    is_alpaca = {"instruction", "output"} <= set(texts)
+    if pair is None:
+        prompt, completion = _first(_PROMPTS, texts), _first(_COMPLETIONS, texts)
+        if prompt is None or completion is None:
+            return
+        pair, entry = (prompt, completion), {"type": {"field_instruction": prompt, "field_output": completion}}
+    elif template is not None and (is_alpaca or pair == ("question", "answer")):
+        entry = {"type": "alpaca_chat"} | ({"field_system": "system"} if "system" in texts else {})
+    elif template is not None:
+        entry = {"type": "ebft_opencode.transform"}
+    else:
+        entry = {"type": "alpaca" if is_alpaca and "input" in texts else "ebft_strided_structured.transform"}
+    names = ("instruction", *(["input"] if "input" in texts else []), "output") if is_alpaca else pair
+    yield Shape(f"prompts and completions ({', '.join(names)})", {"tokens": entry, "prompts": entry})
+
+
+def _raw(columns: dict[str, Any], texts: list[str]) -> Iterator[Shape]:
+    name = _first(_TEXTS, texts) or (texts[0] if len(texts) == 1 else None)
+    if name is not None:
+        is_found = name in _TEXTS[:2] and _first(_TEXTS, list(columns)) == name and "answer" not in columns
+        yield Shape(f"texts ({name})", {"tokens": {"type": RAW_TEXT, **({} if is_found else {"field": name})}})
+
+
+def _first(names: Iterable[str], among: list[str]) -> str | None:
+    return next((name for name in names if name in among), None)
+
+
+def _style(template: str | None) -> str | None:
+    """The format of preference data whose marks are those of a chat template."""
+    marks = {name: style.user.partition("user")[0] for name, style in STYLES.items()}
+    return next((name for name, mark in marks.items() if template and mark in template), None)

@@ -1,0 +1,290 @@
+"""`ebft init`, and `ebft train` without a config: what they make of data of many shapes, and what they refuse."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from ebft import load_config
+from ebft.config.load import parse_yaml
+from ebft.methods import named_methods
+from ebft.methods.method import Method
+from ebft.tools.init.config import named
+from ebft.tools.init.file import _scalar
+from tests.terminal import Terminal, ebft_command
+
+COUNT = 30
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = "How much is {0} and {0}, if they are added?"
+SUM = "Together, {0} and {0} are twice as much as {0}, which is {1}."
+
+
+def texts(number):
+    return ADD.format(number), SUM.format(number, 2 * number)
+
+
+def row(names, number):
+    return dict(zip(names, texts(number), strict=True))
+
+
+def chat(number, role="role", content="content", answer="assistant"):
+    asked, answered = texts(number)
+    return [{role: "user", content: asked}, {role: answer, content: answered}]
+
+
+def compared(number):
+    return {"chosen": chat(number), "rejected": [chat(number)[0], {"role": "assistant", "content": "I do not know."}]}
+
+
+TOOLS = [{"name": "add", "description": "Adds numbers.", "parameters": {"type": "object", "properties": {}}}]
+PAIR_TYPE = "ebft_strided_structured.transform"
+# Data: a file's name, the row of a number, the method that is proposed, and keys of the entry.
+SHAPES = {
+    "texts": ("jsonl", lambda i: {"text": " ".join(texts(i)), "id": i}, "ebft", {"type": "ebft_pretrain.transform"}),
+    "one column": ("csv", lambda i: {"lyrics": " ".join(texts(i)), "year": i}, "ebft", {"field": "lyrics"}),
+    "alpaca": ("json", lambda i: {**row(("instruction", "output"), i), "input": ""}, "ebft", {"type": "alpaca"}),
+    "input/output": ("jsonl", lambda i: row(("input", "output"), i), "ebft", {"type": PAIR_TYPE}),
+    "question/answer": ("csv", lambda i: row(("question", "answer"), i), "ebft", {"type": PAIR_TYPE}),
+    "other names": (
+        "parquet",
+        lambda i: row(("query", "reply"), i),
+        "ebft",
+        {"type": {"field_instruction": "query", "field_output": "reply"}},
+    ),
+    "chats": ("jsonl", lambda i: {"messages": chat(i)}, "ebft", {"type": "chat_template"}),
+    "chats with other keys": (
+        "jsonl",
+        lambda i: {"dialog": chat(i, "speaker", "text")},
+        "ebft",
+        {"field_messages": "dialog", "message_property_mappings": {"role": "speaker", "content": "text"}},
+    ),
+    "pairs of texts": (
+        "jsonl",
+        lambda i: {"question": texts(i)[0], "chosen": texts(i)[1], "rejected": "I do not know."},
+        "dpo",
+        {"type": {"field_prompt": "question", "field_chosen": "chosen", "field_rejected": "rejected"}},
+    ),
+    "pairs of chats": ("jsonl", compared, "dpo", {"type": "chat_template.argilla_chat"}),
+    "labels": (
+        "jsonl",
+        lambda i: {**row(("prompt", "completion"), i), "label": i % 2 == 0},
+        "kto",
+        {"type": "passthrough"},
+    ),
+    "steps": (
+        "jsonl",
+        lambda i: {"prompt": texts(i)[0], "completions": list(texts(i)), "labels": [True, False]},
+        "process-reward-model",
+        {"type": "stepwise_supervised"},
+    ),
+}
+
+
+def write_rows(path, row, count=COUNT):
+    rows = [row(number) for number in range(count)]
+    if path.suffix == ".parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        Dataset.from_list(rows).to_csv(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def data(here):
+    """A function that writes the data of a name in SHAPES and returns its file."""
+    return lambda name, count=COUNT: write_rows(here / f"rows.{SHAPES[name][0]}", SHAPES[name][1], count).name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_llama_dir, name):
+    done = ebft("init", data(name), "--model", tiny_llama_dir)
+    assert done.exit_code == 0, done.output
+    _, _, method, entry = SHAPES[name]
+    assert f"Method: {method} (" in done.stdout and "ebft train run.yaml" in done.stdout
+    config = load_config("run.yaml")
+    found = config.datasets[0]
+    if isinstance(entry.get("type"), dict):
+        columns = found.user_defined or found.type
+        assert {key: getattr(columns, key) for key in entry["type"]} == entry["type"]
+    else:
+        assert {key: getattr(found, key) for key in entry} == entry
+    assert config.val_set_size == 3 and config.load_best_model_at_end and config.num_epochs == 3
+    assert 64 <= config.sequence_len <= 128 and config.adapter == "lora" and config.eval_on_start
+    assert ebft("config", "--check", "run.yaml").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("texts", []), ("chats", ["--method", "sft"]), ("labels", []), ("other names", [])]
+)
+def test_training_without_a_config_writes_the_one_it_uses(ebft, data, here, tiny_llama_dir, name, options):
+    options = ["--model", tiny_llama_dir, "--data", data(name), *options]
+    words = [*options, "max_steps=2", "output_dir=run", "--no-gradient-checkpointing"]
+    done = ebft("train", *words, "save_steps=1", "evals_per_epoch=", "saves_per_epoch=", "eval_steps=1")
+    assert done.exit_code == 0, done.output
+    assert "Config written to run/train.yaml" in done.stderr
+    config = load_config(here / "run" / "train.yaml")
+    assert config.max_steps == 2 and config.gradient_checkpointing is False
+    state = json.loads((here / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2 and any("eval_loss" in key or "eval_" in key for key in state["log_history"][0])
+
+
+def test_the_same_command_goes_on_and_another_one_is_refused(ebft, refused, data, here, tiny_llama_dir):
+    words = ["train", "--model", tiny_llama_dir, "--data", data("alpaca"), "--method", "sft", "output_dir=run"]
+    words += ["max_steps=2", "evals_per_epoch=", "saves_per_epoch=", "eval_steps=1", "save_steps=1"]
+    assert ebft(*words).exit_code == 0
+    written = (here / "run" / "train.yaml").read_text()
+    again = ebft(*words, "resume_from_checkpoint=run/checkpoint-1")
+    assert again.exit_code == 0, again.output
+    assert (here / "run" / "train.yaml").read_text() == written and "Config written" not in again.stderr
+    said = refused(*words, "learning_rate=1e-3")
+    assert "run/train.yaml is the config of a run with other options" in said and "output_dir=FOLDER" in said
+
+
+def test_several_files_and_a_split_for_evaluation(ebft, here, tiny_llama_dir):
+    (here / "data").mkdir()
+    for split in ("train", "test"):
+        write_rows(here / "data" / f"{split}.jsonl", SHAPES["alpaca"][1])
+    assert ebft("init", "data", "--model", tiny_llama_dir, "--method", "sft").exit_code == 0
+    config = load_config("run.yaml")
+    assert config.test_datasets[0].split == "test" and not config.val_set_size and config.load_best_model_at_end
+    write_rows(here / "more.csv", SHAPES["question/answer"][1])
+    done = ebft("init", "data/train.jsonl", "more.csv", "--model", tiny_llama_dir, "--output", "two.yaml")
+    assert done.exit_code == 0, done.output
+    found = load_config("two.yaml")
+    assert [entry.type for entry in found.datasets] == ["alpaca", PAIR_TYPE] and found.val_set_size == 6
+
+
+def test_few_rows_are_not_held_out_and_the_reason_is_given(ebft, here, tiny_llama_dir):
+    (here / "notes.txt").write_text("A text of some length. " * 50)
+    done = ebft("init", "notes.txt", "--model", tiny_llama_dir)
+    assert done.exit_code == 0 and "No evaluation: 1 row of data, and at least 20 are needed" in done.stdout
+    assert load_config("run.yaml").load_best_model_at_end is not True
+    assert "val_set_size: 0 # too few rows" in (here / "run.yaml").read_text()
+
+
+def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data, tiny_llama_dir, monkeypatch):
+    given = ["init", data("input/output", 500), "--model", tiny_llama_dir, "--overwrite"]
+    ebft(*given, "learning_rate=0.5", "adapter=", "ebft.stride=4")
+    config = load_config("run.yaml")
+    assert config.gradient_accumulation_steps * config.micro_batch_size == 16 and config.val_set_size == 50
+    assert config.learning_rate == 0.5 and config.adapter is None and config.ebft.stride == 4
+    monkeypatch.setattr("ebft.tools.init.config.available_memory", lambda placed_on: (2**17, "a small machine"))
+    done = ebft(*given)
+    small = load_config("run.yaml")
+    assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
+    assert "a small machine, which may not be enough" in done.stdout
+    ebft(*given, "--method", "ebft-structured")
+    structured = load_config("run.yaml")
+    assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256
+
+
+def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, here, tiny_llama_dir):
+    folder = here / "chat-model"
+    folder.mkdir()
+    for file in tiny_llama_dir.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    kinds = {
+        "alpaca": "alpaca_chat",
+        "input/output": "ebft_opencode.transform_strided",
+        "labels": "chatml.prompt_pairs",
+    }
+    for name, kind in kinds.items():
+        assert ebft("init", data(name), "--model", folder, "--overwrite").exit_code == 0
+        assert load_config("run.yaml").datasets[0].type == kind
+    write_rows(here / "tools.jsonl", lambda i: {"conversations": chat(i, "from", "value", "gpt"), "functions": TOOLS})
+    assert ebft("init", "tools.jsonl", "--model", folder, "--overwrite").exit_code == 0
+    assert load_config("run.yaml").datasets[0].field_tools == "functions"
+    said = refused("init", "tools.jsonl", "--model", tiny_llama_dir, "--output", "other.yaml")
+    assert "has no chat template, and ChatML has no format" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        ("init", ["DATA is missing", "in a terminal only"]),
+        ("init rows.jsonl", ["--model is missing", "smollm2-135m"]),
+        ("init rows.jsonl --model MODEL", ["a (text), b (text), c (number)", "question/answer", "field_instruction"]),
+        ("init rows.jsonl --model MODEL --method dopo", ["unknown method 'dopo'", "ebft-structured, grpo"]),
+        ("init rows.jsonl --model MODEL datasets.0.type=compltion", ["compltion"]),
+        ("init none.jsonl --model MODEL", ["'none.jsonl' does not exist"]),
+        ("init empty --model MODEL", ["empty: the folder has no files"]),
+        ("init photo.txt --model MODEL", ["photo.txt", "UTF-8"]),
+        ("init pairs.jsonl --model missing/folder/here", ["'missing/folder/here' does not exist"]),
+        ("init pairs.jsonl --model smolm", ["'smolm'"]),
+        ("init pairs.jsonl --model MODEL --method dpo", ["--method dpo does not train on these", "ebft, ebft-struct"]),
+        ("init pairs.jsonl --model MODEL --method grpo", ["trl.reward_funcs=[module.function]"]),
+        ("init pairs.jsonl labels.jsonl --model MODEL", ["No method trains on all of these rows"]),
+        ("init pairs.jsonl --model MODEL learning_rte=1", ["'learning_rate'"]),
+        ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
+        ("train", ["Missing argument 'CONFIG'", "--model and --data"]),
+        ("train --model MODEL", ["--data is missing"]),
+        ("train --data pairs.jsonl seed=1", ["--model is missing"]),
+        ("train kept.yaml --data pairs.jsonl", ["kept.yaml and --model, --data or --method", "Remove one"]),
+    ],
+)
+def test_errors_say_what_to_give(refused, here, tiny_llama_dir, monkeypatch, words, texts):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_rows(here / "rows.jsonl", lambda number: {"a": "x", "b": "y", "c": number})
+    write_rows(here / "pairs.jsonl", SHAPES["input/output"][1])
+    write_rows(here / "labels.jsonl", SHAPES["labels"][1])
+    (here / "empty").mkdir()
+    (here / "photo.txt").write_bytes(b"\xff\xd8\xff\xe0" * 20)
+    (here / "kept.yaml").write_text("kept")
+    said = refused(*(word if word != "MODEL" else tiny_llama_dir for word in words.split()))
+    assert all(text in said for text in texts), said
+    assert not (here / "run.yaml").exists() and (here / "kept.yaml").read_text() == "kept"
+
+
+def test_a_given_type_is_used_for_columns_of_other_names(ebft, here, tiny_llama_dir):
+    write_rows(here / "rows.jsonl", lambda number: row(("a", "b"), number))
+    mapping = "datasets.0.type={field_instruction: a, field_output: b}"
+    assert ebft("init", "rows.jsonl", "--model", tiny_llama_dir, mapping, "--method", "sft").exit_code == 0
+    assert load_config("run.yaml").datasets[0].user_defined.field_output == "b"
+
+
+def test_a_model_of_the_hub_that_is_not_here_gives_lengths_from_characters(ebft, data, monkeypatch):
+    monkeypatch.setattr("ebft.catalog._ask_hub", lambda *_: None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = ebft("init", data("input/output"), "--model", "owner/name", "--method", "sft")
+    assert done.exit_code == 0 and "lengths and memory are estimates" in done.stdout
+    assert load_config("run.yaml").sequence_len == 64
+
+
+def test_every_method_has_a_name_and_an_example():
+    keys = named_methods()
+    assert [name for name in keys if not isinstance(named(name), Method)] == []
+    assert len({type(named(name)) for name in keys}) == len(keys)
+
+
+@pytest.mark.parametrize("value", ["a: b", "no", "1e-4", "plain", "#x", "", "two\nlines", [1, "a, b"], {"a": 1}, 1e-5])
+def test_values_are_read_as_they_were_written(value):
+    assert parse_yaml(f"key: {_scalar(value)}") == {"key": value}
+
+
+def test_in_a_terminal_what_is_missing_is_asked_for(here, data, tiny_llama_dir):
+    data("input/output")
+    terminal = Terminal(ebft_command("init", "rows.jsonl"), columns=200)
+    terminal.wait_for(lambda screen: "Base model" in screen)
+    terminal.press(f"{tiny_llama_dir}\n")
+    terminal.wait_for(lambda screen: "Method [ebft]" in screen)
+    assert "sft " in terminal.screen
+    terminal.press("sft\n")
+    assert terminal.end() == 0
+    assert load_config(here / "run.yaml").rl is None
