@@ -28,7 +28,7 @@ def test_families():
 
 
 def test_chat_templates():
-    listed = [name for row in first_column("data.md", "### Chat templates") for name in row]
+    listed = [name for row in first_column("chats.md", "## Chat templates") for name in row]
     assert set(listed) == {*NAMES, KEEP, f"{FALLBACK}NAME"}
 
 

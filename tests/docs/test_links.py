@@ -18,10 +18,14 @@ PATH = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`")
 
 
 def anchors(page) -> set[str]:
-    """The anchors of a page's headings, and those of the public names that the site adds."""
+    """The anchors of a page's headings, those of sections that moved, and those of public names that the site adds."""
     text = prose(page)
     headings = [re.sub(r"[`*]", "", heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
-    return {SLUG(heading, "-") for heading in headings} | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    return (
+        {SLUG(heading, "-") for heading in headings}
+        | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+        | set(re.findall(r'<a id="([^"]+)">', text))
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
