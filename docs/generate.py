@@ -95,6 +95,13 @@ TROUBLESHOOTING_END = """\
 | it jumps and stays | the learning rate at that step | a checkpoint before it, half the learning rate, `warmup_ratio: 0.03`; `loss_watchdog_threshold` ends such runs |
 | it is NaN, or the gradient is | the message names the step; the update was not applied | see below |
 
+## A loss of 0 in structured mode
+
+In structured mode and GRPO, `loss` is near 0 from the first step to the last. It is the mean of advantages times probability
+ratios; with one update per batch the ratios are 1, and the advantages of a group have a mean of 0. Its gradient is not 0: look
+at `grad_norm`, `ebft/alignment` and `ebft/cfm_loss` (with GRPO, `reward`). `ebft.ce_coef` and `trl.beta` add terms that
+have a value. If `grad_norm` is 0 too, see [No signal](#no-signal).
+
 ## NaN and infinite values
 
 Training stops before the update, so that the last checkpoint is valid. In this order:
