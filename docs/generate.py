@@ -95,6 +95,13 @@ TROUBLESHOOTING_END = """\
 | it jumps and stays | the learning rate at that step | a checkpoint before it, half the learning rate, `warmup_ratio: 0.03`; `loss_watchdog_threshold` ends such runs |
 | it is NaN, or the gradient is | the message names the step; the update was not applied | see below |
 
+## A loss of 0 in structured mode
+
+In structured mode and GRPO, `loss` is near 0 from the first step to the last. It is the mean of advantages times probability
+ratios; with one update per batch the ratios are 1, and the advantages of a group have a mean of 0. Its gradient is not 0: look
+at `grad_norm`, `ebft/alignment` and `ebft/cfm_loss` (with GRPO, `reward`). `ebft.ce_coef` and `trl.beta` add terms that
+have a value. If `grad_norm` is 0 too, see [No signal](#no-signal).
+
 ## NaN and infinite values
 
 Training stops before the update, so that the last checkpoint is valid. In this order:
@@ -121,7 +128,7 @@ Errors of ebft say what to change. These come from the packages below it, or nee
 
 | message | cause | what to do |
 | --- | --- | --- |
-| `CUDA out of memory` | the step does not fit | `ebft doctor CONFIG` lists what lowers the peak; `profiler_steps` writes a [snapshot of the memory](watching.md#profiles-of-steps) |
+| `CUDA out of memory` | the step does not fit | `ebft doctor CONFIG` lists what lowers the peak; `profiler_steps` writes a [snapshot of the memory](plugins.md#profiles-of-steps) |
 | `Killed`, `exitcode: -9` | main memory is used up: data, workers or a model that is loaded by every process | lower `dataset_num_proc` and `dataloader_num_workers`; with `fsdp`, set `fsdp_config.cpu_ram_efficient_loading: true` |
 | `CUDA error: device-side assert triggered` | often a token id without an embedding | run with `CUDA_LAUNCH_BLOCKING=1`, which names the operation; `special_tokens` and `tokens` resize the embeddings |
 | `Watchdog caught collective operation timeout` | a process has failed or waits for data, a download or a reward function | the first error in the output of all processes; `NCCL_DEBUG=INFO` for the network; `ebft preprocess` first |
@@ -130,7 +137,7 @@ Errors of ebft say what to change. These come from the packages below it, or nee
 | `... is not a local path, so it was interpreted as a Hub id` | a misspelled folder, or no access to the Hub | correct the path; `HF_HUB_OFFLINE=1` for models in the cache; `hf auth login` for gated models |
 | `num_generations: 4 does not divide 6` | a step does not consist of whole groups | make `micro_batch_size` times `gradient_accumulation_steps` a multiple of `trl.num_generations` |
 | `No usable rows are left: a block needs context_length: ...` | no anchor fits in the rows | lower `ebft.context_length`, `ebft.generate_max_len` or `ebft.min_completion_prefix` |
-| `The vLLM server at ... is not ready` | it is not started, still loads, or listens elsewhere | the last lines of `vllm.log`; `trl.vllm_server_timeout`; [the same port](structured.md#vllm) for both commands |
+| `The vLLM server at ... is not ready` | it is not started, still loads, or listens elsewhere | the last lines of `vllm.log`; `trl.vllm_server_timeout`; [the same port](vllm.md) for both commands |
 | `No available memory for the cache blocks` (vLLM) | the model and the cache do not fit | raise `vllm.gpu_memory_utilization`, lower `vllm.max_model_len`, or use another GPU than training |
 | `The vLLM server at ... serves ..., and this run trains ...` | the server was started with another model | start `ebft vllm-serve` with the config of the run |
 | `the log-probabilities it reports differ ... nats on average` | the server ignored an update, or has another adapter or precision | serve `base_model` in the same dtype; restart the server |

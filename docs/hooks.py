@@ -1,8 +1,9 @@
-"""Hooks of the documentation site (mkdocs.yml): links to files outside docs/, and formulas.
+"""Hooks of the documentation site (mkdocs.yml): links to files outside docs/, formulas, and search without a server.
 
 Links are written as on GitHub, relative to the page: `../examples/paper_full.yaml`. The site contains a copy of each
 file that is linked this way: Markdown as a page, images and notebooks as they are, other files as text that a browser
-shows. Formulas, `$...$`, are drawn by matplotlib, so that pages need no script from another host.
+shows. Pages need no script from another host: formulas, `$...$`, are drawn by matplotlib, and what search needs in
+pages that are opened as files is a copy.
 """
 
 import html
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).resolve().parents[1]
 AS_THEY_ARE = {".png", ".svg", ".ipynb"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")
+SHIM = "https://unpkg.com/iframe-worker/shim"  # in the pages of the plugin offline
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 SYNONYMS = {r"\lVert": r"\Vert", r"\rVert": r"\Vert"}  # symbols that matplotlib knows under another name
 EM = 10.0  # size in points at which formulas are drawn; they are scaled to the size of the text
@@ -62,6 +64,16 @@ def on_page_content(content: str, **_) -> str:
         return f"<p>{svg}</p>" if match[1] == "div" else svg
 
     return FORMULA.sub(drawn, content)
+
+
+def on_post_page(output: str, page, **_) -> str:
+    """Replace the script that pages load from another host by its copy in the site."""
+    return output.replace(SHIM, posixpath.relpath("iframe-worker.js", posixpath.dirname(page.url) or "."))
+
+
+def on_post_template(output: str, template_name: str, **_) -> str:
+    """The same for pages that are not Markdown, such as 404.html."""
+    return output.replace(SHIM, "/iframe-worker.js")
 
 
 def inside_docs(path: str) -> bool:

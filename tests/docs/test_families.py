@@ -23,12 +23,13 @@ def test_families():
     outside = [name for name in outside if "/" not in name]
     assert sorted([*interface, *outside]) == sorted({name.partition("/")[0] for name in FAMILIES})
     assert set(states) == set(RUNNING_STATE) and set(padding) == set(COUNTS_PADDING)
+    assert f"**{len(interface) + len(outside)} model families**" in (DOCS.parent / "README.md").read_text()
     adapted = {name for name in FAMILIES if {type(module).__name__ for module in tiny_model(name).modules()} & ADAPTED}
     assert {name.partition("/")[0] for name in adapted} - {"stablelm"} == set(outside)
 
 
 def test_chat_templates():
-    listed = [name for row in first_column("data.md", "### Chat templates") for name in row]
+    listed = [name for row in first_column("chats.md", "## Chat templates") for name in row]
     assert set(listed) == {*NAMES, KEEP, f"{FALLBACK}NAME"}
 
 

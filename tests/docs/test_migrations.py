@@ -195,9 +195,9 @@ FLATTENED = "`batch_flattening` with `rl: ebft` and `rl: grpo` | no effect, with
      {"torch_compile": True, "activation_offloading": True}, "activation_offloading: true has no effect with torch_co"),
     ("docs/from-axolotl.md", "`trl.use_data_producer` and `vllm.serve_module` are not needed and have",
      {**PROMPTS, "rl": "ebft", "trl": {"use_vllm": True}, "vllm": {"serve_module": "a.b"}}, "vllm.serve_module has no"),
-    ("README.md", IDLE, {"trl": {"beta": 0.1}}, "trl: no effect"),
-    ("README.md", IDLE, {"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect"),
-    ("README.md", "an unknown key is an error", {"learning_rat": 1e-4}, "refused: Unknown key 'learning_rat'"),
+    ("docs/index.md", IDLE, {"trl": {"beta": 0.1}}, "trl: no effect"),
+    ("docs/index.md", IDLE, {"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect"),
+    ("docs/index.md", "an unknown key is an error", {"learning_rat": 1e-4}, "refused: Unknown key 'learning_rat'"),
     ("docs/commands.md", "trackers", {"use_swanlab": True}, "Needed for training: use_swanlab: true, but swanlab is"),
     ("docs/commands.md", "trackers", {"report_to": "nobody"}, "refused: report_to: unknown tracker 'nobody'"),
     ("docs/commands.md", "Packages that training needs but that are missing here are warnings",
@@ -246,7 +246,7 @@ def test_the_metrics_of_axolotl_have_the_same_names():
         assert {f"ebft/{name}" for name in names | of_mode} <= logged.keys()
 
 
-def test_the_readme_lists_the_extras():
-    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("Extras are ")[2].partition(": `pip")[0]
+def test_the_page_of_installation_lists_the_extras():
+    text = (ROOT / "docs/index.md").read_text(encoding="utf-8").partition("Extras are ")[2].partition(": `pip")[0]
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(re.findall(r"`(\w+)`", text)) == declared.keys() - {"gguf", "study", "docs", "dev"}

@@ -32,6 +32,14 @@ def test_no_page_loads_anything_from_another_host(site):
         assert not re.search(r"(url\(|@import )[\"']?https?:", style.read_text(encoding="utf-8")), style
 
 
+def test_search_works_in_pages_that_are_opened_as_files(site):
+    """The index is a script, since pages may not read files, and workers are the frames of iframe-worker."""
+    assert "whitening" in (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    for page, script in (("index.html", "iframe-worker.js"), ("studies/smollm2/index.html", "../../iframe-worker.js")):
+        assert f'<script src="{script}">' in (site / page).read_text(encoding="utf-8")
+    assert "IFrameWorker" in (site / "iframe-worker.js").read_text(encoding="utf-8")
+
+
 def test_pages_have_formulas_docstrings_and_linked_files(site):
     text = lambda name: (site / name).read_text(encoding="utf-8")
     page = text("paper.html")
