@@ -68,4 +68,4 @@ def test_figures_in_the_readme_are_those_of_the_pages():
     """Rows of tables with figures are the beginning of a row of a page in docs/, so that they change together."""
     rows = [line for line in prose(ROOT / "README.md").split("\n") if re.match(r"\|.*\d\.\d.*\|$", line)]
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
-    assert len(rows) > 5 and [row for row in rows if f"\n{row[:-1]}" not in pages] == []
+    assert len(rows) >= 3 and [row for row in rows if f"\n{row[:-1]}" not in pages] == []
