@@ -2,8 +2,8 @@
 
 Parts are `train` and `warm` (for the warm start), `validation`, on which learning rates are chosen, `test`, on which
 models are measured, and `long`, test documents that are long enough for the feature-matching loss of long rollouts.
-Rows of raw text are {text, file}; those of the other tasks are described in python_code.py and catalogs.py. Functions
-that are named like a problem of HumanEval are left out, so that models can be tested on it.
+Rows of raw text are {text, file}; those of the other tasks are described in python_code.py and in catalogs.py of the
+quickstart. Functions that are named like a problem of HumanEval are left out, so that models can be tested on it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import catalogs
 import project
 import python_code
 import sources
@@ -21,6 +20,7 @@ from python_code import Count
 from rows import Row, read_rows, spread, unique, write_rows
 from scale import Scale
 
+from ebft.tools.quickstart import catalogs
 from ebft.tools.quickstart.run import console
 from ebft.tools.quickstart.tiny import number_of, part_of
 
@@ -122,7 +122,7 @@ def applications(part: str, scale: Scale) -> list[tuple[str, dict[str, str]]]:
     """The applications of a part with their catalogs."""
     if scale.is_tiny:
         return [(part, {"fr.po": (TINY / f"{part}.po").read_text(encoding="utf-8")})]
-    return [(wheel.name, sources.catalogs(wheel)) for wheel in sources.APPLICATIONS[part]]
+    return [(wheel.name, catalogs.french(wheel)) for wheel in sources.APPLICATIONS[part]]
 
 
 def chosen_parts(found: dict[str, list[Row]], scale: Scale) -> dict[str, list[Row]]:

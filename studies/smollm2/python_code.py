@@ -13,8 +13,8 @@ from typing import Any
 
 import sources
 import verifiers
+from verifiers import function_of, function_text
 
-from ebft.tools.quickstart.smollm2 import function_of, function_text
 from ebft.tools.quickstart.tiny import number_of, standard_library
 
 Count = Callable[[str], int]  # tokens of a text

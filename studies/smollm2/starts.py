@@ -22,8 +22,8 @@ from settings import Place
 from ebft.tools.quickstart.run import console, fingerprint, make_once
 
 MAKERS = [
-    *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "catalogs", "sources", "verifiers")),
-    project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "smollm2.py",
+    *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "sources", "verifiers")),
+    project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "catalogs.py",
 ]
 
 

@@ -7,11 +7,10 @@ line that starts in column 0, as the stop sequences of HumanEval have it.
 
 import ast
 import doctest
+import warnings
 from typing import Any
 
 import sandbox
-
-from ebft.tools.quickstart.smollm2 import function_of, function_text
 
 
 def parses(prompt: str, completions: list[str], row: dict[str, Any]) -> float | None:
@@ -102,3 +101,35 @@ def _as_wanted(example: doctest.Example, found: dict[str, Any]) -> bool:
 def _kind(raised: str) -> str:
     """The name of an exception without module and message."""
     return raised.strip().partition(":")[0].rpartition(".")[2]
+
+
+def function_text(prompt: str, completion: str) -> str:
+    """Prompt and completion up to the function's end: the first line after the prompt that is not indented.
+
+    The stop sequences of HumanEval end a function at the same place.
+    """
+    return prompt + until_function_end(completion) + "\n"
+
+
+def until_function_end(completion: str) -> str:
+    """The part of a completion that belongs to the prompt's function, without white space at its end."""
+    first, *lines = completion.split("\n")
+    kept = [first]
+    for line in lines:
+        if line and not line[0].isspace():
+            break
+        kept.append(line)
+    return "\n".join(kept).rstrip()
+
+
+def function_of(prompt: str, completion: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The completed function; None where it is not valid Python, or has no statement after its docstring."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            body = ast.parse(function_text(prompt, completion)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if len(body) != 1 or not isinstance(body[0], (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    function = body[0]
+    return function if len(function.body) > 1 and ast.get_docstring(function) is not None else None

