@@ -36,7 +36,7 @@ def test_each_row_is_scored_by_its_server(gym, client):
 
 
 def test_the_protocol_of_the_page_is_the_one_that_is_read():
-    page = blocks_of(ROOT / "docs" / "structured.md")
+    page = blocks_of(ROOT / "docs" / "nemo-gym.md")
     listed = next(block.code for block in page if block.title == "NeMo Gym: the servers")
     agent = Servers.parse("head", listed).agent("sums")
     assert (agent.name, agent.url) == ("sums_agent", "http://127.0.0.1:12002")

@@ -9,9 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from statistics import mean, variance
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np  # imported where it computes: `ebft --help` reads this file too
 
 # The metrics of an outcome, most important first, and whether greater is better.
 _PREFERENCES = {"rewards/accuracies": True, "rewards/margins": True}
@@ -268,6 +269,8 @@ def series_error(values: list[float]) -> float | None:
     """
     if len(set(values)) == 2:
         return None
+    import numpy as np
+
     series = np.array([values], dtype=np.float64)
     return math.sqrt(2) * float(_noise(series - series[:, :1])[0])
 
@@ -275,6 +278,8 @@ def series_error(values: list[float]) -> float | None:
 @cache
 def series_quantile(length: int, level: float) -> float:
     """What |last - first| / `series_error` exceeds with probability `level` in series of independent normal values."""
+    import numpy as np
+
     generator = np.random.default_rng(0)
     length = min(length, _LONGEST)
     found = []
@@ -308,6 +313,8 @@ def _t_tail(value: float, freedom: int) -> float:
 def _noise(series_RT: np.ndarray) -> np.ndarray:
     """The standard deviation of the noise of each series [R]: the least of those around a line, around a step, and, for
     long series, between neighbours."""
+    import numpy as np
+
     length = series_RT.shape[1]
     centred_RT = series_RT - series_RT.mean(1, keepdims=True)
     total_R = np.square(centred_RT).sum(1)
