@@ -18,6 +18,7 @@ from ebft.data.transforms.rows import PAIRS
 from ebft.errors import DataError, shortened
 
 RAW_TEXT = "ebft_pretrain.transform"
+_KINDS: tuple[Rows, ...] = ("tokens", "prompts")
 _LOOKED_AT = 100  # rows
 _TEXTS = ("text", "content", "document", "body", "article", "story", "code", "markdown")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input", "problem", "request", "source", "context")
@@ -213,7 +214,8 @@ def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
     else:
         entry = {"type": "alpaca" if is_alpaca and "input" in texts else "ebft_strided_structured.transform"}
     names = ("instruction", *(["input"] if "input" in texts else []), "output") if is_alpaca else pair
-    yield Shape(f"prompts and completions ({', '.join(names)})", {"tokens": entry, "prompts": entry})
+    entries = {kind: entry | {"type": equivalent_transform(entry["type"], kind) or entry["type"]} for kind in _KINDS}
+    yield Shape(f"prompts and completions ({', '.join(names)})", entries)
 
 
 def _raw(columns: dict[str, Any], texts: list[str]) -> Iterator[Shape]:
