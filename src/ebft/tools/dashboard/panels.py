@@ -271,13 +271,17 @@ def _end(text: str, lines: int, characters: int) -> str:
 
 
 def health(live: LiveRun) -> RenderableType:
-    """The health messages, newest first, each with what to do, below the error of a run that failed and the outcome."""
+    """The health messages, newest first, each with what to do, and the outcome: below them while the run goes on.
+
+    The error of a run that failed is above.
+    """
     parts: list[RenderableType] = []
-    outcome = live.outcome()
+    is_running, found = live.state == "running", live.outcome()
+    outcome = [] if found is None else [Text(f"{found}\n", style="dim" if is_running else "")]
     if live.run.get("error"):
         parts.append(Text(f"Error: {printable(str(live.run['error']))}\n", style="red"))
-    if outcome is not None:
-        parts.append(Text(f"{outcome}\n", style="" if live.state != "running" else "dim"))
+    if not is_running:
+        parts += outcome
     for message in reversed(live.health):
         since = message.get("since")
         when = f"step {message.get('step')}" + (f" (since step {since})" if since is not None else "")
@@ -286,8 +290,8 @@ def health(live: LiveRun) -> RenderableType:
         advice = (f"{remedy}\n", "italic dim") if remedy else ""
         parts.append(Text.assemble((time, "dim"), (name, "bold yellow"), f"\n{text}\n", advice))
     if not live.health:
-        parts.append(Text("No health messages.", style="dim"))
-    return Group(*parts)
+        parts.append(Text("No health messages.\n", style="dim"))
+    return Group(*parts, *(outcome if is_running else []))
 
 
 def log(live: LiveRun, lines: int) -> Text:
