@@ -335,11 +335,15 @@ class RolloutLog:
         except OSError as error:
             self._warn(error)
 
-    def continue_from(self, step: int) -> None:
-        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
+    def close(self) -> None:
+        """Close the file; `write` opens it again."""
         if self._handler is not None:
             self._handler.close()
             self._handler = None
+
+    def continue_from(self, step: int) -> None:
+        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
+        self.close()
         files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         try:
             if step == 0:
@@ -422,6 +426,9 @@ class _ContinueLog(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._log.continue_from(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._log.close()
 
 
 class _Handler(RotatingFileHandler):
