@@ -49,7 +49,7 @@ def test_help_and_completion_are_fast(environment):
 
 @pytest.mark.parametrize("name", sorted(get_command(app).commands))
 def test_help_has_the_brackets_of_its_texts(ebft, name):
-    """rich would take those of `pip install 'ebft[tui]'` for a style."""
+    """rich takes brackets in the text of a command for a style, and some versions of typer escape them."""
     command = get_command(app).commands[name]
     texts = [inspect.getdoc(command.callback), command.epilog or "", *(each.help or "" for each in command.params)]
     words = {word for text in texts for word in text.split() if "[" in word}

@@ -1,7 +1,6 @@
 """The command `ebft`. Heavy imports are deferred until a command needs them."""
 
 import faulthandler
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,7 +8,6 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
@@ -67,8 +65,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str, dict[str, Any]], ...] = (
     (doctor, "Check the installation, and a config before training.", _OVERRIDES),
 )
 for _command, _summary, _settings in _COMMANDS:
-    _help = escape(inspect.getdoc(_command) or "")  # rich would take the brackets in ebft[tui] for a style
-    app.command(_command.__name__.replace("_", "-"), help=_help, short_help=_summary, **_settings)(_command)
+    app.command(_command.__name__.replace("_", "-"), short_help=_summary, **_settings)(_command)
 
 
 @app.callback()

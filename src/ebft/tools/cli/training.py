@@ -353,7 +353,7 @@ def tui(folder: RunFolder) -> None:
     """Follow a run in a terminal dashboard, from the files in its output folder.
 
     The run may be running, also on another machine with the same file system, or have ended. Closing the dashboard does
-    not affect it. Requires the package textual: pip install 'ebft[tui]'.
+    not affect it. Requires the package textual, which the extra `tui` of ebft installs.
 
     Keys: 1 to 5 switch between curves, rollouts, health messages, log and config; q or Ctrl-C closes.
 
