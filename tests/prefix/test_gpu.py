@@ -116,6 +116,7 @@ def test_folded_adapters():
     assert all(after[key].equal(x) for key, x in before.items() if "lora_A" not in key)
 
 
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 @pytest.mark.parametrize(
     "case", ["dora", "bfloat16", "base in bfloat16", "dropout", "autocast", "disabled", "gradients", "memory", "bias"]
 )
