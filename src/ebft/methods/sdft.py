@@ -1,0 +1,189 @@
+"""On-policy self-distillation (`rl: sdft`): the method of TRL that, like EBFT, needs references and no verifier."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from string import Formatter
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from ebft.config import rules
+from ebft.config.section import Section
+from ebft.config.trl import SamplingKeys
+from ebft.errors import DataError
+from ebft.methods.grpo import sampled_as
+from ebft.methods.method import EvaluationSampling, Method, MethodConfig, class_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ebft.data.load import LoadedRows
+    from ebft.machine import Machine
+    from ebft.methods.views import RowView
+
+PROMPT, CONTEXT = "prompt", "privileged_context"
+
+
+class Distillation(Section):
+    """The section `sdft:`, arguments of TRL's SDFTConfig."""
+
+    teacher_model_kind: Literal["base", "live"] = Field(
+        "base", description="The teacher: base, the model before training; live, the model that is trained."
+    )
+    teacher_prompt_template: str = Field(
+        f"{{{PROMPT}}}\n\n{{{CONTEXT}}}",
+        description="The teacher's prompt, with {prompt}, of messages the last one, and {privileged_context}, the "
+        "reference. {prompt} can be there twice, as in a solved example before the prompt of a base model.",
+    )
+    distillation_mode: Literal["topk_logits", "full_logits", "sampled_token"] = Field(
+        "topk_logits",
+        description="Tokens that distributions are compared at: the most likely, all, or the sampled one.",
+    )
+    distillation_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.5, description="Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."
+    )
+    distillation_topk: Annotated[int, Field(ge=1)] = Field(100, description="Number of tokens of topk_logits.")
+    num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = Field(
+        0, description="Number of tokens at the start of a completion that are not trained on."
+    )
+
+
+class SDFTKeys(Section):
+    """The key of self-distillation."""
+
+    sdft: Distillation = Field(default_factory=Distillation, description="Self-distillation (rl: sdft).")
+
+
+_NOT_READ = {"generation_batch_size", "chat_template_kwargs", "vllm_guided_decoding_regex"}
+_SAMPLING = tuple(name for name in SamplingKeys.model_fields if name not in _NOT_READ)
+_UNSUPPORTED = ("deepspeed", "fsdp", "torch_compile", "group_by_length", "activation_offloading")
+
+
+class SDFT(Method):
+    """SDFTTrainer on rows of prompts, whose references the teacher reads."""
+
+    name = "rl: sdft"
+    tag = "sdft"
+    rows = "prompts"
+    keys = SDFTKeys
+    copy_name = "teacher"
+    arguments = "ebft.distillation:SDFTConfig"
+    trainer = "ebft.distillation:SDFTTrainer"
+
+    def summary(self, config: MethodConfig) -> str:
+        return "on-policy self-distillation (SDFT) from a teacher that reads the references"
+
+    def conflicts(self, config: MethodConfig) -> Iterator[str]:
+        yield from super().conflicts(config)
+        for key in _UNSUPPORTED:
+            if getattr(config, key):
+                yield f"{key} is not supported by {self.name}, where it is not tested. Remove it."
+        if config.trl.use_vllm:
+            yield f"trl.use_vllm: true is not supported by {self.name}, which samples with generate(). Remove it."
+        if config.adapter and config.lora_model_dir is not None and config.sdft.teacher_model_kind == "base":
+            yield (
+                f"lora_model_dir: with {self.name}, the teacher would be the base model without this adapter. Merge it "
+                "(ebft merge-lora) and set base_model to the result, or set sdft.teacher_model_kind: live."
+            )
+        yield from _template_problems(config.sdft.teacher_prompt_template)
+        mode, alpha = config.sdft.distillation_mode, config.sdft.distillation_alpha
+        if mode == "sampled_token" and alpha != 1:
+            yield f"sdft.distillation_mode: {mode} needs sdft.distillation_alpha: 1, got {alpha:g}."
+        skipped, longest = config.sdft.num_loss_tokens_to_skip, config.trl.max_completion_length
+        if skipped >= longest:
+            yield (
+                f"sdft.num_loss_tokens_to_skip: {skipped} leaves nothing of completions of up to {longest} tokens "
+                "(trl.max_completion_length). Reduce it."
+            )
+
+    def resolve(self, config: MethodConfig) -> None:
+        rules.follow_samples(config.ebft, config.trl)
+        read = rules.samples_in_effect(config.ebft, config.trl)
+        idle = [f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read)]
+        idle += [
+            f"trl.{key}"
+            for key in sorted(config.trl.model_fields_set - {*_SAMPLING, "chat_template_kwargs", "use_vllm"})
+        ]
+        idle += ["vllm"] if "vllm" in config.model_fields_set else []
+        idle += ["log_rollouts: all"] if config.log_rollouts == "all" else []
+        idle += [f"{key}: true" for key in ("sample_packing", "train_on_inputs") if getattr(config, key)]
+        if idle:
+            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
+
+    def problems(self, config: MethodConfig) -> Iterator[str]:
+        size, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
+        yield from filter(None, (rules.groups(size, steps, group, rules.in_config, "gradient_accumulation_steps"),))
+        if config.eval_batch_size is not None and config.eval_batch_size % group:
+            yield (
+                f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}. Change "
+                "one of them."
+            )
+
+    def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
+        if machine.processes > 1:
+            yield f"{self.name} is not supported with several processes, where it is not tested. Start one process."
+
+    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
+        return ("loss",)
+
+    def sampling(self, config: MethodConfig) -> EvaluationSampling:
+        return sampled_as(config.trl)
+
+    def samples_per_group(self, config: MethodConfig) -> int:
+        return config.trl.num_generations
+
+    def copies_model(self, config: MethodConfig) -> bool:
+        return config.sdft.teacher_model_kind == "base"
+
+    def keeps_logits(self, config: MethodConfig) -> bool:
+        return True
+
+    def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
+        """Raise DataError for rows that TRL would train on in another way than the other methods, or not at all."""
+        for part, data in (("training", rows.train), ("held-out", rows.evaluation or [])):
+            for number, row in enumerate(data):
+                if row.get("remaining_turns"):
+                    raise DataError(
+                        f"{part} row {number} has several turns, of which {self.name} would train on the first. Use a "
+                        "transform that returns one reply."
+                    )
+                if not isinstance(row["prompt"], str) and row["prompt"][-1]["role"] != "user":
+                    raise DataError(
+                        f"{part} row {number}: the prompt ends with a message of {row['prompt'][-1]['role']!r}, but "
+                        f"the teacher of {self.name} reads the reference after one of the user."
+                    )
+
+    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.methods.views import PromptView
+
+        return PromptView(tokenizer, config.chat_template_kwargs, compares=True)
+
+    def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
+        """Each prompt has `num_generations` rows of a batch; TRL leaves out prompts that fill no step."""
+        per_step = config.micro_batch_size * config.gradient_accumulation_steps // config.trl.num_generations
+        return max(1, rows // max(1, per_step))
+
+    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
+        trl = config.trl
+        found = {name: getattr(trl, name) for name in _SAMPLING} | config.sdft.model_dump()
+        if config.eval_batch_size is None:  # whole groups
+            found["per_device_eval_batch_size"] = (
+                math.ceil(config.micro_batch_size / trl.num_generations) * trl.num_generations
+            )
+        return found
+
+    def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
+        return class_at(self.trainer)(model, template_kwargs=config.chat_template_kwargs, **common)
+
+
+def _template_problems(template: str) -> Iterator[str]:
+    try:
+        fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
+    except ValueError as error:
+        yield f"sdft.teacher_prompt_template is not a format string ({error})."
+        return
+    if {PROMPT, CONTEXT} != {name for name, *_ in fields} or any(spec or conversion for _, spec, conversion in fields):
+        yield f"sdft.teacher_prompt_template must contain {{{PROMPT}}} and {{{CONTEXT}}}, and no other braces."
