@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from ebft.config.schema import RunConfig
-from ebft.data.apply import tokenise
+from ebft.data.apply import Source, tokenise
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -33,7 +33,7 @@ def config_of(type, entry=None, path="x", **keys):
 def tokenised(tokenizer, type, *rows, entry=None, **keys):
     """The rows of tokens that a transform makes of these rows."""
     config = config_of(type, entry, **keys)
-    return tokenise(Dataset.from_list(list(rows)), config.datasets[0], config, tokenizer)
+    return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
 
 
 def warned(function, *args, **keys):

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from ebft.data.apply import tokenise
+from ebft.data.apply import Source, tokenise
 from ebft.data.json_files import with_own_calls, without_added_keys
 from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
@@ -46,7 +46,7 @@ def texts(tmp_path):
             path.write_text(json.dumps(rows, indent=2) if kind == "json" else "\n".join(map(json.dumps, rows)))
         config, tokenizer = config_of(type, entry, path), make_chat_tokenizer()
         tokenizer.chat_template = TEMPLATE
-        found = tokenise(read_source(config.datasets[0]), config.datasets[0], config, tokenizer)
+        found = tokenise(Source(config.datasets[0], read_source(config.datasets[0])), config, tokenizer)
         return [tokenizer.decode(row["input_ids"]) for row in found]
 
     return run
@@ -70,6 +70,14 @@ def test_calls_and_tools_have_the_keys_of_their_row(texts):
     as_text = [row | {"tools": json.dumps([tool(a={"default": None})])} for row in CHATS]
     for kind in ("parquet", "jsonl"):
         assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
+
+
+def test_a_function_call_has_the_keys_of_its_row(texts):
+    rows = [
+        {"messages": [user("Hi"), assistant("", function_call=row["messages"][1]["tool_calls"][0]["function"])]}
+        for row in CHATS
+    ]
+    assert texts(rows, "parquet") == texts(rows, "jsonl") == texts(CHATS, "jsonl")
 
 
 def test_arguments_as_text_are_those_of_objects(texts):

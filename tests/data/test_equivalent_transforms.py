@@ -68,12 +68,18 @@ def test_all_methods_train_on_the_same_tokens(write_jsonl, chatml, type):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("type", ["ebft_strided_structured.transform", "ebft_opencode.transform", "chat_template"])
+@pytest.mark.parametrize(
+    "type",
+    [
+        *("ebft_strided_structured.transform", "ebft_opencode.transform", "chat_template"),
+        *("ebft_chat_multiturn.transform", "ebft_strided_chat.transform_all_turns"),
+    ],
+)
 def test_rows_without_a_prompt_are_dropped_and_counted_by_all_methods(write_jsonl, chatml, capsys, type, method):
-    """SFT and strided mode would train on them as text."""
+    """SFT and strided mode would train on them as text. A chat is dropped if nothing precedes its first answer."""
     empty = [pair(5) | {"input": None}, pair(6) | {"input": " \n"}]
-    if type == "chat_template":
-        empty = [{"messages": [user(content), assistant("an answer")]} for content in (None, " \n")]
+    if type.split(".")[0] not in MAKE:
+        empty = [{"messages": [user(None), assistant("a")]}, {"messages": [user(" \n"), *chat(6)["messages"][1:]]}]
     make = MAKE.get(type.split(".")[0], chat)
     path = write_jsonl([*map(make, range(2)), *empty, make(2)])
     rows = load(path, type, chatml, method)[0]

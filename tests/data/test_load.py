@@ -1,10 +1,13 @@
 """The whole way from a `datasets:` section to rows, and the line that says what was dropped."""
 
+import re
+
 import pytest
 
 from ebft.data.load import load_datasets
 from ebft.data.prompts import load_prompt_rows
 from ebft.errors import DataError
+from ebft.tools.evaluation.notes import _training_documents
 from tests.data.conftest import assistant, user
 
 TEXT = "import argparse\n\nparser = argparse.ArgumentParser(description='Process some integers.')\n"
@@ -68,6 +71,11 @@ def test_nothing_left_names_counts_and_way_out(load):
         load(["a", ""])
 
 
+def test_a_warning_if_most_rows_are_too_short(load):
+    with pytest.warns(UserWarning, match=r"2 of 3 documents are dropped \(too short for one block\): a block"):
+        load([TEXT, "short", "short too"])
+
+
 def test_shuffle_follows_the_seed(load):
     order = lambda **keys: load([f"{number} {TEXT}" for number in range(20)], **keys)[0]["input_ids"][:]
     assert order(seed=1) == order(seed=1) != order(seed=2) == order(seed=1, data_seed=2)
@@ -88,6 +96,21 @@ def test_what_is_held_out_does_not_depend_on_what_was_dropped(load, tokenizer):
     assert strided[0] <= plain[0] and strided[1] <= plain[1]
 
 
+def test_batched_transforms_that_change_the_number_of_rows_keep_documents_apart(load, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "own_batches.py").write_text("""
+def transform(cfg, **kwargs):
+    def split(batch, tokenizer=None):
+        ids = [tokenizer(part)["input_ids"] for text in batch["text"] if text for part in text.split("|")]
+        return {"input_ids": ids, "labels": ids}
+    return split, {"batched": True, "remove_columns": "__all__"}
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = [text for number in range(20) for text in ("", f"{number}|{number}")]  # as many rows as documents
+    parts = load(texts, "own_batches.transform", val_set_size=0.25, **PLAIN)
+    trained, held = ({tokenizer.decode(ids) for ids in rows["input_ids"]} for rows in parts)
+    assert len(trained) == 15 and len(held) == 5 and not trained & held and list(map(len, parts)) == [30, 10]
+
+
 def test_held_out_documents(load, write_jsonl):
     with pytest.raises(DataError, match="0.1 of 1 documents holds out 1, which leaves 0 usable documents for training"):
         load([TEXT], val_set_size=0.1)
@@ -95,14 +118,57 @@ def test_held_out_documents(load, write_jsonl):
     assert list(map(len, load([TEXT] * 3, test_datasets=[entry]))) == [3, 1]
 
 
+@pytest.fixture
+def load_folder(tmp_path, make_config, tokenizer):
+    """`load_folder(texts, **keys)`: rows of a folder with one file per text."""
+
+    def run(texts, **keys):
+        for number, text in enumerate(texts):
+            (tmp_path / f"{number:02}.txt").write_text(text)
+        return load_datasets(make_config(tmp_path, "ebft_pretrain.transform", **keys), tokenizer)
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_blank_file_is_not_held_out(load_folder, tmp_path, seed):
+    """The training documents that an evaluation finds again are those of the run, with and without blank files."""
+    _, evaluation = load_folder([TEXT * 6, *[" \n"] * 6, "import os\n" * 20], val_set_size=1, seed=seed)
+    assert len(evaluation) > 0
+    config = {"datasets": [{"path": str(tmp_path), "type": "ebft_pretrain.transform"}], "val_set_size": 1, "seed": seed}
+    trained = [row["text"] for row in _training_documents(tmp_path / "run.json", config, [])]
+    assert len(trained) == 7 and (TEXT * 6 in trained) != ("import os\n" * 20 in trained)
+
+
+def test_a_fraction_is_of_the_documents_with_text(load):
+    train, evaluation = load([TEXT, *[""] * 6, TEXT, TEXT, TEXT], val_set_size=0.5)
+    assert (len(train), len(evaluation)) == (2, 2)
+    with pytest.raises(DataError, match="val_set_size: 4 of 4 documents with text holds out 4"):
+        load([TEXT, *[""] * 6, TEXT, TEXT, TEXT], val_set_size=4)
+
+
+def test_messages_name_the_files_of_a_folder(load_folder, tmp_path, capsys):
+    load_folder([TEXT, "", TEXT * 60])
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "3 documents produced " in printed and f"(for example {tmp_path / '01.txt'})" in printed
+    assert re.search(rf"; (\d+) of the rows are of {tmp_path / '02.txt'}; dropped 1 without text", printed)
+    with pytest.raises(DataError, match=f"{tmp_path / '02.txt'} exceeds sequence_len: 64 tokens"):
+        load_folder([], **PLAIN, excess_length_strategy="raise")
+
+
+def test_a_column_named_file_of_other_values_is_no_file(load, capsys):
+    load([{"text": TEXT, "file": 3}, {"text": "", "file": 4}])
+    assert "train, row 1)" in capsys.readouterr().err
+
+
 def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):
     first, second = write_jsonl([{"text": TEXT}], "a.jsonl"), write_jsonl([{"text": ""}, {"text": TEXT * 6}], "b.jsonl")
     keys = {**PLAIN, "datasets": [{"path": str(path), "type": "completion"} for path in (first, second)]}
-    with pytest.raises(DataError, match=r"b.jsonl, train: row 1 exceeds sequence_len: 64 tokens \(excess_length"):
+    with pytest.raises(DataError, match=r"b.jsonl, train, row 1 exceeds sequence_len: 64 tokens \(excess_length"):
         load([], **keys, excess_length_strategy="raise")
     assert len(load([], **keys, excess_length_strategy="drop")[0]) == 1
     for long, others in ((2, "and so does 1 other row \\("), (4, "and so do 3 other rows \\(")):
-        with pytest.raises(DataError, match=f"rows.jsonl, train: row 1 exceeds sequence_len: 64 tokens, {others}"):
+        with pytest.raises(DataError, match=f"rows.jsonl, train, row 1 exceeds sequence_len: 64 tokens, {others}"):
             load([TEXT, *[TEXT * 6] * long], "completion", **PLAIN, excess_length_strategy="raise")
 
 

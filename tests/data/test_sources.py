@@ -91,6 +91,29 @@ def test_folders(write, files, expected):
     assert sorted(texts(write(files))) == expected
 
 
+def test_fields_of_a_csv_file_are_its_texts(write):
+    """Whatever the first rows and files have; columns of nothing else are numbers. At a URL, and of tabs, too."""
+    folder = write({"a.csv": "text,n\nParis,1\n", "b.csv": "n,text\n2,007\n,1.50\n-3,True\n4,1e3\n"})
+    rows = read_source(entry(folder))
+    assert rows["text"] == ["Paris", "007", "1.50", "True", "1e3"] and rows["n"] == [1, 2, None, -3, 4]
+    write({"late.csv": "text,zip\n" + "word,02139\n" * 10_000 + "007,10001\n"})
+    assert read_source(entry(folder / "late.csv"))[-1] == {"text": "007", "zip": "10001"}
+    assert read_source(entry(f"file://{folder / 'late.csv'}"))[-1] == {"text": "007", "zip": "10001"}
+    write({"tabs/c.tsv": "text\tn\nNA, no\t1\n", "tabs/d.csv": "text,n\nnull,0.5\n"})
+    assert list(read_source(entry(folder / "tabs"))) == [{"text": "NA, no", "n": 1.0}, {"text": "null", "n": 0.5}]
+    assert list(read_source(entry(f"file://{folder}/tabs/c.tsv"))) == [{"text": "NA, no", "n": 1}]
+    write({"e.csv": "text,other\na,b\n"})
+    with pytest.raises(DataError, match=r"e.csv: its columns are text, other, but those of .*a.csv are text, n"):
+        read_source(entry(folder, data_files=["a.csv", "e.csv"]))
+    with pytest.raises(DataError, match="e.csv: its columns are text, other, but"):
+        read_source(entry(f"file://{folder}", data_files=["a.csv", "e.csv"], ds_type="csv"))
+
+
+def test_a_mark_of_the_byte_order_is_no_text(write):
+    folder = write({"a.txt": "\ufeffHi"})
+    assert texts(folder / "a.txt") == texts(f"file://{folder / 'a.txt'}") == ["Hi"]
+
+
 def test_only_empty_fields_of_a_csv_file_are_missing(write):
     csv, tsv = "text,n\nNA,1\nnull,2\n,3\n", "country\ttext\nNamibia\tNA\n"
     folder = write({"codes.csv": csv, "CODES.TSV": tsv, "a.data": "NA"})
@@ -101,6 +124,22 @@ def test_only_empty_fields_of_a_csv_file_are_missing(write):
 def test_unknown_endings_are_left_out_with_a_warning(write):
     with pytest.warns(UserWarning, match=r"unknown format are skipped \(.png x1\). Set ds_type or data_files"):
         assert texts(write({"a.txt": "text", "b.png": b"\x89"})) == ["text"]
+
+
+def test_text_files_of_another_split_are_named(write):
+    with pytest.warns(
+        UserWarning, match=r"of another split than train\[:1\]: the-test-of-time.txt \(test\). Name them"
+    ):
+        assert texts(write({"a.txt": "text", "the-test-of-time.txt": "", "dev.jsonl": LINES}), split="train[:1]") == [
+            "text"
+        ]
+
+
+def test_links_to_folders_are_followed(write):
+    folder = write({"own/a.txt": "a", "other/b.txt": "b"})
+    (folder / "own" / "link").symlink_to(folder / "other")
+    (folder / "other" / "back").symlink_to(folder / "own")
+    assert texts(folder / "own") == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +313,7 @@ LINE = '{"text": "a"}\n'
         ("a.json", '[{"text": "a", "text": "b"}]', "row 0: the key 'text' occurs 2 times in an object"),
         ("a.jsonl", LINE + '{"m": [{"k": "\\ud83d"}]}', r"line 2: 'm' contains \\ud83d, half of a surrogate"),
         ("a.csv", "text,n\na,1\nb,2,3\n", "line 3: 3 fields, but the header has 2"),
+        ("a.csv", "text\none, two\nthree\n", "line 2: 2 fields, but the header has 1"),
         ("a.csv", "", "the file is empty"),
         ("a.csv", "text,n,n\na,1,2\n", "the column 'n' occurs 2 times"),
         ("a.parquet", "not parquet", "not a readable Parquet file"),

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from datasets import Dataset
 
-from ebft.data.apply import tokenise
+from ebft.data.apply import Source, tokenise
 from ebft.data.transforms import TRANSFORMS, find_transform
 from ebft.errors import DataError
 
@@ -20,7 +20,7 @@ def run_own(make_config, tokenizer, tmp_path, monkeypatch, request):
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(body))
         monkeypatch.chdir(tmp_path)
         config = make_config("unused", f"{name}.transform", **keys)
-        return tokenise(Dataset.from_list(list(rows)), config.datasets[0], config, tokenizer)
+        return tokenise(Source(config.datasets[0], Dataset.from_list(list(rows))), config, tokenizer)
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -16,6 +16,7 @@ from ebft.config.user_code import named_call, state_kept, user_code
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
+from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
@@ -51,22 +52,29 @@ class ConfigView(Mapping):
         return len(type(self._config).model_fields)
 
 
+class Source(NamedTuple):
+    """A dataset entry and its raw rows: the number of the first as a document, and the numbers of those held out."""
+
+    entry: Any
+    raw: Dataset
+    first_document: int = 0
+    held_out: Collection[int] = ()
+
+
 def apply_transform(
-    raw: Dataset,
-    entry: Any,
+    source: Source,
     config: DataSettings,
     tokenizer: PreTrainedTokenizerBase,
     check: Check,
     features: Features,
-    first_document: int,
     counts: RowCounts,
 ) -> Dataset:
     """The result of `check` for each row of the entry's transform, with `document`, the number of the raw row.
 
-    `features` are the columns; numbers start at `first_document`. Rows whose `reason` is one of `DROPPED` are left out.
-    They, and rows with thinking that the chat template leaves out, are added to `counts`. Raises DataError that names
-    the transform and row.
+    `features` are the columns. Rows whose `reason` is one of `DROPPED` are left out. They, and rows with thinking that
+    the chat template leaves out, are added to `counts`. Raises DataError that names the transform and row.
     """
+    entry, raw, first_document, held_out = source
     transform_fn, map_kwargs = _build(entry, config)
     removed = map_kwargs.pop("remove_columns", [])
     removed = raw.column_names if removed == "__all__" else removed
@@ -77,7 +85,7 @@ def apply_transform(
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     name = named(entry)
-    step = _Step(name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed)
+    step = _Step(name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out)
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
     options = {
         "with_indices": True,
@@ -135,31 +143,44 @@ class _Step:
     fields: Sequence[str] = ()
     clean: Callable[[dict[str, Any]], dict[str, Any]] = dict
     packed: Sequence[str] = ()
+    held_out: Collection[int] = ()
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
-        where = f"{self.name}, row {index}"
+        where = f"{self.name}, {file_of(example) or f'row {index}'}"
         checked = self._checked(self._call(self.clean(dict(example)), where), where)
         for field in self.packed:
             checked[field] = np.asarray(checked[field], dtype=np.int32)
         return {**checked, "document": self.first_document + index, _NOTED: take_left_out()}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
-        """For transforms with `batched: true`, which may return more or fewer rows than they receive."""
-        where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
+        """For transforms with `batched: true`, which may return more or fewer rows than they receive.
+
+        Documents that are held out are given to the transform apart from the others.
+        """
         given = [self.clean(dict(zip(examples, values))) for values in zip(*examples.values())]
-        result = self._call({name: [row[name] for row in given] for name in examples}, where)
+        is_held = np.isin(self.first_document + np.asarray(indices), self.held_out)
+        parts = [np.flatnonzero(is_held == side).tolist() for side in (False, True)]
+        found = [
+            self._part([given[place] for place in part], [indices[place] for place in part]) for part in parts if part
+        ]
+        rows = [row for part in found for row in part]
+        return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, "document"]}
+
+    def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
+        where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
+        result = self._call({name: [row[name] for row in given] for name in given[0]}, where)
         counts = {field: len(values) for field, values in result.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"{where}: the fields have different lengths: {counts}.")
         rows = [dict(zip(result, values)) for values in zip(*result.values())]
         noted = take_left_out()
-        checked = []
-        for number, row in enumerate(rows):
-            checked.append(self._checked(row, f"{where}, result {number}") | {_NOTED: take_left_out() or noted})
-        # If the number of rows changed, the raw row of a result is unknown, and the batch counts as one document.
+        # If the number of rows changed, the raw row of a result is unknown, and all count as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
-        columns = {field: [row[field] for row in checked] for field in [*self.fields, _NOTED]}
-        return {**columns, "document": [self.first_document + index for index in documents]}
+        checked = []
+        for number, (row, document) in enumerate(zip(rows, documents)):
+            fields = self._checked(row, f"{where}, result {number}")
+            checked.append(fields | {_NOTED: take_left_out() or noted, "document": self.first_document + document})
+        return checked
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         try:
@@ -194,20 +215,15 @@ FEATURES = Features(
 
 
 def tokenise(
-    raw: Dataset,
-    entry: Any,
-    config: DataSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    first_document: int = 0,
-    counts: RowCounts | None = None,  # to add to
+    source: Source, config: DataSettings, tokenizer: PreTrainedTokenizerBase, counts: RowCounts | None = None
 ) -> Dataset:
     """Rows of `input_ids`, `labels`, `prompt_length`, `turn_spans` and `document`, the number of the raw row.
 
-    `entry` is the dataset entry whose `type` names the transform; numbers start at `first_document`. Padding at the
-    end of a row is removed. Raises DataError that names the transform, the row and the field.
+    Padding at the end of a row is removed; rows that are left out are added to `counts`. Raises DataError that names
+    the transform, the row and the field.
     """
     check, counts = _check(config, tokenizer), RowCounts() if counts is None else counts
-    return apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
+    return apply_transform(source, config, tokenizer, check, FEATURES, counts)
 
 
 def tokeniser(

@@ -10,19 +10,23 @@ import os
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.data_files import DataFilesList
 
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.tables import raise_if_full
-from ebft.errors import DataError, cause
-from ebft.files import PACKED, file_fingerprint, read_text
+from ebft.errors import DataError, cause, shortened
+from ebft.files import PACKED, file_fingerprint, opened, read_text
 
 DEFAULT_SPLIT = "train"
 _TEXT = (
@@ -69,11 +73,38 @@ def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[
     return splits
 
 
+def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, source: str) -> None:
+    """Warn of text files that are not in the splits `wanted`: a document can be called the-test-of-time.txt."""
+    named = {part.partition("[")[0].strip() for part in wanted.split("+")}
+    others = ((split, *file) for split, some in files.items() if split not in named for file in some)
+    if left := [f"{path.name} ({split})" for split, path, kind in others if kind == "text"]:
+        warnings.warn(
+            f"{source}: text files are not read, since their names are those of another split than {wanted}: "
+            f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split.",
+            stacklevel=2,
+        )
+
+
 def files_below(root: Path) -> list[Path]:
-    """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code."""
-    found = sorted(path for path in root.rglob("*") if path.is_file())
-    hidden = lambda part: part.startswith(".") or part == "__pycache__"
-    return [path for path in found if not any(hidden(part) for part in path.relative_to(root).parts)]
+    """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code.
+
+    Symbolic links are followed. Raises DataError for a folder that cannot be read.
+    """
+    return sorted(_walk(root, ()))
+
+
+def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
+    """The files below a folder, which is in the folders `above`, to which a link can lead back."""
+    real = folder.resolve()
+    try:
+        found = [path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "__pycache__"]
+    except OSError as error:
+        raise DataError(f"{folder}: the folder cannot be read ({cause(error)}).") from error
+    for path in found:
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.resolve() not in (*above, real):
+            yield from _walk(path, (*above, real))
 
 
 def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
@@ -156,11 +187,15 @@ def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
     A text file is one row with the columns `text` and `file`. Raises DataError for an unreadable file, with its name
     and if possible the line.
     """
-    by_kind: dict[str, list[Path]] = defaultdict(list)
+    by_kind: dict[tuple[str, bool], list[Path]] = defaultdict(list)
     for path, kind in files:
-        by_kind[kind].append(path)
-    parts = [_read_kind(kind, paths) for kind, paths in by_kind.items()]
+        by_kind[kind, _ending(path) == ".tsv"].append(path)
+    read: dict[str, list[Dataset]] = defaultdict(list)
+    for (kind, _), paths in by_kind.items():
+        read[kind].append(_read_kind(kind, paths))
     try:
+        joined = {kind: concatenate_datasets(parts) for kind, parts in read.items()}
+        parts = [typed(rows) if kind == "csv" else rows for kind, rows in joined.items()]
         # JSON values in each column that has them in any part, so that files of other formats fit.
         columns = {name for rows in parts for name, kind in rows.features.items() if isinstance(kind, JsonText)}
         return concatenate_datasets(
@@ -174,8 +209,8 @@ def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
 
 def _read_kind(kind: str, paths: list[Path]) -> Dataset:
     if kind == "text":
-        return Dataset.from_dict({"text": [read_text(path) for path in paths], "file": [str(path) for path in paths]})
-    options, files = reader_options(kind, paths), exact_files(kind, paths)
+        return Dataset.from_list(list(text_rows(paths)))
+    files, options = exact_files(kind, paths), reader_options(kind, paths)
     # The library caches tables by path and time, and would not notice a changed file whose time was preserved.
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
@@ -195,16 +230,20 @@ def _read_kind(kind: str, paths: list[Path]) -> Dataset:
         raise DataError(explain(kind, paths, error)) from error
 
 
+def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
+    """Each file as a row."""
+    for path in paths:
+        yield {"text": read_text(path), "file": str(path)}
+
+
 def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
 
-    Raises DataError for a CSV file without a header or with two columns of the same name, and for a path that cannot
-    be read.
+    Raises DataError for a CSV file without a header, with two columns of the same name, with more fields below the
+    header than in it, or with other columns than the first file, and for a path that cannot be read.
     """
-    tables = [path for path in paths if kind == "csv" and not _start(path).startswith(_STARTS)]
-    problem = next(filter(None, map(header_problem, tables)), None)
-    if problem:
-        raise DataError(problem)
+    starts = {path: first_rows(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
+    check_starts({str(path): start for path, start in starts.items()})
     names = [os.path.abspath(path) for path in paths]
     chained = next((name for name in names if "::" in name), None)
     if chained is not None:
@@ -215,14 +254,47 @@ def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     return {"train": DataFilesList(names, [])}
 
 
-def reader_options(kind: str, paths: list[Path]) -> dict[str, Any]:
-    """Arguments of the reader of a format: a text is one row, and only empty fields of tables are missing values."""
+def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | None = None) -> dict[str, Any]:
+    """Arguments of the reader of a format: a text is one row, and only empty fields of tables are missing values.
+
+    All fields of tables are read as text, since the reader would guess types for some rows at a time. `header`: the
+    columns, of files that are not on this machine.
+    """
     if kind == "text":
-        return {"sample_by": "document"}
+        return {"sample_by": "document", "encoding": "utf-8-sig"}
     if kind != "csv":
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
-    return options | ({"sep": "\t"} if all(_ending(path) == ".tsv" for path in paths) else {})
+    if header is None and isinstance(paths[0], Path) and not _is_archive(paths[0]):
+        header = first_rows(paths[0])[0]
+    if header is not None:
+        names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader names them
+        options["features"] = Features({name: Value("string") for name in names})
+    has_tabs = {_ending(path) == ".tsv" for path in paths}
+    if len(has_tabs) > 1:
+        raise DataError(
+            f"{paths[0].parent}: .tsv and other tables are not read together. Use separate entries of datasets."
+        )
+    return options | ({"sep": "\t"} if True in has_tabs else {})
+
+
+# The fields of a column whose values are numbers or truth values, if all of its fields are like this; 007 is a text.
+_TYPES = {
+    "int64": r"^-?(0|[1-9]\d{0,17})$",
+    "float64": r"^-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?$",
+    "bool": r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$",
+}
+
+
+def typed(rows: Dataset) -> Dataset:
+    """The rows of a CSV file with numbers and truth values in the columns that have nothing else."""
+    found = {}
+    for name in rows.column_names:
+        texts = rows.data.column(name).drop_null()
+        matches = lambda pattern, texts=texts: pc.all(pc.match_substring_regex(texts, pattern)).as_py()
+        kind = next((kind for kind, pattern in _TYPES.items() if len(texts) and matches(pattern)), None)
+        found |= {} if kind is None else {name: Value(kind)}
+    return rows.cast(Features({**rows.features, **found})) if found else rows
 
 
 def explain(kind: str, paths: list[Path], error: Exception) -> str:
@@ -241,17 +313,60 @@ def explain(kind: str, paths: list[Path], error: Exception) -> str:
     return f"{names}: cannot be read{together} as {kind}: {cause(error.__cause__ or error)}"
 
 
-def header_problem(path: Path) -> str | None:
-    """What is wrong with the header of a CSV file: there is none, or a column twice, which its reader would rename."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        header = next((row for row in _rows(file, path) if row), None)
+def check_starts(starts: dict[str, tuple[list[str] | None, list[str], int]]) -> list[str] | None:
+    """Check the `first_rows` of CSV files by name, and return the header of the first, whose columns all must have.
+
+    Raises DataError for what the reader would change or leave out.
+    """
+    first, header = next(((name, start[0]) for name, start in starts.items()), ("", None))
+    for name, start in starts.items():
+        _check_start(name, *start)
+        if set(start[0] or []) != set(header or []):
+            raise DataError(
+                f"{name}: its columns are {', '.join(start[0] or [])}, but those of {first} are "
+                f"{', '.join(header or [])}. Use separate entries of datasets."
+            )
+    return header
+
+
+def _check_start(name: str, header: list[str] | None, row: list[str], line: int) -> None:
+    """Raise DataError for the first rows of a CSV file if its reader would change what they say.
+
+    There is no header, or a column twice, which would be renamed, or the first row has more fields, of which the first
+    would be taken for an index.
+    """
     if header is None:
-        return f"{path}: the file is empty. Correct the file or leave it out."
-    twice = next((name for name in header if name and header.count(name) > 1), None)
-    return None if twice is None else f"{path}: the column {twice!r} occurs {header.count(twice)} times. Rename one."
+        raise DataError(f"{name}: the file is empty. Correct the file or leave it out.")
+    twice = next((column for column in header if column and header.count(column) > 1), None)
+    if twice is not None:
+        raise DataError(f"{name}: the column {twice!r} occurs {header.count(twice)} times. Rename one.")
+    if problem := _too_long(name, row, line, header):
+        raise DataError(f"{problem}. Correct the file or leave it out.")
 
 
-def _rows(lines: Iterable[str], path: Path, strict: bool = False) -> Any:
+def _too_long(name: str, row: list[str], line: int, header: list[str]) -> str | None:
+    if len(row) <= len(header):
+        return None
+    return f"{name}, line {line}: {len(row)} fields, but the header has {len(header)}"
+
+
+def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str], int]:
+    """The header of a CSV file, None if it has none, the first row below it, and the line where that ends.
+
+    `file`: its open bytes, if `path` is only its name.
+    """
+    with nullcontext(file) if file is not None else opened(Path(path)) as source:
+        reader = _rows(TextIOWrapper(source, encoding="utf-8-sig", errors="replace", newline=""), path)
+        found = list(islice(filter(None, reader), 2))
+        return (found[0] if found else None), (found[1] if len(found) > 1 else []), reader.line_num
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is compressed in a way that its name does not say."""
+    return path.suffix.lower() not in PACKED and _start(path).startswith(_STARTS)
+
+
+def _rows(lines: Iterable[str], path: PurePath, strict: bool = False) -> Any:
     """The reader of the rows of a CSV file. Its limit of the size of a field is for the whole process."""
     csv.field_size_limit(2**31 - 1)
     return csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",", strict=strict)
@@ -261,8 +376,8 @@ def _check_csv(path: Path) -> str | None:
     reader, header, start, count = _rows(read_text(path).splitlines(keepends=True), path, strict=True), None, 1, 0
     try:
         for row in reader:
-            if header is not None and len(row) > len(header):
-                return f"{path}, line {reader.line_num}: {len(row)} fields, but the header has {len(header)}"
+            if header is not None and (problem := _too_long(str(path), row, reader.line_num, header)):
+                return problem
             count += bool(row) and header is not None
             header, start = (row or None) if header is None else header, reader.line_num + 1
     except csv.Error as error:

@@ -141,7 +141,7 @@ def _goes_on(line: str, decoder: json.JSONDecoder) -> bool:
 
 def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
     """The rows of a file that is not read by lines; those of a list are converted one at a time."""
-    text = read_text(path).removeprefix("\ufeff").rstrip(" \t\r\n")  # an error at the end is in the last line
+    text = read_text(path).rstrip(" \t\r\n")  # an error at the end is in the last line
     is_list = text.lstrip().startswith("[")
     number = -1
     for number, (row, part) in enumerate(
@@ -302,7 +302,7 @@ def stored(values: list[Any], feature: Any) -> list[Any]:
 
 Clean = Callable[[Any], Any]
 Names = Set[str | None]
-_CALLS = "tool_calls"  # the part of a message in which the presence of a key has a meaning at every depth
+_CALLS = {"tool_calls", "function_call"}  # the parts of a message in which a key has a meaning at every depth
 
 
 def without_added_keys(features: Features, whole: str | None, calls: str | None = None) -> Clean:
@@ -310,7 +310,7 @@ def without_added_keys(features: Features, whole: str | None, calls: str | None 
 
     `calls` is the name of tool calls in the data, if it is another one than that of chat templates.
     """
-    return _of_mapping(features, {whole}, {_CALLS, calls}) or (lambda row: row)
+    return _of_mapping(features, {whole}, {*_CALLS, calls}) or (lambda row: row)
 
 
 def as_json(rows: Dataset, columns: Iterable[str]) -> Dataset:
@@ -329,7 +329,7 @@ def with_own_calls(rows: Any) -> Any:
         return {name: with_own_calls(part) for name, part in rows.items()}
     if not isinstance(rows, Dataset):
         return rows
-    return as_json(rows, [name for name, kind in rows.features.items() if _cleaner(kind, {_CALLS}) is not None])
+    return as_json(rows, [name for name, kind in rows.features.items() if _cleaner(kind, _CALLS) is not None])
 
 
 def without_missing(value: Any) -> Any:

@@ -190,9 +190,9 @@ class DataKeys(Section):
     test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
     val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
         0.0,
-        description="Documents to hold out of the training data: a fraction if below 1, and at least one document; "
-        "otherwise a number. They are selected before unusable documents are dropped, so that every method holds out "
-        "the same ones.",
+        description="Documents to hold out of the training data: a fraction of those with text if below 1, and at "
+        "least one document; otherwise a number. They are selected before unusable documents are dropped, so that "
+        "every method holds out the same ones.",
     )
     dataset_prepared_path: Annotated[str, Field(min_length=1)] | None = Field(
         None,

@@ -10,18 +10,17 @@ import numpy as np
 from datasets import Dataset, Features, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import Check, apply_transform, tokenise
+from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import cut_and_drop, without_repeated
 from ebft.data.row_counts import TOO_LONG, RowCounts, SectionReport
-from ebft.data.sources import read_source
+from ebft.data.sources import Documents, place_of, read_source
 from ebft.data.tables import discard, shuffle_rows
 from ebft.errors import DataError, shortened
 from ebft.printed import say
 from ebft.processes import is_main_process
 
-# Returns the usable rows of a source, given its entry, its raw rows, the number of the first, and counts to update.
-LoadEntry = Callable[[Any, Dataset, int, RowCounts], Dataset]
+LoadEntry = Callable[[Source, RowCounts], Dataset]  # returns the usable rows of a source, and updates counts
 
 
 class LoadedRows(NamedTuple):
@@ -69,16 +68,18 @@ def load_section_of_tokens(
 def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
     """Return a function that loads rows of at most `sequence_len` tokens from a source."""
 
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        rows = tokenise(raw, entry, config, tokenizer, first_document, counts)
+    def load_entry(source: Source, counts: RowCounts) -> Dataset:
+        entry, raw, first_document, _ = source
+        rows = tokenise(source, config, tokenizer, counts)
         too_long = config.excess_length_strategy
         kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
         discard(rows)
         if too_long == "raise" and counts[TOO_LONG]:
             row, others = counts.documents[TOO_LONG][0] - first_document, counts[TOO_LONG] - 1
+            where = place_of(raw[row], row, f"{entry.path}, {entry.split}")
             so_do = "does 1 other row" if others == 1 else f"do {others:,} other rows"
             raise DataError(
-                f"{entry.path}, {entry.split}: row {row} exceeds sequence_len: {config.sequence_len} tokens"
+                f"{where} exceeds sequence_len: {config.sequence_len} tokens"
                 f"{f', and so {so_do}' if others else ''} (excess_length_strategy: raise). Increase sequence_len, or "
                 "set excess_length_strategy to drop or truncate."
             )
@@ -91,9 +92,7 @@ def transformed_rows(
     config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features
 ) -> LoadEntry:
     """Return a function that loads the rows that `check` makes of the results of a source's transform."""
-    return lambda entry, raw, first_document, counts: apply_transform(
-        raw, entry, config, tokenizer, check, features, first_document, counts
-    )
+    return lambda source, counts: apply_transform(source, config, tokenizer, check, features, counts)
 
 
 def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
@@ -102,14 +101,14 @@ def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
     Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
     `load_entry` makes usable rows, with the column `document`, from one source.
     """
-    train, of_train, firsts = _load_section(config, "datasets", load_entry)
+    train, of_train, documents = _load_section(config, "datasets", load_entry)
     evaluation, reports = None, [of_train]
     if config.test_datasets:
         evaluation, of_evaluation, _ = _load_section(config, "test_datasets", load_entry)
         reports.append(of_evaluation)
     elif config.val_set_size:
-        train, evaluation = _hold_out(train, of_train.documents, config)
-    train = weighted(train, config.datasets, firsts, config.seed)
+        train, evaluation = _hold_out(train, documents, config)
+    train = weighted(train, config.datasets, documents.firsts, config.seed)
     if config.shuffle_merged_datasets:
         seed = config.seed if config.data_seed is None else config.data_seed
         train = shuffle_rows(train, seed)
@@ -125,32 +124,32 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Datase
         return _load_section(config, "test_datasets", load_entry)[0]
     if not config.val_set_size:
         raise DataError("evaluation needs held-out data, but the config has none. Set test_datasets or val_set_size.")
-    rows, report, _ = _load_section(config, "datasets", load_entry)
-    return _hold_out(rows, report.documents, config)[1]
+    rows, _, documents = _load_section(config, "datasets", load_entry)
+    return _hold_out(rows, documents, config)[1]
 
 
 def _load_section(
     config: DataSettings, section: str, load_entry: LoadEntry
-) -> tuple[Dataset, SectionReport, list[int]]:
-    """The usable rows of all entries, with the column `document`, the report of all documents, usable or not, and the
-    first document of each entry."""
-    parts, counts, documents, sources = [], RowCounts(), 0, []
-    entries = getattr(config, section)
-    for entry in entries:
-        raw = read_source(entry)
-        sources.append((f"{entry.path}, {entry.split}", documents))
-        parts.append(load_entry(entry, raw, documents, counts))
-        documents += len(raw)
-    joined = concatenate_datasets(parts)
+) -> tuple[Dataset, SectionReport, Documents]:
+    """The usable rows of all entries, with the column `document`, and the report of all documents, usable or not."""
+    counts, entries = RowCounts(), getattr(config, section)
+    raw = [read_source(entry) for entry in entries]
+    documents = Documents(entries, raw)
+    is_split = section == "datasets" and config.val_set_size and not config.test_datasets
+    held_out = documents.held_out(config.val_set_size, config.seed) if is_split else ()
+    sources = [Source(*source, held_out) for source in zip(entries, raw, documents.firsts)]
+    joined = concatenate_datasets([load_entry(source, counts) for source in sources])
     if config.dataset_exact_deduplication:
         joined = without_repeated(joined, counts)
-    found = counts.report(section, documents, len(joined), sources)
+    found = counts.report(section, joined["document"], documents)
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config)}")
     if is_main_process():
         say(found.with_example(), err=True)
-    return joined, found, [first for _, first in sources]
+        if (dropped := found.mostly_dropped()) is not None:
+            warnings.warn(f"{section}: {dropped}: {_advice(config)}", stacklevel=2)
+    return joined, found, documents
 
 
 def _advice(config: DataSettings) -> str:
@@ -179,32 +178,24 @@ def _advice(config: DataSettings) -> str:
     )
 
 
-def held_documents(documents: int, size: float, seed: int) -> np.ndarray:
-    """The documents, out of this number, that `val_set_size: size` holds out: at least one."""
-    held = max(1, round(size * documents)) if size < 1 else int(size)
-    return np.random.default_rng(seed).permutation(documents)[:held]
-
-
-def _hold_out(rows: Dataset, documents: int, config: DataSettings) -> tuple[Dataset, Dataset]:
-    """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number.
-
-    They are selected among all documents, usable or not: methods that drop different ones hold out the same ones.
-    """
+def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tuple[Dataset, Dataset]:
+    """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number."""
     owner = np.asarray(rows["document"])
-    size = config.val_set_size
-    if 0 < size < 1 and size * documents < 0.5:
+    size, count = config.val_set_size, int(documents.with_text.sum())
+    given = f"{count:,} documents{'' if count == len(documents) else ' with text'}"
+    if 0 < size < 1 and size * count < 0.5:
         warnings.warn(
-            f"val_set_size: {size:g} of {documents:,} documents is less than one: 1 document is held out, which says "
+            f"val_set_size: {size:g} of {given} is less than one: 1 document is held out, which says "
             "little about others. Increase it, or set the number of documents.",
             stacklevel=2,
         )
-    chosen = held_documents(documents, size, config.seed)
-    held, is_held = len(chosen), np.isin(owner, chosen)
+    chosen = documents.held_out(size, config.seed)
+    is_held = np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
     if not out or not left:
         raise DataError(
-            f"val_set_size: {size} of {documents} documents holds out {held}, which leaves {left} usable documents for "
-            f"training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
+            f"val_set_size: {size} of {given} holds out {len(chosen)}, which leaves {left} usable documents "
+            f"for training and {out} for evaluation; both need at least one. Change val_set_size, or use test_datasets."
         )
     return rows.select(np.flatnonzero(~is_held)), rows.select(np.flatnonzero(is_held))
 

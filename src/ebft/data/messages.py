@@ -10,13 +10,15 @@ from typing import Any
 
 from ebft.config.section import ShapeKeys
 from ebft.data.tokens import join_thinking, split_thinking
-from ebft.data.transforms.rows import first_present, has_column, optional_text, text_of, value_of
+from ebft.data.transforms.rows import first_present, first_shape, has_column, optional_text, text_of, value_of
 from ebft.errors import DataError
 
 Message = dict[str, Any]
 
 # Columns of a row: arguments of the template, as in TRL; descriptions of tools; the message of the reference.
 ROW_KWARGS, TOOLS, REPLY = "chat_template_kwargs", "tools", "reply"
+# Columns with the second part of a chat whose first part is in `prompt`, as rows of TRL's trainers have it.
+ANSWERS = ("completion", "ground_truth")
 # Other names of roles, unless the dataset uses them differently.
 _MODELS = ("gpt", "model", "chatgpt", "bing", "bard")
 _ALIASES = {"human": "user", "observation": "tool", **dict.fromkeys(_MODELS, "assistant")}
@@ -154,11 +156,17 @@ def _is_message(message: Any) -> bool:
 
 
 def replies(messages: list[Message]) -> list[int]:
-    """Indices of the assistant turns, except a greeting at the start of the chat, and those with `weight: 0`."""
+    """Indices of the assistant turns, except a greeting at the start of the chat, and those with `weight: 0`.
+
+    A system message may stand before a greeting. Without any user turn, what follows it is the answer.
+    """
+    roles = [message["role"] for message in messages]
+    start = next((index for index, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    greets = start == 0 or any(role not in ("system", "developer", "assistant") for role in roles)
     return [
         index
         for index, message in enumerate(messages)
-        if message["role"] == "assistant" and index > 0 and not is_context(message)
+        if roles[index] == "assistant" and not (greets and index == start) and not is_context(message)
     ]
 
 
@@ -188,6 +196,12 @@ def before_last_answer(messages: list[Message]) -> tuple[list[Message], Message 
     return (messages[: found[-1]], messages[found[-1]]) if found else (messages, None)
 
 
+def each_answer(messages: list[Message]) -> list[int]:
+    """The answers, if each is a row: only the first one if nothing is said before it, so that the chat is dropped."""
+    found = answers(messages)
+    return found if found and any(map(says_something, messages[: found[0]])) else found[:1]
+
+
 def content_text(message: Message) -> str:
     """The text of an assistant turn, empty if missing."""
     return message.get("content", "")
@@ -199,22 +213,48 @@ def says_something(message: Message) -> bool:
 
 
 def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
-    """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`.
+    """The messages of a row, from the column that the dataset's `entry` names, else `messages` or `conversations`, else
+    `prompt` and `completion` or `ground_truth`, messages or the text of the answer; assistant turns of the prompt are
+    context.
 
     Empty if the chat is missing. A dotted name is a path into a column.
     """
-    field = entry.field
-    column = first_present(example, [field] if field else ["messages", "conversations"], "messages", _FIX)
-    where = f"column {column!r}"
-    found, normal = from_json(value_of(example, column), where), normaliser(entry)
-    if isinstance(found, list):
-        found = [normal(message, number) for number, message in enumerate(found)]
-    messages = messages_of(found, where)
+    columns = [entry.field] if entry.field else ["messages", "conversations"]
+    pairs = [] if entry.field else [("prompt", name) for name in ANSWERS]
+    found = first_shape(example, [*((name,) for name in columns), *pairs])
+    if found in pairs:
+        answer = found[1]
+        prompt, text = _messages_in(example, "prompt", entry), example[answer]
+        is_text = isinstance(text, str) and not _is_chat_in_json(text, entry)
+        completion = [{"role": "assistant", "content": text}] if is_text else _messages_in(example, answer, entry)
+        asked = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
+        messages = [*asked, *completion]
+    else:
+        messages = _messages_in(example, first_present(example, columns, "messages", _FIX), entry)
     if entry.field_system is None and not entry.drop_system_message and messages and messages[0]["role"] != "system":
         system = optional_text(example, "system")
         if system.strip():
             return [{"role": "system", "content": system}, *messages]
     return with_system(messages, example, entry)
+
+
+def _is_chat_in_json(text: str, entry: Any) -> bool:
+    """Whether a text is the JSON of messages, and not an answer in JSON."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[{") else []
+    except ValueError:
+        return False
+    roles = {"role", "from", (entry.message_property_mappings or {}).get("role", "role")}
+    return bool(found) and all(isinstance(each, dict) and not roles.isdisjoint(each) for each in found)
+
+
+def _messages_in(example: dict[str, Any], column: str, entry: Any) -> list[Message]:
+    """The messages of a column, with the keys and roles of chat templates."""
+    where = f"column {column!r}"
+    found, normal = from_json(value_of(example, column), where), normaliser(entry)
+    if isinstance(found, list):
+        found = [normal(message, number) for number, message in enumerate(found)]
+    return messages_of(found, where)
 
 
 def from_json(chat: Any, where: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import IDS, WITH_REASON, apply_transform
+from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
 from ebft.data.messages import TOOLS, Message, row_kwargs, says_something, text_or_messages
@@ -131,7 +131,8 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
     features = FEATURES[config.required_rows.kind]
     warned: set[str] = set()  # styles
 
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
+    def load_entry(source: Source, counts: RowCounts) -> Dataset:
+        entry = source.entry
         name = str(entry.type).partition(".")[0]
         if name in STYLES and name not in warned:
             warned.add(name)
@@ -140,6 +141,6 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
             lacking = [marker for marker in split if marker not in known]
             warn_of_split_markers(f"datasets.type: {entry.type}", lacking)
         check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)
-        return apply_transform(raw, entry, config, tokenizer, check, features, first_document, counts)
+        return apply_transform(source, config, tokenizer, check, features, counts)
 
     return load_sections(config, load_entry).without("document")

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import WITH_REASON, apply_transform, named
+from ebft.data.apply import WITH_REASON, Source, apply_transform, named
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.keys import DataSettings
@@ -57,15 +57,15 @@ def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Loa
     """Return a function that loads packed rows of prompts from a source; all sources must have the same kind."""
     sources: dict[str, str] = {}  # the first source of each kind of prompt
 
-    def load_entry(entry: Any, raw: Dataset, first_document: int, counts: RowCounts) -> Dataset:
-        check = PromptRow(config, tokenizer, entry.chat_template_kwargs)
-        rows = apply_transform(raw, entry, config, tokenizer, check, FEATURES, first_document, counts)
+    def load_entry(source: Source, counts: RowCounts) -> Dataset:
+        check = PromptRow(config, tokenizer, source.entry.chat_template_kwargs)
+        rows = apply_transform(source, config, tokenizer, check, FEATURES, counts)
         for kind in sorted(set(rows["kind"])):
-            sources.setdefault(kind, named(entry))
+            sources.setdefault(kind, named(source.entry))
         if len(sources) > 1:
-            (kind, source), (other_kind, other) = list(sources.items())[:2]
+            (kind, first), (other_kind, other) = list(sources.items())[:2]
             raise DataError(
-                f"cannot mix different kinds of prompts: {source} returns {kind}, {other} returns "
+                f"cannot mix different kinds of prompts: {first} returns {kind}, {other} returns "
                 f"{other_kind}. Use text for all prompts, or messages whose content is text."
             )
         return rows

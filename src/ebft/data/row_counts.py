@@ -1,7 +1,14 @@
 """What became of the rows of a section: numbers of rows by reason, and the report that names examples."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ebft.data.sources import Documents
 
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
@@ -38,6 +45,7 @@ DROPPED = (
     NO_STEP,
     REPEATED,
 )
+OF_LENGTH = (TOO_SHORT, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, COMPLETION_TOO_LONG)  # which settings determine
 # Other counts.
 TRUNCATED = "truncated at sequence_len"
 SPLIT = "cut into windows of sequence_len"
@@ -69,7 +77,8 @@ NAMED = 3  # documents that are named per reason
 class SectionReport:
     """The documents and rows of `datasets` or `test_datasets`.
 
-    `counts` are the numbers of rows by reason; `examples` names some documents of each reason by source and row.
+    `counts` are the numbers of rows by reason; `examples` names some documents of each reason, by file or by source and
+    row. `largest` is the document with over half of the rows, and their number, if there are other documents.
     """
 
     section: str
@@ -77,6 +86,7 @@ class SectionReport:
     rows: int
     counts: dict[str, int]
     examples: dict[str, list[str]]
+    largest: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         given = ((self.documents, "document"), (self.rows, "row"))
@@ -86,10 +96,19 @@ class SectionReport:
             for reasons in (NOTES, DROPPED)
         )
         noted, ending = f" ({notes})" if notes else "", f"; dropped {dropped}" if dropped else ""
-        return f"{self.section}: {documents} produced {rows}{noted}{ending}"
+        largest = "" if self.largest is None else f"; {self.largest[1]:,} of the rows are of {self.largest[0]}"
+        return f"{self.section}: {documents} produced {rows}{noted}{largest}{ending}"
+
+    def mostly_dropped(self) -> str | None:
+        """What became of over half of the documents, if they have no rows because of their lengths."""
+        dropped = sum(self.counts.get(reason, 0) for reason in OF_LENGTH)
+        if dropped <= self.documents / 2:
+            return None
+        reasons = ", ".join(reason for reason in OF_LENGTH if self.counts.get(reason))
+        return f"{dropped:,} of {self.documents:,} documents are dropped ({reasons})"
 
     def with_example(self) -> str:
-        """The report as text, with the source and row of a document that was dropped, if there is one."""
+        """The report as text, with the place of a document that was dropped, if there is one."""
         example = next((self.examples[reason][0] for reason in DROPPED if self.examples.get(reason)), None)
         return str(self) if example is None else f"{self} (for example {example})"
 
@@ -107,13 +126,12 @@ class RowCounts(Counter):
         known = self.documents[reason]
         known += [document for document in dict.fromkeys(documents) if document not in known][: NAMED - len(known)]
 
-    def report(self, section: str, documents: int, rows: int, sources: list[tuple[str, int]]) -> SectionReport:
-        """The report of a section; `sources` are its sources, with the number of the first document of each."""
-        found = {reason: documents for reason, documents in self.documents.items() if self[reason]}
-        examples = {reason: [_location(each, sources) for each in some] for reason, some in found.items()}
-        return SectionReport(section, documents, rows, {reason: self[reason] for reason in found}, examples)
-
-
-def _location(document: int, sources: list[tuple[str, int]]) -> str:
-    name, first = next((name, first) for name, first in reversed(sources) if first <= document)
-    return f"{name}, row {document - first}"
+    def report(self, section: str, owners: Sequence[int], documents: Documents) -> SectionReport:
+        """The report of a section, given the document of each of its rows."""
+        found = {reason: numbers for reason, numbers in self.documents.items() if self[reason]}
+        examples = {reason: [documents.place(each) for each in some] for reason, some in found.items()}
+        most, rows = Counter(list(owners)).most_common(1)[0] if len(owners) else (0, 0)
+        is_most = rows > max(1, len(owners) / 2) and len(documents) > 1
+        largest = (documents.place(most), rows) if is_most else None
+        counts = {reason: self[reason] for reason in found}
+        return SectionReport(section, len(documents), len(owners), counts, examples, largest)

@@ -5,10 +5,15 @@ import json
 import os
 import re
 import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from glob import glob
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import fsspec
+import numpy as np
 from datasets import (
     Dataset,
     DatasetBuilder,
@@ -22,7 +27,20 @@ from datasets import (
 from huggingface_hub import snapshot_download
 
 from ebft.catalog import locate
-from ebft.data.file_formats import DEFAULT_SPLIT, KINDS, files_below, files_by_split, kind_of, kinds_of, read_files
+from ebft.data.file_formats import (
+    DEFAULT_SPLIT,
+    KINDS,
+    check_starts,
+    files_below,
+    files_by_split,
+    first_rows,
+    kind_of,
+    kinds_of,
+    read_files,
+    reader_options,
+    typed,
+    warn_of_other_splits,
+)
 from ebft.data.json_files import read_json
 from ebft.data.repositories import Repository, card_of, is_repository, repository_of
 from ebft.data.transforms import reads_lines
@@ -42,6 +60,78 @@ def read_source(entry: Any) -> Dataset:
     if entry.shards > len(rows):
         raise DataError(f"{entry.path}: shards: {entry.shards} is more than its {len(rows)} rows. Lower shards.")
     return rows.shard(entry.shards, entry.shards_idx, contiguous=False)
+
+
+class Documents:
+    """The raw rows of all dataset entries as one sequence; `parts` are those of each, `firsts` where they begin."""
+
+    def __init__(self, entries: Sequence[Any], parts: Sequence[Dataset]) -> None:
+        self._entries, self._parts = entries, parts
+        self.firsts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+
+    def __len__(self) -> int:
+        return self.firsts[-1]
+
+    def __getitem__(self, document: int) -> dict[str, Any]:
+        number, row = self._find(document)
+        return self._parts[number][row]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for part in self._parts:
+            for batch in part.iter(batch_size=1000):
+                names = list(batch)
+                yield from (dict(zip(names, values)) for values in zip(*batch.values()))
+
+    def place(self, document: int) -> str:
+        """Where a document is, for messages: the file of a text of a folder, else the source and its row."""
+        number, row = self._find(document)
+        return place_of(self._parts[number][row], row, f"{self._entries[number].path}, {self._entries[number].split}")
+
+    @cached_property
+    def with_text(self) -> np.ndarray:
+        """Which documents have text; all of them if none has, such as rows of numbers that a transform reads."""
+        found = np.fromiter(map(has_text, self), dtype=bool, count=len(self))
+        return found if found.any() else ~found
+
+    def held_out(self, size: float, seed: int) -> np.ndarray:
+        """The documents that `val_set_size: size` holds out: a fraction of those with text if below 1, or a number.
+
+        At least one, and none without text as long as there are others, such as an empty file. They are selected among
+        all other documents, usable or not: methods that drop different ones hold out the same ones.
+        """
+        count = max(1, round(size * self.with_text.sum())) if size < 1 else int(size)
+        order = np.random.default_rng(seed).permutation(len(self))
+        first = self.with_text[order]
+        return np.concatenate([order[first], order[~first]])[:count]
+
+    def _find(self, document: int) -> tuple[int, int]:
+        number = bisect_right(self.firsts, document) - 1
+        return number, document - self.firsts[number]
+
+
+def place_of(row: Mapping[str, Any], number: int, source: str) -> str:
+    """Where a raw row is, for messages: the file of a text of a folder, else its number in the source."""
+    return f"{source}, row {number}" if (file := file_of(row)) is None else file
+
+
+def file_of(row: Mapping[str, Any]) -> str | None:
+    """The file of a row that is the text of one."""
+    return row["file"] if set(row) == {"text", "file"} and isinstance(row["file"], str) else None
+
+
+# Columns and keys of messages whose values are not text of the document.
+NOT_TEXT = frozenset({"id", "_id", "uuid", "file", "url", "role", "from"})
+
+
+def has_text(value: Any, is_item: bool = False) -> bool:
+    """Whether a row, or a value in it, has a text that is not blank, or a list of other values, such as token ids."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, Mapping):
+        return any(has_text(item) for name, item in value.items() if name not in NOT_TEXT)
+    if isinstance(value, list | tuple):
+        return any(has_text(item, is_item=True) for item in value)
+    return is_item and value is not None
 
 
 def _read_all(entry: Any) -> Dataset:
@@ -128,6 +218,7 @@ def saved_parts(path: Path) -> dict[str, Dataset]:
 def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
     if path.is_dir() and not entry.data_files:
         files = files_by_split(path, kind, entry.path)
+        warn_of_other_splits(files, entry.split, entry.path)
         parts = {split: read_files(some, entry.path) for split, some in files.items()}
     else:
         files = named_files(path, entry)
@@ -196,13 +287,15 @@ def read_remote(entry: Any) -> Dataset:
     parts = {}
     for split, urls in _files(entry).items():
         builder = _builder(urls, entry)
+        kind = entry.ds_type or _kind(urls[0])
         try:
-            if (entry.ds_type or _kind(urls[0])) == "json":
+            if kind == "json":
                 version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # that of the files is in its name
                 parts[split] = read_json({DEFAULT_SPLIT: urls}, version, DEFAULT_SPLIT)
                 continue
             builder.download_and_prepare()
             parts[split] = builder.as_dataset(split="train")
+            parts[split] = typed(parts[split]) if kind == "csv" else parts[split]
         except DataError as error:
             raise DataError(f"{', '.join(urls)}: {error}") from error
         except Exception as error:  # of the package of the storage, or of the parser
@@ -223,9 +316,18 @@ def _files(entry: Any) -> dict[str, list[str]]:
 
 def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
     kind = entry.ds_type or _kind(urls[0])
-    options = {"sample_by": "document"} if kind == "text" else {}
+    names = [PurePosixPath(url.partition("?")[0]) for url in urls]
     try:
-        return load_dataset_builder(kind, data_files=urls, **options)
+        header = None
+        if kind == "csv":
+            starts = {}
+            for each in fsspec.open_files(urls, "rb", compression="infer"):
+                with each as file:
+                    starts[each.full_name] = first_rows(PurePosixPath(each.path.partition("?")[0]), file)
+            header = check_starts(starts)
+        return load_dataset_builder(kind, data_files=urls, **reader_options(kind, names, header))
+    except DataError:
+        raise
     except ImportError as error:  # its message says which package to install
         raise DataError(f"datasets.path: {', '.join(urls)} needs another package: {cause(error)}.") from error
     except Exception as error:  # of the package of the storage

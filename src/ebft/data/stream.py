@@ -24,7 +24,15 @@ from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.apply import tokeniser
-from ebft.data.file_formats import exact_files, explain, files_by_split, kinds_of, reader_options
+from ebft.data.file_formats import (
+    exact_files,
+    explain,
+    files_by_split,
+    kinds_of,
+    reader_options,
+    text_rows,
+    warn_of_other_splits,
+)
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.keys import StreamSettings
 from ebft.data.load import LoadedRows, load_section_of_tokens
@@ -250,7 +258,9 @@ def _one(parts: dict[str, Any], entry: Any) -> Any:
 
 def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
     if path.is_dir() and not entry.data_files:
-        files = _one(files_by_split(path, kind, entry.path), entry)
+        parts = files_by_split(path, kind, entry.path)
+        warn_of_other_splits(parts, entry.split, entry.path)
+        files = _one(parts, entry)
     else:
         files = kinds_of(_one(named_files(path, entry), entry), kind, entry.path)
     return _open_all(files, entry)
@@ -264,6 +274,8 @@ def _open_all(files: list[tuple[Path, str]], entry: Any) -> IterableDataset:
             "of datasets, or data_files."
         )
     paths = [path for path, _ in files]
+    if found == ["text"]:  # with its line ends, as without a stream
+        return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
     files, options = exact_files(found[0], paths), reader_options(found[0], paths)
     if found == ["json"]:
         for path in paths:

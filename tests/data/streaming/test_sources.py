@@ -48,8 +48,8 @@ def test_other_formats(tmp_path):
         assert texts(tmp_path / name) == [*TEXTS, "NA"], name
     (tmp_path / "texts").mkdir()
     for name in ("a.txt", "b.txt"):
-        (tmp_path / "texts" / name).write_text(f"{name}\n\nof two paragraphs")
-    assert texts(tmp_path / "texts") == ["a.txt\n\nof two paragraphs", "b.txt\n\nof two paragraphs"]
+        (tmp_path / "texts" / name).write_bytes(f"{name}\r\n\r\nof two paragraphs".encode())
+    assert texts(tmp_path / "texts") == ["a.txt\r\n\r\nof two paragraphs", "b.txt\r\n\r\nof two paragraphs"]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,20 @@ def test_the_boundary_of_pairs_is_exact(run, tokenizer, row, prompt):
 
 
 @pytest.mark.filterwarnings("ignore:train_on_inputs")
+@pytest.mark.parametrize(
+    ("type", "rows"),
+    [
+        (PAIRS, [{"input": "Say hel", "output": "lo"}, {"prompt": "Say hel", "completion": "lo"}]),
+        (PRETRAIN, [{"text": "Say hello"}, {"content": "Say hello"}, {"question": "Say hel", "answer": "lo"}]),
+        (CHATS, [{"messages": [user("Hi"), assistant("Yo")]}, {"prompt": [user("Hi")], "ground_truth": "Yo"}]),
+    ],
+)
+def test_rows_of_different_shapes_in_one_source(run, type, rows):
+    columns = {name: None for row in rows for name in row}
+    alone = [run(type, row, template=CHATML)["input_ids"][0] for row in rows]
+    assert run(type, *(columns | row for row in rows), template=CHATML)["input_ids"] == alone
+
+
 def test_pairs_with_all_labels_or_none(run):
     out = run(PAIRS, {"input": "a", "output": "b"}, train_on_inputs=True)
     assert out["labels"] == out["input_ids"]
@@ -102,6 +116,18 @@ def test_a_row_of_every_answer(run, tokenizer, type):
     for field in ("input_ids", "labels", "prompt_length", "turn_spans"):
         assert out[field][:3] == wanted[field]
     assert set(map(tuple, out["labels"][3:])) <= {(-100,) * len(ids) for ids in out["input_ids"][3:]}
+
+
+@pytest.mark.parametrize("type", [CHATS, "ebft_strided_chat.transform_all_turns"])
+def test_a_greeting_is_not_learned(run, tokenizer, type):
+    """Also after a system message; without any user turn, what follows that is the answer."""
+    system = {"role": "system", "content": "Be nice."}
+    rows = [[GREETING, *CHAT[:2]], [system, GREETING, *CHAT[:2]], CHAT[:2]]
+    out = run(type, *({"messages": messages} for messages in rows), template=CHATML)
+    learned = [tokenizer.decode([label for label in labels if label >= 0]) for labels in out["labels"]]
+    assert learned[0] == learned[1] == learned[2] and out["turn_spans"][0] != out["turn_spans"][1]
+    (alone,) = run(CHATS, {"messages": [system, GREETING]}, template=CHATML)["labels"]
+    assert "Yes?" in tokenizer.decode([label for label in alone if label >= 0])
 
 
 @pytest.mark.parametrize("messages", [CHAT[:1], [], [*CHAT[:1], assistant("")], CHAT[1:2]])

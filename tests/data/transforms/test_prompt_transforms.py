@@ -8,6 +8,7 @@ from tests.data.conftest import assistant, user
 
 SYSTEM, HI = {"role": "system", "content": "Be kind."}, user("Hi")
 GREETED = [SYSTEM, assistant("Welcome."), HI, assistant("Hello"), user("2+2?"), assistant("4"), user("Bye")]
+TOLD = assistant("Hello", weight=0)
 CALL = [{"name": "add"}]
 WHOLE = [{"type": "function", "function": CALL[0]}]
 CALLED = [user("2+2?"), assistant(None, tool_calls=CALL, name=None), {"role": "tool", "content": "4"}, assistant("4.")]
@@ -44,6 +45,13 @@ def run(make_config, chatml):
         (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
         (MULTITURN, [HI, assistant("Hello"), user("Bye")], [HI], "Hello", []),
         (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
+        (MULTITURN, {"prompt": GREETED[2:5], "completion": GREETED[5:]}, [HI, TOLD, GREETED[4]], "4", []),
+        (MULTITURN, {"prompt": GREETED[2:5], "ground_truth": "4"}, [HI, TOLD, GREETED[4]], "4", []),
+        (MULTITURN, {"prompt": GREETED[2:5], "completion": "4"}, [HI, TOLD, GREETED[4]], "4", []),
+        (MULTITURN, {"prompt": [HI], "ground_truth": '[{"sum": 4}]'}, [HI], '[{"sum": 4}]', []),
+        (MULTITURN, {"prompt": [HI], "completion": '[{"role": "assistant", "content": "4"}]'}, [HI], "4", []),
+        (f"{MULTITURN}_all_turns", {"prompt": GREETED[2:3], "completion": GREETED[3:]}, [[HI], GREETED[2:5]],
+         ["Hello", "4"], None),
         (f"{MULTITURN}_last_turn", GREETED, GREETED[:5], "4", None),
         (f"{MULTITURN}_last_turn", PARTS, [HI], "Hello you", None),
         (f"{MULTITURN}_all_turns", GREETED, [GREETED[:3], GREETED[:5]], ["Hello", "4"], None),

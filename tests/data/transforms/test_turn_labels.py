@@ -39,7 +39,8 @@ def trained(tokenizer):
     """
 
     def run(messages, entry=None, type="chat_template", **keys):
-        (row,) = tokenised(tokenizer, type, {"messages": messages}, entry=entry, **keys)
+        row = messages if isinstance(messages, dict) else {"messages": messages}
+        (row,) = tokenised(tokenizer, type, row, entry=entry, **keys)
         words = [tokenizer.convert_ids_to_tokens(token) for token in row["input_ids"]]
         assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"]))
         shown = [word if label == -100 else f"[{word}]" for word, label in zip(words, row["labels"])]
@@ -75,6 +76,9 @@ OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOO
     [
         (CHAT, {}, {}, USUAL),
         ([*CHAT, EMPTY], {}, {}, USUAL),
+        ({"prompt": CHAT[:4], "completion": CHAT[4:5]}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
+        ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {}, {}, USUAL),
+        ({"prompt": CHAT[:4], "ground_truth": "Goodbye"}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
         ([*CHAT[:3], CHAT[4]], {}, {}, f"PROMPT ( [Hello] [END] ) assistant {GOODBYE}"),
         ([*CHAT, SILENT, CHAT[5], SILENT], {}, {}, USUAL),
         ([*CHAT[:2], assistant(""), *CHAT[3:]], {}, {}, f"PROMPT END {BYE} {GOODBYE}"),

@@ -29,6 +29,7 @@ from ebft.data.messages import (
     before_last_answer,
     chat_of,
     content_text,
+    each_answer,
     replies,
     reply_column,
     row_kwargs,
@@ -77,7 +78,7 @@ def ebft_strided_chat_all_turns(cfg, dataset, **kwargs):
 
     def transform_fn(example, tokenizer=None):
         chat, messages = _single(example, dataset)
-        beginnings = [{**chat, _BEGINNING: messages[: turn + 1]} for turn in answers(messages) or [0]]
+        beginnings = [{**chat, _BEGINNING: messages[: turn + 1]} for turn in each_answer(messages) or [0]]
         rows = [row_of(row, tokenizer=tokenizer) for row in beginnings]
         return _as_columns(rows, ("input_ids", "labels", "prompt_length", "turn_spans"))
 
@@ -112,7 +113,7 @@ def ebft_chat_multiturn_all_turns(cfg, dataset, **kwargs):
 
     def read(example):
         chat, messages = _single(example, dataset)
-        turns = answers(messages)
+        turns = each_answer(messages)
         rows = [_prompt_row(messages[:index], messages[index]) for index in turns] or [_prompt_row(messages, None)]
         rows = [row | template_columns(chat, dataset) for row in rows]
         return _as_columns(rows, dict.fromkeys(name for row in rows for name in row))
@@ -271,7 +272,8 @@ def chat_transform(
             text = "\n".join(str(message.get("content", "")) for message in messages)
             return segments_row([(encode(tokenizer, text, special=False), False), ([], True)], False)
         messages = [*messages[: turns[-1]], last]
-        if last["role"] == "assistant" and not any(map(says_something, messages[:-1])):
+        first = next((turn for turn in turns if turn and messages[turn]["role"] == "assistant"), turns[-1])
+        if messages[first]["role"] == "assistant" and not any(map(says_something, messages[:first])):
             return row_without_prompt()
         if tokenizer.chat_template not in known:
             known[tokenizer.chat_template] = ChatTemplate(tokenizer, template, cfg.chat_template_kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ebft.data.messages import Message, from_json, messages_of, normaliser, template_columns, with_system
 from ebft.data.transforms import PreferenceColumns
-from ebft.data.transforms.rows import has_column, optional_text, text_of, value_of
+from ebft.data.transforms.rows import first_shape, has_column, optional_text, text_of, value_of
 from ebft.errors import DataError
 
 Row = Mapping[str, Any]
@@ -148,8 +148,8 @@ def _columns(fields: PreferenceColumns, names: tuple[str, ...], example: Row) ->
 
 def _first_text(example: Row, *names: str) -> str:
     """The text of the first of the columns that the row has."""
-    found = next((name for name in names if has_column(example, name)), None)
-    return text_of(example, found) if found is not None else _column(example, " or ".join(names))  # raises
+    found = first_shape(example, [(name,) for name in names])
+    return text_of(example, *found) if found is not None else _column(example, " or ".join(names))  # raises
 
 
 def _last_content(example: Row, name: str) -> str:

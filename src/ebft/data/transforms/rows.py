@@ -4,7 +4,7 @@ A row that cannot be trained on (no text, no prompt, no reference) is returned w
 then counted and dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -60,12 +60,22 @@ def first_text(example: dict[str, Any], columns: list[str], wanted: str, fix: st
 
 def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
     """The first of `columns` that the row has. Raises DataError with what is `wanted` and how to `fix` it."""
-    for column in columns:
-        if has_column(example, column):
-            return column
-    raise DataError(
-        f"no column with {wanted}: expected {', '.join(columns)}, but the row has {', '.join(example)}. {fix}"
-    )
+    found = first_shape(example, [(column,) for column in columns])
+    if found is None:
+        raise DataError(
+            f"no column with {wanted}: expected {', '.join(columns)}, but the row has {', '.join(example)}. {fix}"
+        )
+    return found[0]
+
+
+def first_shape(example: dict[str, Any], shapes: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The first of `shapes`, names of columns, that the row has; one with values before others, None if there is none.
+
+    Rows of a source can have different shapes: then each has the columns of all, without values.
+    """
+    found = [names for names in shapes if all(has_column(example, name) for name in names)]
+    filled = (names for names in found if all(value_of(example, name) is not None for name in names))
+    return next(filled, found[0] if found else None)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
@@ -168,17 +178,17 @@ def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
 
     With `input` and `output`, an `instruction` is put before the input, separated by an empty line.
     """
-    for prompt_column, completion_column in PAIRS:
-        if prompt_column in example and completion_column in example:
-            prompt = text_of(example, prompt_column)
-            if prompt_column == "input" and "instruction" in example:
-                prompt = "\n\n".join(part for part in (text_of(example, "instruction"), prompt) if part)
-            return prompt, text_of(example, completion_column)
-    known = ", ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS)
-    raise DataError(
-        f"no prompt and completion columns: supported pairs are {known}, but the row has {', '.join(example)}. "
-        "Rename the columns, or write a custom transform."
-    )
+    found = first_shape(example, PAIRS)
+    if found is None:
+        known = ", ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS)
+        raise DataError(
+            f"no prompt and completion columns: supported pairs are {known}, but the row has {', '.join(example)}. "
+            "Rename the columns, or write a custom transform."
+        )
+    prompt, completion = (text_of(example, name) for name in found)
+    if found[0] == "input":
+        prompt = "\n\n".join(part for part in (optional_text(example, "instruction"), prompt) if part)
+    return prompt, completion
 
 
 def each_row(read: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable, dict]:
