@@ -83,11 +83,10 @@ def test_three_held_out_prompts_stand_side_by_side(run):
 
 def test_the_printed_commands_name_configs_that_load(run):
     output, printed = run
-    again, rows, text = (load_config(ROOT / words[0], words[1:]) for words in commands(printed, "train"))
-    assert again.output_dir == str(output / "ebft") and again.seed == 3
-    assert rows.datasets[0].path == "my_rows.jsonl" and text.datasets[0].type == "ebft_pretrain.transform"
-    assert rows.base_model == again.base_model and rows.torch_dtype == again.torch_dtype
-    assert (rows.max_steps, rows.num_epochs) == (None, 3) and again.max_steps == 2
+    words, own = commands(printed, "train")
+    again = load_config(ROOT / words[0], words[1:])
+    assert again.output_dir == str(output / "ebft") and again.seed == 3 and again.max_steps == 2
+    assert commands(printed, "init") == [["DATA", "--model", again.base_model]] and own == ["run.yaml"]
     (evaluate,) = commands(printed, "evaluate")
     assert evaluate[-2:] == ["--output", str(output / "evaluation.json")]
     assert load_config(ROOT / evaluate[0], evaluate[1:-2]).output_dir == str(output / "ebft")

@@ -4,13 +4,15 @@ import json
 
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import load_config
 from ebft.config.load import parse_yaml
+from ebft.config.schema import RunConfig
 from ebft.methods import named_methods
 from ebft.methods.method import Method
-from ebft.tools.init.config import named
+from ebft.run.trainer import training_arguments
+from ebft.tools.init.config import draft, named
 from ebft.tools.init.file import _scalar
 from tests.terminal import Terminal, ebft_command
 
@@ -56,6 +58,18 @@ SHAPES = {
         {"type": {"field_instruction": "query", "field_output": "reply"}},
     ),
     "chats": ("jsonl", lambda i: {"messages": chat(i)}, "ebft", {"type": "chat_template"}),
+    "prompts and completions of messages": (
+        "jsonl",
+        lambda i: dict(zip(("prompt", "completion"), ([message] for message in chat(i)))),
+        "ebft",
+        {"type": "chat_template", "field_messages": None},
+    ),
+    "prompts of messages with a text as the answer": (
+        "jsonl",
+        lambda i: {"prompt": chat(i)[:1], "ground_truth": texts(i)[1], "source": "a"},
+        "ebft",
+        {"type": "chat_template", "field_messages": None},
+    ),
     "chats with other keys": (
         "jsonl",
         lambda i: {"dialog": chat(i, "speaker", "text")},
@@ -133,7 +147,7 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
 def test_training_without_a_config_writes_the_one_it_uses(ebft, data, here, tiny_llama_dir, name, options):
     options = ["--model", tiny_llama_dir, "--data", data(name), *options]
     words = [*options, "max_steps=2", "output_dir=run", "--no-gradient-checkpointing"]
-    done = ebft("train", *words, "save_steps=1", "evals_per_epoch=", "saves_per_epoch=", "eval_steps=1")
+    done = ebft("train", *words, "save_steps=1", "eval_steps=1")
     assert done.exit_code == 0, done.output
     assert "Config written to run/train.yaml" in done.stderr
     config = load_config(here / "run" / "train.yaml")
@@ -152,6 +166,24 @@ def test_the_same_command_goes_on_and_another_one_is_refused(ebft, refused, data
     assert (here / "run" / "train.yaml").read_text() == written and "Config written" not in again.stderr
     said = refused(*words, "learning_rate=1e-3")
     assert "run/train.yaml is the config of a run with other options" in said and "output_dir=FOLDER" in said
+    resumed = ["train", "run/train.yaml", "auto_resume_from_checkpoints=true"]
+    assert " ".join(resumed) in said and "resumed from checkpoint-2" in ebft(*resumed, "max_steps=3").output
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("evals_per_epoch=2", {"saves_per_epoch": 2}), ("eval_steps=5", {"save_steps": 5, "evals_per_epoch": None}),
+     ("save_steps=5", {"eval_steps": 5}), ("saves_per_epoch=2", {"evals_per_epoch": 2}),
+     ("eval_strategy=epoch", {"save_strategy": "epoch"}), ("eval_strategy=no", {"load_best_model_at_end": None}),
+     ("saves_per_epoch=0", {"evals_per_epoch": 1, "load_best_model_at_end": None}),
+     ("evals_per_epoch=2 saves_per_epoch=4", {"load_best_model_at_end": None})],
+)  # fmt: skip
+def test_checkpoints_are_saved_at_the_evaluations_that_are_given(data, tiny_llama_dir, given, expected):
+    """As transformers wants it for the best one."""
+    values = draft([data("alpaca")], str(tiny_llama_dir), "sft", given.split()).values
+    expected = {"load_best_model_at_end": True, **expected}
+    assert {key: values.get(key) for key in expected} == expected
+    assert training_arguments(RunConfig.from_dict(values), rows=37, has_eval=True)
 
 
 def test_several_files_and_a_split_for_evaluation(ebft, here, tiny_llama_dir):
@@ -176,13 +208,26 @@ def test_few_rows_are_not_held_out_and_the_reason_is_given(ebft, here, tiny_llam
     assert "val_set_size: 0 # too few rows" in (here / "run.yaml").read_text()
 
 
+def test_pairs_that_strided_mode_drops_are_counted(ebft, here, tiny_llama_dir):
+    rows = [{"input": texts(number)[0], "output": texts(number)[1] if number < 4 else "7"} for number in range(COUNT)]
+    (here / "short.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for method, is_said in (("ebft", True), ("sft", False)):
+        done = ebft("init", "short.jsonl", "--model", tiny_llama_dir, "--method", method, "--overwrite")
+        assert done.exit_code == 0, done.output
+        assert ("Rows: 26 of 30 documents are dropped (too short for one block); decrease" in done.stdout) == is_said
+    done = ebft("init", "short.jsonl", "--model", tiny_llama_dir, "--overwrite")
+    assert "Not ebft: 26 of 30 documents are dropped (too short for one block)" in done.stdout
+    assert load_config("run.yaml").ebft.mode != "strided" and "Steps: about" in done.stdout
+
+
 def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data, tiny_llama_dir, monkeypatch):
     given = ["init", data("input/output", 500), "--model", tiny_llama_dir, "--overwrite"]
+    assert ebft(*given).exit_code == 0 and load_config("run.yaml").learning_rate == 1e-4
     ebft(*given, "learning_rate=0.5", "adapter=", "ebft.stride=4")
     config = load_config("run.yaml")
     assert config.gradient_accumulation_steps * config.micro_batch_size == 16 and config.val_set_size == 50
     assert config.learning_rate == 0.5 and config.adapter is None and config.ebft.stride == 4
-    monkeypatch.setattr("ebft.tools.init.config.available_memory", lambda placed_on: (2**17, "a small machine"))
+    monkeypatch.setattr("ebft.tools.init.fit.available_memory", lambda placed_on: (2**17, "a small machine"))
     done = ebft(*given)
     small = load_config("run.yaml")
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
@@ -190,6 +235,37 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     ebft(*given, "--method", "ebft-structured")
     structured = load_config("run.yaml")
     assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["val_set_size=0"],
+        ["eval_strategy=no"],
+        ["save_strategy=no"],
+        ["save_strategy=best", "eval_strategy=epoch", "metric_for_best_model=eval_ce_loss"],
+        ["eval_steps=3", "save_steps=3", "warmup_steps=2"],
+        ["test_datasets=[{path: rows.jsonl, type: completion}]"],
+        ["micro_batch_size=3", "gradient_accumulation_steps=5"],
+    ],
+)
+def test_what_is_given_replaces_what_would_be_proposed(ebft, here, data, tiny_llama_dir, given):
+    done = ebft("init", data("input/output"), "--model", tiny_llama_dir, *given)
+    assert done.exit_code == 0, done.output
+    assert ebft("config", "--check", "run.yaml").exit_code == 0
+    is_held_out = not given[0].startswith(("val_set_size", "test_datasets"))
+    assert ("rows are held out" in done.stdout) == is_held_out
+    assert ("rows per optimizer step" in (here / "run.yaml").read_text()) == ("micro_batch_size=3" not in given)
+
+
+def test_paths_with_line_breaks_and_keys_of_the_second_file(ebft, here, tiny_llama_dir):
+    write_rows(here / "two\nlines.jsonl", SHAPES["input/output"][1])
+    write_rows(here / "more.jsonl", lambda number: row(("a", "b"), number))
+    columns = "datasets.1.type={field_instruction: a, field_output: b}"
+    done = ebft("init", "two\nlines.jsonl", "more.jsonl", "--model", tiny_llama_dir, columns)
+    assert done.exit_code == 0, done.output
+    found = load_config("run.yaml").datasets
+    assert found[0].path == "two\nlines.jsonl" and found[1].user_defined.field_output == "b"
 
 
 def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, here, tiny_llama_dir):
@@ -233,6 +309,13 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
         ("init pairs.jsonl --model MODEL --method grpo", ["trl.reward_funcs=[module.function]"]),
         ("init pairs.jsonl labels.jsonl --model MODEL", ["No method trains on all of these rows"]),
         ("init pairs.jsonl --model MODEL learning_rte=1", ["'learning_rate'"]),
+        (
+            "init short.jsonl --model MODEL --method ebft",
+            ["30 too short for one block", "within sequence_len. ", "--method sft"],
+        ),
+        ("init pairs.jsonl --model MODEL datasets.0.shards=0", ["datasets.0.shards: invalid value 0"]),
+        ("init pairs.jsonl --model MODEL rl=grpo", ["rl=grpo does not select the method ebft", "--method"]),
+        ("init pairs.jsonl --model MODEL ebft=", ["ebft.mode= does not select the method ebft"]),
         ("init pairs.jsonl --model MODEL --output kept.yaml", ["kept.yaml exists", "--overwrite"]),
         ("train", ["Missing argument 'CONFIG'", "--model and --data"]),
         ("train --model MODEL", ["--data is missing"]),
@@ -245,12 +328,31 @@ def test_errors_say_what_to_give(refused, here, tiny_llama_dir, monkeypatch, wor
     write_rows(here / "rows.jsonl", lambda number: {"a": "x", "b": "y", "c": number})
     write_rows(here / "pairs.jsonl", SHAPES["input/output"][1])
     write_rows(here / "labels.jsonl", SHAPES["labels"][1])
+    write_rows(here / "short.jsonl", lambda number: {"input": "1?", "output": "1"})
     (here / "empty").mkdir()
     (here / "photo.txt").write_bytes(b"\xff\xd8\xff\xe0" * 20)
     (here / "kept.yaml").write_text("kept")
     said = refused(*(word if word != "MODEL" else tiny_llama_dir for word in words.split()))
     assert all(text in said for text in texts), said
     assert not (here / "run.yaml").exists() and (here / "kept.yaml").read_text() == "kept"
+
+
+def test_columns_that_are_not_read_are_named(ebft, here, tiny_llama_dir):
+    write_rows(here / "rows.jsonl", lambda i: {"id": i, **row(("question", "answer"), i), "context": "x"})
+    done = ebft("init", "rows.jsonl", "--model", tiny_llama_dir)
+    assert "prompts and completions (question, answer); not read: id, context" in done.stdout
+
+
+def test_a_model_that_strided_mode_does_not_train_gets_the_next_method(ebft, refused, data, here, tiny_llama_dir):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**sizes)).save_pretrained("mamba")
+    tokenizer.save_pretrained("mamba")
+    done = ebft("init", data("texts"), "--model", "mamba")
+    assert done.exit_code == 0 and "Method: sft (" in done.stdout
+    assert "Not ebft: MambaForCausalLM has state-space" in done.stdout
+    said = refused("init", "rows.jsonl", "--model", "mamba", "--method", "ebft", "--overwrite")
+    assert "--method ebft: MambaForCausalLM has state-space" in said and "Methods that fit: sft." in said
 
 
 def test_a_given_type_is_used_for_columns_of_other_names(ebft, here, tiny_llama_dir):

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import io
-import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from accelerate import init_empty_weights
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
+from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.config.load import apply_overrides, read_values
 from ebft.config.schema import RunConfig
+from ebft.config.validation_errors import raise_config_error
 from ebft.data.file_formats import files_by_split
 from ebft.data.keys import DatasetEntry
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
-from ebft.errors import ConfigError, DataError, ModelError, shortened
-from ebft.machine import available_memory, gib
-from ebft.methods import named_methods
+from ebft.errors import ConfigError, DataError, ModelError
+from ebft.methods import FLAGS, named_methods
 from ebft.methods.method import Method, selected_method
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.tools.doctor.memory import changed, changes, needs
-from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
+from ebft.prefix.attention import HINT
+from ebft.prefix.forward import check_supported
 from ebft.tools.fetch import examples_folder
+from ebft.tools.init.fit import WHOLE, WINDOW, Draft, Source, TooShort, fit, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
 # Where the example of a method has another name than the method.
@@ -47,42 +46,15 @@ _OF_THE_EXAMPLE = {
     *("eval_steps", "eval_on_start", "evals_per_epoch", "save_steps", "saves_per_epoch", "save_total_limit"),
     *("logging_steps", "output_dir", "seed"),
 }
+# Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
+_LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
+_OF_ADAPTERS = 1e-4, "that of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
+# Proposed keys that others replace, if those are given.
 _HELD_OUT_SPLITS = ("validation", "test")
-_SAMPLE = 400  # rows that are measured
-_LONGEST = 4096  # tokens of a row, unless it is set
-_WINDOW = 1024  # tokens of a window of text
-_LONG_TEXT = 20_000  # characters of a row, above which texts are not tokenised for their length
-_UNLIMITED = 2**20  # tokens
-_CHARACTERS = 3  # of a token, where there is no tokenizer
 _FEWEST = 20  # rows, of which a tenth is held out
 _MOST_HELD_OUT = 128
-_ROOM = 0.7  # of the free memory: activations are estimated roughly
 
 Choose = Callable[[dict[str, Method], str], str]
-
-
-@dataclass
-class Draft:
-    """The values of a config, a comment of each dotted key that needs one, and what to tell the user."""
-
-    values: dict[str, Any]
-    comments: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def set(self, key: str, value: Any, comment: str | None = None) -> None:
-        """Set a top-level key, with a comment."""
-        self.values[key] = value
-        if comment is not None:
-            self.comments[key] = comment
-
-
-@dataclass(frozen=True)
-class Source:
-    """A dataset that was given: its entry, its rows, and the split of the same source to evaluate on, if any."""
-
-    entry: dict[str, Any]
-    rows: Dataset
-    held_out: str | None
 
 
 def draft(
@@ -96,28 +68,23 @@ def draft(
     """
     if method is not None:
         named(method)  # raises
-    given: dict[str, Any] = {}
+    is_free = method is None and choose is None
+    given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
     template = None if tokenizer is None else tokenizer.chat_template
-    sources = [_source(path, _given_entry(given, number)) for number, path in enumerate(data)]
+    sources = [_source(path, given, number) for number, path in enumerate(data)]
     shapes = [_shape(source, template) for source in sources]
-    method = _method(method, shapes, data, choose)
+    fitting = _fitting(shapes, data)
+    refused = _refused(fitting, model_config)
+    note = f"Not {', '.join(refused)}: {next(iter(refused.values()))}" if refused and method is None else None
+    method = _method(method, fitting, refused, shapes, choose)
     found = Draft({"base_model": model} | _settings_of(method, given))
-    found.notes += [
-        f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
-    ]
-    found.notes.append(f"Method: {method} ({named(method).name})")
-    found.comments |= {"rl": named(method).name, "ebft.mode": ""}
+    _add_data(found, method, sources, shapes)
+    if note:
+        found.notes.append(note)
     if missing:
         found.notes.append(missing)
-    found.set("datasets", [], "; ".join(found.notes[: len(sources)]))
-    kind = named(method).rows
-    for source, shape in zip(sources, shapes):
-        entry = source.entry | shape.entries[kind]
-        if method == "sft" and entry["type"] == RAW_TEXT:
-            entry["type"] = "completion"
-        found.values["datasets"].append(entry)
     if any(shape.has_chats for shape in shapes) and tokenizer is not None and template is None:
         if any(shape.has_tools for shape in shapes) and "chat_template" not in given:
             raise ModelError(
@@ -125,13 +92,29 @@ def draft(
                 "whose template has one, such as an instruct model, or set chat_template to the text of one."
             )
         _add_chat_template(found, tokenizer)
-    _hold_out(found, sources)
-    _schedule(found, len(data), sum(len(source.rows) for source in sources))
+    _hold_out(found, given, sources)
+    is_text = all(shape.is_text for shape in shapes)
+    count = windows(sources) if is_text else sum(len(source.rows) for source in sources)
+    _schedule(found, given, count)
+    if method in _LOW_RATES and "adapter" in found.values and "adapter" not in given:
+        found.set("learning_rate", *_OF_ADAPTERS)
     name = Path(data[0].rstrip("/")).stem or "data"
     found.values["output_dir"] = f"./outputs/{name}-{method}"
     apply_overrides(found.values, overrides)
-    is_text = all(shape.is_text for shape in shapes)
-    _fit(found, given, sources, is_text, tokenizer, model_config)
+    _check_method(method, found.values)
+    for key in given.keys() - {"datasets"}:
+        found.comments.pop(key, None)
+    try:
+        fit(found, given, sources, is_text, tokenizer, model_config)
+    except TooShort as error:
+        found.too_short = str(error)
+        if not is_free or WHOLE not in fitting:
+            raise
+    if found.too_short and is_free and WHOLE in fitting:
+        other = draft(data, model, WHOLE, overrides)
+        other.notes.append(f"Not {method}: {found.too_short}")
+        return other
+    found.notes += run_length(found.values, count)
     return found
 
 
@@ -172,11 +155,14 @@ def _model(name: str) -> tuple[Any, Any, str | None]:
         return None, None, f"{name} cannot be read here, so lengths and memory are estimates ({error})"
 
 
-def _source(path: str, given: dict[str, Any]) -> Source:
-    """Read the training split of a dataset, and find the split to evaluate on."""
-    entry: dict[str, Any] = {"path": path, **given}
-    parsed = DatasetEntry.model_validate({"type": "completion", **entry})
-    return Source(entry, read_source(parsed), None if "split" in given else _held_out_split(parsed))
+def _source(path: str, given: dict[str, Any], number: int) -> Source:
+    """Read the training split of dataset `number`, and find the split to evaluate on."""
+    entry: dict[str, Any] = {"path": path, **_given_entry(given, number)}
+    try:
+        parsed = DatasetEntry.model_validate({"type": "completion", **entry})
+    except ValidationError as error:
+        raise_config_error(error, DatasetEntry, f"datasets.{number}.")
+    return Source(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed))
 
 
 def _held_out_split(entry: DatasetEntry) -> str | None:
@@ -198,12 +184,41 @@ def _shape(source: Source, template: str | None) -> Shape:
     return shape_of(source.rows, source.entry["path"], template)
 
 
-def _method(wanted: str | None, shapes: list[Shape], data: Sequence[str], choose: Choose | None) -> str:
-    """The method to use: the one that is wanted, if it can train on all rows."""
+def _fitting(shapes: list[Shape], data: Sequence[str]) -> dict[str, Method]:
+    """The methods that can train on all rows. Raises DataError if there are none."""
     fitting = {name: named(name) for name in named_methods() if all(_fits(named(name), shape) for shape in shapes)}
     if not fitting:
         words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
         raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
+    return fitting
+
+
+def _refused(fitting: dict[str, Method], model_config: Any) -> dict[str, str]:
+    """Those of the methods that do not train models of this architecture, with the reason."""
+    names = [name for name, method in fitting.items() if method.samples_blocks]
+    if model_config is None or not names:
+        return {}
+    try:
+        with init_empty_weights(include_buffers=True):
+            check_supported(AutoModelForCausalLM.from_config(model_config))
+    except ModelError as error:
+        return dict.fromkeys(names, str(error).removesuffix(f". {HINT}"))
+    except (ValueError, RuntimeError, AttributeError):  # such as code of the model's own
+        pass
+    return {}
+
+
+def _method(
+    wanted: str | None,
+    fitting: dict[str, Method],
+    refused: dict[str, str],
+    shapes: list[Shape],
+    choose: Choose | None,
+) -> str:
+    """The method to use: the one that is wanted, if it can train on all rows and trains the model."""
+    fitting = {name: method for name, method in fitting.items() if name not in refused}
+    if wanted in refused:
+        raise ModelError(f"--method {wanted}: {refused[wanted]}. Methods that fit: {', '.join(fitting)}.")
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
@@ -213,6 +228,17 @@ def _method(wanted: str | None, shapes: list[Shape], data: Sequence[str], choose
             f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
         )
     return wanted
+
+
+def _check_method(method: str, values: dict[str, Any]) -> None:
+    """Raise ConfigError if overrides select another method, for which the other keys were not chosen."""
+    keys, section = named_methods()[method], values.get("ebft") or {}
+    found = {key: (values.get(key), keys.get(key)) for key in ("rl", *FLAGS)}
+    if isinstance(section, dict):
+        found["ebft.mode"] = (section.get("mode"), keys.get("ebft", {}).get("mode"))
+    for key, (value, own) in found.items():
+        if (value or None) != own:
+            raise ConfigError(f"{key}={value or '':.60} does not select the method {method}. Choose one with --method.")
 
 
 def _fits(method: Method, shape: Shape) -> bool:
@@ -249,6 +275,21 @@ def _without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if section == "trl" or value != getattr(default, key)}
 
 
+def _add_data(found: Draft, method: str, sources: list[Source], shapes: list[Shape]) -> None:
+    """The entries of the datasets, as the method reads them, and what they are."""
+    found.notes += [
+        f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
+    ]
+    found.set("datasets", [], "; ".join(found.notes))
+    found.notes.append(f"Method: {method} ({named(method).name})")
+    found.comments |= {"rl": named(method).name, "ebft.mode": ""}
+    for source, shape in zip(sources, shapes):
+        entry = source.entry | shape.entries[named(method).rows]
+        if method == "sft" and entry["type"] == RAW_TEXT:
+            entry["type"] = "completion"
+        found.values["datasets"].append(entry)
+
+
 def _add_chat_template(found: Draft, tokenizer: Any) -> None:
     """Render chats with ChatML if the model has no template."""
     found.set("chat_template", "chatml", "the tokenizer has no chat template")
@@ -257,8 +298,10 @@ def _add_chat_template(found: Draft, tokenizer: Any) -> None:
         found.set("special_tokens", {"eos_token": end}, "the end of a turn, where answers stop")
 
 
-def _hold_out(found: Draft, sources: list[Source]) -> None:
-    """Evaluation rows: the split of the data for it, or else a part of the training rows."""
+def _hold_out(found: Draft, given: dict[str, Any], sources: list[Source]) -> None:
+    """Evaluation rows, unless they are given: the split of the data for it, or else a part of the training rows."""
+    if "test_datasets" in given or "val_set_size" in given:
+        return
     splits = [source.held_out for source in sources]
     if all(splits):
         entries = [entry | {"split": split} for entry, split in zip(found.values["datasets"], splits)]
@@ -277,10 +320,10 @@ def _hold_out(found: Draft, sources: list[Source]) -> None:
     found.set("val_set_size", held, f"rows that are held out, of {count:,}")
 
 
-def _schedule(found: Draft, sources: int, count: int) -> None:
-    """Epochs, batches, evaluation, checkpoints and logs; batches of few rows, so that there are enough steps."""
+def _schedule(found: Draft, given: dict[str, Any], count: int) -> None:
+    """Epochs, batches, evaluation, checkpoints and logs for this number of rows; batches of few, for enough steps."""
     values = found.values
-    found.set("sequence_len", _WINDOW)
+    found.set("sequence_len", WINDOW)
     if "trl" in values and selected_method(_selection(values)).rows == "prompts":
         size = values["trl"]["num_generations"] * (2 if count >= 100 else 1)
         micro = values["trl"]["num_generations"]
@@ -288,146 +331,39 @@ def _schedule(found: Draft, sources: int, count: int) -> None:
         size = 16 if count >= 400 else 8 if count >= 100 else 4
         micro = size if torch.cuda.is_available() else 4
     found.set("micro_batch_size", micro)
-    found.set("gradient_accumulation_steps", size // micro, f"{size} rows per optimizer step")
+    words = None if "micro_batch_size" in given else f"{size} rows per optimizer step"
+    found.set("gradient_accumulation_steps", size // micro, words)
     found.set("num_epochs", 3)
-    found.set("warmup_ratio", 0.03)
-    many = 4 if count // size >= 200 else 1
-    evaluates = found.values.get("val_set_size") != 0
-    if evaluates:
-        found.set("eval_on_start", True, "so that later evaluations compare with the base model")
-        found.set("evals_per_epoch", many)
-    found.set("saves_per_epoch", many)
-    found.set("save_total_limit", 2)
-    if evaluates:
-        found.set("load_best_model_at_end", True, "keep the checkpoint with the best held-out metric")
+    if given.get("warmup_steps") is None and given.get("lr_scheduler") not in SCHEDULES_WITHOUT_WARMUP:
+        found.set("warmup_ratio", 0.03)
+    _evaluate_and_save(found, given, 4 if count // size >= 200 else 1)
     found.set("logging_steps", 1)
 
 
-def _fit(
-    found: Draft, given: dict[str, Any], sources: list[Source], is_text: bool, tokenizer: Any, model_config: Any
-) -> None:
-    """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
-    config = RunConfig.from_dict(copy.deepcopy(found.values))
-    longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    limit = min(_LONGEST, longest or _LONGEST)
-    if is_text or tokenizer is None:
-        rows, lengths = None, _characters(sources, None if is_text else config)
-    else:
-        rows, lengths = _sampled(found.values, sources)
-    if "sequence_len" not in given:
-        _set_length(found, [_total(each) for each in lengths], min(limit, _WINDOW) if is_text else limit, is_text)
-    if rows is not None and isinstance(lengths[0], PromptLength):
-        _set_completion(found, given, lengths)
-    config = RunConfig.from_dict(copy.deepcopy(found.values))
-    if model_config is None:
-        return
-    if rows is None:
-        ids = [0] * config.sequence_len
-        data = Dataset.from_list([{"input_ids": ids, "prompt_length": 0, "turn_spans": []}] * config.micro_batch_size)
-        longest_of = LongestRows(data, (), config.sequence_len)
-    else:
-        longest_of = longest_rows(config, rows, lengths)
-    _fit_memory(found, given, config, model_config, longest_of)
+_SCHEDULES = (("evals_per_epoch", "saves_per_epoch"), ("eval_steps", "save_steps"), ("eval_strategy", "save_strategy"))
 
 
-def _total(length: int | PromptLength) -> int:
-    return length.prompt + length.reference if isinstance(length, PromptLength) else length
+def _evaluate_and_save(found: Draft, given: dict[str, Any], many: int) -> None:
+    """Evaluations, checkpoints at them, and the best one of these; `many` times per epoch, if not as given."""
+    known = found.values | given
+    evaluates = bool(known.get("test_datasets") or known.get("val_set_size")) and known.get("eval_strategy") != "no"
+    evaluates = evaluates and known.get("evals_per_epoch") != 0
+    saves = known.get("save_strategy") != "no" and known.get("saves_per_epoch") != 0
+    chosen = [pair for pair in _SCHEDULES if any(given.get(key) not in (None, 0, "no", "steps") for key in pair)]
+    evaluation, save = chosen[0] if chosen else _SCHEDULES[0]
+    if evaluates:
+        found.set("eval_on_start", True, "so that later evaluations compare with the base model")
+        found.set(evaluation, given.get(evaluation) or given.get(save) or many)
+    if saves:
+        found.set(save, given.get(save) or given.get(evaluation) or many)
+    found.set("save_total_limit", 2)
+    if evaluates and saves and len(chosen) < 2 and _saves_evaluated(found.values[evaluation], found.values[save], save):
+        found.set("load_best_model_at_end", True, "keep the checkpoint with the best held-out metric")
 
 
-def _characters(sources: list[Source], config: RunConfig | None) -> list[int]:
-    """The lengths of rows, estimated from their characters; of texts if `config` is None."""
-    found = []
-    for source in sources:
-        step = max(1, len(source.rows) // _SAMPLE)
-        found += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
-    return found
-
-
-def _count(value: Any) -> int:
-    """The characters of all texts in a value."""
-    if isinstance(value, str):
-        return len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(_count, parts))
-
-
-def _sampled(values: dict[str, Any], sources: list[Source]) -> tuple[Dataset, list[int] | list[PromptLength]]:
-    """Rows of a sample of the data as the method reads them, and their lengths. Raises DataError for unusable rows."""
-    values = copy.deepcopy(values) | {"sequence_len": _UNLIMITED, "val_set_size": 0, "test_datasets": []}
-    for key in ("eval_on_start", "evals_per_epoch", "load_best_model_at_end"):
-        values.pop(key, None)
-    for entry, source in zip(values["datasets"], sources):
-        if "shards" not in entry:
-            entry["shards"] = max(1, len(source.rows) // _SAMPLE)
-    config = RunConfig.from_dict(values)
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        tokenizer = load_tokenizer(config)  # with the chat template and special tokens of the config
-        rows = config.method.load_rows(config, tokenizer).train
-    return rows, row_lengths(config, tokenizer, rows)
-
-
-def _set_length(found: Draft, lengths: list[int], limit: int, is_text: bool) -> None:
-    """The length below which 99 of 100 rows are, as a multiple of 64."""
-    ordered = sorted(lengths)
-    usual = ordered[math.ceil(0.99 * len(ordered)) - 1]
-    length = min(limit, max(64, math.ceil((usual + 1) / 64) * 64))
-    longer = sum(each > length for each in ordered)
-    words = f"the longest row has about {ordered[-1]:,} tokens (measured on {len(ordered):,})"
-    if is_text:
-        words += "; longer texts are cut into windows" if longer else ""
-    elif longer:
-        words += f"; {longer / len(ordered):.0%} are longer"
-    found.set("sequence_len", length, words)
-    found.notes.append(f"sequence_len: {length}: {words}")
-
-
-def _set_completion(found: Draft, given: dict[str, Any], lengths: Sequence[Any]) -> None:
-    """The longest completion to sample: that of 95 of 100 references."""
-    if "max_completion_length" in (given.get("trl") or {}):
-        return
-    ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)
-    usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
-    default = found.values["trl"]["max_completion_length"]
-    length = min(default, max(32, math.ceil(usual / 32) * 32)) if usual else default
-    found.values["trl"]["max_completion_length"] = length
-    found.comments["trl.max_completion_length"] = f"95% of the references have at most {usual} tokens"
-
-
-def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_config: Any, rows: LongestRows) -> None:
-    """Change what lowers the memory of a step until it fits, first what leaves the step the same."""
-    try:
-        needed = needs(config, model_config, rows)
-        estimate = needed.of(config)
-    except (ValueError, RuntimeError, AttributeError) as error:
-        found.notes.append(f"Memory: cannot be estimated for this model ({shortened(str(error))})")
-        return
-    free, where = available_memory(estimate.placed_on)
-    if free is None:
-        return
-    while estimate.total > _ROOM * free:
-        change = next(_lowering(needed, config, given), None)
-        if change is None:
-            break
-        config = changed(config, change)
-        estimate = needed.of(config)
-        for key, value in change.items():
-            section, _, name = key.rpartition(".")
-            (found.values[section] if section else found.values)[name] = value
-            found.comments[key] = f"for the memory of {where}"
-    fits = "" if estimate.total <= _ROOM * free else ", which may not be enough: `ebft doctor` says what lowers it"
-    found.notes.append(f"Memory: about {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
-
-
-def _lowering(needed: Any, config: RunConfig, given: dict[str, Any]) -> Any:
-    """Changes of keys that are not given and that lower the memory of a step, without what changes the rollouts."""
-    tokens = needed.rows.step_tokens(config).loss
-    now = needed.of(config).total
-    for _, change in changes(config, tokens, torch.cuda.is_available()):
-        sections = {key.partition(".")[0] for key in change}
-        samples = any(
-            key.endswith(("n_samples_per_prompt", "generate_max_len", "max_completion_length")) for key in change
-        )
-        if sections & given.keys() or samples or "adapter" in change and config.adapter is None:
-            continue
-        if needed.of(changed(config, change)).total < now:
-            yield change
+def _saves_evaluated(evaluation: Any, save: Any, key: str) -> bool:
+    """Whether every checkpoint of a schedule has an evaluation, as the best one needs."""
+    if key == "save_strategy":
+        return save in (evaluation, "best")
+    few, many = (save, evaluation) if key == "saves_per_epoch" else (evaluation, save)
+    return all(isinstance(value, int | float) for value in (few, many)) and many % few == 0

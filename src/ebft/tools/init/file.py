@@ -17,7 +17,7 @@ from ebft.config.schema import GROUPS, RunConfig
 from ebft.errors import ConfigError
 from ebft.files import write_text
 from ebft.run.checks import check_runnable
-from ebft.tools.init.config import Draft
+from ebft.tools.init.fit import Draft
 
 _WIDTH = 118
 _FIRST = ("Model", "Data", "Method", "Adapter")  # groups at the beginning of a file
@@ -29,7 +29,7 @@ _HEADING = """\
 
 def written_by(command: Sequence[str]) -> str:
     """The line of a file that says which command wrote it."""
-    return _HEADING.format(command=shlex.join(command)).partition("\n")[0]
+    return _heading(command).partition("\n")[0]
 
 
 def render(draft: Draft, command: Sequence[str]) -> str:
@@ -39,7 +39,7 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     comments |= {
         key: "" for key in ("base_model", "datasets.N.path", "test_datasets.N.path") if key not in draft.comments
     }
-    left, lines = dict(draft.values), [_HEADING.format(command=shlex.join(command))]
+    left, lines = dict(draft.values), [_heading(command)]
     titles = [*_FIRST, *(title for title in GROUPS if title not in _FIRST)]
     for title in titles:
         part = {key: left.pop(key) for key in GROUPS[title].model_fields if key in left}
@@ -49,6 +49,15 @@ def render(draft: Draft, command: Sequence[str]) -> str:
     text = "\n".join(lines).rstrip() + "\n"
     check_runnable(RunConfig.from_dict(parse_yaml(text)), elsewhere=True)
     return text
+
+
+def _heading(command: Sequence[str]) -> str:
+    return _HEADING.format(command=_in_one_line(shlex.join(command)))
+
+
+def _in_one_line(text: str) -> str:
+    """Text of a comment: a line break in it, such as that of a path, would end the comment."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def write(path: Path, text: str) -> None:
@@ -87,6 +96,7 @@ def _mapping(values: dict[str, Any], comments: dict[str, str], indent: str, path
 
 def _commented(line: str, comment: str, indent: str) -> Iterator[str]:
     """A line with its comment beside it, or above it if it is long."""
+    comment = _in_one_line(comment)
     if not comment:
         yield line
     elif len(line) + len(comment) + 3 <= _WIDTH:

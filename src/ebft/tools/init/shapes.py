@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
+from ebft.data.messages import ANSWERS, ROW_KWARGS
 from ebft.data.transforms import TRANSFORMS, Rows, built_in, equivalent_transform
 from ebft.data.transforms.preferences import STYLES
 from ebft.data.transforms.rows import PAIRS
@@ -37,11 +38,16 @@ class Shape(NamedTuple):
     has_chats: bool = False  # that a chat template renders
     has_references: bool = True
     has_tools: bool = False
+    reads: tuple[str, ...] = ()  # the columns, where they are known
 
     @property
     def is_text(self) -> bool:
         """Whether rows are texts without prompts, which are cut into windows."""
         return any(entry.get("type") == RAW_TEXT for entry in self.entries.values())
+
+    def without(self, columns: list[str]) -> Shape:
+        """The same, which also says that these columns are not read."""
+        return self._replace(words=f"{self.words}; not read: {shortened(', '.join(columns))}")
 
 
 def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
@@ -52,7 +58,8 @@ def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
     columns = _columns(rows)
     found = next(_found(columns, chat_template), None)
     if found is not None:
-        return found
+        left = [name for name in columns if name not in found.reads] if found.reads else []
+        return found.without(left) if left else found
     seen = ", ".join(f"{name} ({_kind(value)})" for name, value in columns.items())
     names = " or ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS[:4])
     raise DataError(
@@ -169,24 +176,27 @@ def _labelled(columns: dict[str, Any], texts: list[str], template: str | None) -
 
 
 def _chats(columns: dict[str, Any]) -> Iterator[Shape]:
-    """Chats in a column with a usual name, or in the only one that has messages."""
+    """Chats in a column with a usual name, in a prompt with its completion, or in the only column with messages."""
     found = [name for name, value in columns.items() if _messages(value)]
-    name = _first(_CHATS, found) or (found[0] if len(found) == 1 else None)
+    name, answer = _first(_CHATS, found), _first(ANSWERS, [key for key in columns if key != "prompt"])
+    is_prompted = name is None and "prompt" in found and answer is not None and isinstance(columns[answer], (str, list))
+    name = "prompt" if is_prompted else name or (found[0] if len(found) == 1 else None)
     if name is None:
         return
     messages = _messages(columns[name])
     role = next(key for key in _ROLES if key in messages[0])
     content = next((key for key in _CONTENTS if any(key in each for each in messages)), "content")
     entry: dict[str, Any] = {"type": "chat_template"}
-    if name not in _CHATS[:2]:
+    if name not in _CHATS[:2] and not is_prompted:
         entry["field_messages"] = name
     if (role, content) not in _KNOWN_KEYS:
         entry["message_property_mappings"] = {"role": role, "content": content}
     tools = next((each for each in ("tools", "functions") if columns.get(each)), None)
     if tools == "functions":
         entry["field_tools"] = tools
-    words = f"chats ({name}){f' with tools ({tools})' if tools else ''}"
-    if {str(each.get(role)) for each in messages} <= {"user", "human", "system"}:
+    reads = (*(["prompt", answer or ""] if is_prompted else [name]), "system", tools or "tools", ROW_KWARGS)
+    words = f"chats ({f'prompt, {answer}' if is_prompted else name}){f' with tools ({tools})' if tools else ''}"
+    if not is_prompted and {str(each.get(role)) for each in messages} <= {"user", "human", "system"}:
         entry["type"] = "ebft_chat_multiturn.transform"
         yield Shape(
             f"{words} without answers",
@@ -194,9 +204,11 @@ def _chats(columns: dict[str, Any]) -> Iterator[Shape]:
             has_chats=True,
             has_references=False,
             has_tools=tools is not None,
+            reads=reads,
         )
     else:
-        yield Shape(words, {"tokens": entry, "prompts": entry}, has_chats=True, has_tools=tools is not None)
+        kinds = dict.fromkeys(_KINDS, entry)
+        yield Shape(words, kinds, has_chats=True, has_tools=tools is not None, reads=reads)
 
 
 def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
@@ -215,14 +227,16 @@ def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
         entry = {"type": "alpaca" if is_alpaca and "input" in texts else "ebft_strided_structured.transform"}
     names = ("instruction", *(["input"] if "input" in texts else []), "output") if is_alpaca else pair
     entries = {kind: entry | {"type": equivalent_transform(entry["type"], kind) or entry["type"]} for kind in _KINDS}
-    yield Shape(f"prompts and completions ({', '.join(names)})", entries)
+    reads = (*names, "system") if "field_system" in entry else names
+    yield Shape(f"prompts and completions ({', '.join(names)})", entries, reads=reads)
 
 
 def _raw(columns: dict[str, Any], texts: list[str]) -> Iterator[Shape]:
     name = _first(_TEXTS, texts) or (texts[0] if len(texts) == 1 else None)
     if name is not None:
         is_found = name in _TEXTS[:2] and _first(_TEXTS, list(columns)) == name and "answer" not in columns
-        yield Shape(f"texts ({name})", {"tokens": {"type": RAW_TEXT, **({} if is_found else {"field": name})}})
+        entry = {"type": RAW_TEXT, **({} if is_found else {"field": name})}
+        yield Shape(f"texts ({name})", {"tokens": entry}, reads=(name,))
 
 
 def _first(names: Iterable[str], among: list[str]) -> str | None:

@@ -1,0 +1,225 @@
+"""The length of rows and what fits the memory, measured on a sample of the data, for a new config."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from ebft.config.schema import RunConfig
+from ebft.errors import DataError, shortened
+from ebft.machine import available_memory, gib
+from ebft.models.tokenizer import load_tokenizer
+from ebft.run.trainer import this_machine
+from ebft.tools.doctor.memory import changed, changes, needs
+from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
+
+WHOLE = "ebft-structured"  # samples whole completions, however short
+# Keys that need evaluation rows.
+_OF_EVALUATIONS = (
+    *("eval_on_start", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model", "save_strategy"),
+    "early_stopping_patience",
+)
+_SAMPLE = 400  # rows that are measured
+_LONGEST = 4096  # tokens of a row, unless it is set
+WINDOW = 1024  # tokens of a window of text
+_UNLIMITED = 2**20  # tokens
+_CHARACTERS = 3  # of a token, where there is no tokenizer
+_ROOM = 0.7  # of the free memory: activations are estimated roughly
+
+
+@dataclass
+class Draft:
+    """The values of a config, a comment of each dotted key that needs one, and what to tell the user."""
+
+    values: dict[str, Any]
+    comments: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    too_short: str | None = None  # what becomes of most rows in strided mode, if they are too short for it
+
+    def set(self, key: str, value: Any, comment: str | None = None) -> None:
+        """Set a top-level key, with a comment."""
+        self.values[key] = value
+        if comment is not None:
+            self.comments[key] = comment
+
+
+class TooShort(DataError):
+    """No row has the length that strided mode needs."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that was given: its entry, its rows, and the split of the same source to evaluate on, if any."""
+
+    entry: dict[str, Any]
+    rows: Dataset
+    held_out: str | None
+
+
+def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
+    """A note of about how many steps the run has, for a number of rows of which some are held out."""
+    with warnings.catch_warnings(action="ignore"):
+        config = RunConfig.from_dict(copy.deepcopy(values))
+    if config.max_steps is None:
+        rows = count - int(config.val_set_size) if config.val_set_size >= 1 else count
+        steps = math.ceil(config.method.steps_per_epoch(config, this_machine(), max(1, rows)) * config.num_epochs)
+        yield f"Steps: about {steps:,}. `ebft doctor` measures one, and says how long the run takes"
+
+
+def windows(sources: list[Source]) -> int:
+    """About how many windows the texts are cut into, from a sample of them."""
+    found = 0
+    for source in sources:
+        step = max(1, len(source.rows) // _SAMPLE)
+        sample = source.rows.select(range(0, len(source.rows), step))
+        found += step * sum(math.ceil(_count(row) / _CHARACTERS / WINDOW) for row in sample)
+    return found
+
+
+def fit(
+    found: Draft, given: dict[str, Any], sources: list[Source], is_text: bool, tokenizer: Any, model_config: Any
+) -> None:
+    """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
+    config = RunConfig.from_dict(copy.deepcopy(found.values))
+    longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    limit = min(_LONGEST, longest or _LONGEST)
+    if is_text or tokenizer is None:
+        rows, lengths = None, _characters(sources, None if is_text else config)
+    else:
+        rows, lengths = _sampled(found, sources)
+    if "sequence_len" not in given:
+        _set_length(found, [_total(each) for each in lengths], min(limit, WINDOW) if is_text else limit, is_text)
+    if rows is not None and isinstance(lengths[0], PromptLength):
+        _set_completion(found, given, lengths)
+    config = RunConfig.from_dict(copy.deepcopy(found.values))
+    if model_config is None:
+        return
+    if rows is None:
+        ids = [0] * config.sequence_len
+        data = Dataset.from_list([{"input_ids": ids, "prompt_length": 0, "turn_spans": []}] * config.micro_batch_size)
+        longest_of = LongestRows(data, (), config.sequence_len)
+    else:
+        longest_of = longest_rows(config, rows, lengths)
+    _fit_memory(found, given, config, model_config, longest_of)
+
+
+def _total(length: int | PromptLength) -> int:
+    return length.prompt + length.reference if isinstance(length, PromptLength) else length
+
+
+def _characters(sources: list[Source], config: RunConfig | None) -> list[int]:
+    """The lengths of rows, estimated from their characters; of texts if `config` is None."""
+    found = []
+    for source in sources:
+        step = max(1, len(source.rows) // _SAMPLE)
+        found += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
+    return found
+
+
+def _count(value: Any) -> int:
+    """The characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_count, parts))
+
+
+def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | list[PromptLength]]:
+    """Rows of a sample of the data as the method reads them, and their lengths. Raises DataError for unusable rows."""
+    values = copy.deepcopy(found.values) | {"sequence_len": _UNLIMITED, "val_set_size": 0, "test_datasets": []}
+    for key in _OF_EVALUATIONS:
+        values.pop(key, None)
+    for entry, source in zip(values["datasets"], sources):
+        if "shards" not in entry:
+            entry["shards"] = max(1, len(source.rows) // _SAMPLE)
+    config = RunConfig.from_dict(values)
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        tokenizer = load_tokenizer(config)  # with the chat template and special tokens of the config
+        try:
+            rows, _, reports = config.method.load_rows(config, tokenizer)
+        except DataError as error:
+            words = str(error).replace(f"sequence_len: {_UNLIMITED}", "sequence_len")
+            if config.method.samples_blocks and "No usable rows" in words:
+                raise TooShort(f"{words} --method sft trains on rows of any length.") from error
+            raise DataError(words) from error
+    if (dropped := reports[0].mostly_dropped()) is not None:
+        ways = f"decrease ebft.generate_max_len, or use --method sft or {WHOLE}"
+        found.notes.append(f"Rows: {dropped}{f'; {ways}' if config.method.samples_blocks else ''}")
+        found.too_short = dropped if config.method.samples_blocks else None
+    return rows, row_lengths(config, tokenizer, rows)
+
+
+def _set_length(found: Draft, lengths: list[int], limit: int, is_text: bool) -> None:
+    """The length below which 99 of 100 rows are, as a multiple of 64."""
+    ordered = sorted(lengths)
+    usual = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    length = min(limit, max(64, math.ceil((usual + 1) / 64) * 64))
+    longer = sum(each > length for each in ordered)
+    words = f"the longest row has about {ordered[-1]:,} tokens (measured on {len(ordered):,})"
+    if is_text:
+        words += "; longer texts are cut into windows" if longer else ""
+    elif longer:
+        words += f"; {longer / len(ordered):.0%} are longer"
+    found.set("sequence_len", length, words)
+    found.notes.append(f"sequence_len: {length}: {words}")
+
+
+def _set_completion(found: Draft, given: dict[str, Any], lengths: Sequence[Any]) -> None:
+    """The longest completion to sample: that of 95 of 100 references."""
+    if "max_completion_length" in (given.get("trl") or {}):
+        return
+    ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)
+    usual = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    default = found.values["trl"]["max_completion_length"]
+    length = min(default, max(32, math.ceil(usual / 32) * 32)) if usual else default
+    found.values["trl"]["max_completion_length"] = length
+    found.comments["trl.max_completion_length"] = f"95% of the references have at most {usual} tokens"
+
+
+def _fit_memory(found: Draft, given: dict[str, Any], config: RunConfig, model_config: Any, rows: LongestRows) -> None:
+    """Change what lowers the memory of a step until it fits, first what leaves the step the same."""
+    try:
+        needed = needs(config, model_config, rows)
+        estimate = needed.of(config)
+    except (ValueError, RuntimeError, AttributeError) as error:
+        found.notes.append(f"Memory: cannot be estimated for this model ({shortened(str(error))})")
+        return
+    free, where = available_memory(estimate.placed_on)
+    if free is None:
+        return
+    while estimate.total > _ROOM * free:
+        change = next(_lowering(needed, config, given), None)
+        if change is None:
+            break
+        config = changed(config, change)
+        estimate = needed.of(config)
+        for key, value in change.items():
+            section, _, name = key.rpartition(".")
+            (found.values[section] if section else found.values)[name] = value
+            found.comments[key] = f"for the memory of {where}"
+    fits = "" if estimate.total <= _ROOM * free else ", which may not be enough: `ebft doctor` says what lowers it"
+    found.notes.append(f"Memory: about {gib(estimate.total)} of {gib(free)} that are free on {where}{fits}")
+
+
+def _lowering(needed: Any, config: RunConfig, given: dict[str, Any]) -> Any:
+    """Changes of keys that are not given and that lower the memory of a step, without what changes the rollouts."""
+    tokens = needed.rows.step_tokens(config).loss
+    now = needed.of(config).total
+    for _, change in changes(config, tokens, torch.cuda.is_available()):
+        sections = {key.partition(".")[0] for key in change}
+        samples = any(
+            key.endswith(("n_samples_per_prompt", "generate_max_len", "max_completion_length")) for key in change
+        )
+        if sections & given.keys() or samples or "adapter" in change and config.adapter is None:
+            continue
+        if needed.of(changed(config, change)).total < now:
+            yield change
