@@ -8,7 +8,6 @@ import torch
 from datasets import Dataset
 from torch.nn import functional as F
 
-from ebft.errors import ModelError
 from ebft.models.adapter import freeze_except
 from tests.strided.families import tiny_model
 from tests.structured import oracle
@@ -116,9 +115,14 @@ def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokeni
     trainer = build(policy, beta=0.1, learning_rate=0.0, max_steps=1)
     trainer.train()
     assert logged(trainer, "kl") == [pytest.approx(0.0, abs=1e-6)]
-    policy.resize_token_embeddings(len(chat_tokenizer) + 8)
-    with pytest.raises(ModelError, match="its saved base model, but the base model has 260 token embeddings"):
-        build(policy, beta=0.1)
+
+
+def test_experts_are_scored_under_one_distribution(chat_tokenizer, build):
+    """TRL scores the loss, which has the term of the router, and knows no top-k."""
+    policy = tiny_model("mixtral", vocab_size=len(chat_tokenizer), eos_token_id=1)
+    trainer = build(policy, beta=0.1, top_k=3, learning_rate=0.0, max_steps=1)
+    trainer.train()
+    assert trainer.aux_loss_enabled and logged(trainer, "kl") == [pytest.approx(0.0, abs=1e-5)]
 
 
 def test_the_cross_entropy_is_a_mean_over_its_own_step(chat_tokenizer, build):
@@ -158,14 +162,16 @@ def test_thinking_can_be_left_out_of_the_cross_entropy(chat_tokenizer, build):
     assert counts[False] - counts[True] == len("<think>so</think>\n") and counts[True] == len("yes") + 1
 
 
-def test_the_reference_of_a_model_in_memory_is_a_copy_of_it(chat_tokenizer, build):
+@pytest.mark.parametrize("name", ["", "another/revision"])
+def test_the_reference_is_a_copy_of_the_model(chat_tokenizer, build, name):
+    """Whatever the name in its configuration leads to."""
     policy = chat_model(chat_tokenizer)
-    assert policy.config.name_or_path == ""
+    policy.config.name_or_path = name
     expected = {name: weight.clone() for name, weight in policy.state_dict().items()}
     trainer = build(policy, beta=0.1)
     trainer.train()
     reference = trainer.ref_model.state_dict()
-    assert reference.keys() == expected.keys() and policy.config.name_or_path == ""
+    assert reference.keys() == expected.keys() and policy.config.name_or_path == name
     assert all(torch.equal(reference[name], weight) for name, weight in expected.items())
     assert any(not torch.equal(weight, expected[name]) for name, weight in policy.state_dict().items())
     first, second = logged(trainer, "kl")

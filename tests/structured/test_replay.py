@@ -133,6 +133,13 @@ def test_failed_prompts_take_the_place_of_others_oldest_first():
     later = [{"prompt": name} for name in "xx"]
     assert failed.inject(later) == 1 and later[0]["prompt"] == "d"
     assert failed.inject(later) == 0
+    # Batches that were read ahead, of which the first is trained on before a checkpoint
+    failed.begin()
+    state = failed.state()
+    assert [row["prompt"] for row in state] == ["d"]
+    resumed = FailedPrompts(max_groups=2, group_size=2)
+    resumed.restore(state)
+    assert resumed.inject(later) == 1 and later[0]["prompt"] == "d"
 
 
 def fails_for_some(prompts, **columns):

@@ -53,6 +53,9 @@ _VLLM_KWARGS = {
 _NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores", "output_logits", "prefill_chunk_size"}
 
 
+STOPS = "stop_token_ids"  # the key of generation_kwargs that all backends support
+
+
 def check_own_kwargs(given: dict[str, Any]) -> None:
     """Raise ConfigError for keys of generation_kwargs that have a separate option or are set by the trainer."""
     for key in given.keys() & _OWN_KWARGS.keys():
@@ -62,6 +65,22 @@ def check_own_kwargs(given: dict[str, Any]) -> None:
 def generate_kwargs() -> set[str]:
     """Return the keys of generation_kwargs that are supported with `generate()`."""
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
+
+
+def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
+    """Raise ConfigError for keys that would make sampling differ from scoring or would have no effect."""
+    check_own_kwargs(given)
+    known = _VLLM_KWARGS if use_vllm else generate_kwargs()
+    for key in given:
+        if key != STOPS and key not in known:
+            backend = "vLLM's completions" if use_vllm else "generate() (use_vllm: false)"
+            raise ConfigError(
+                f"generation_kwargs: {key!r} is not supported with {backend}. Remove it ({STOPS} is supported with all "
+                "backends)."
+            )
+    stops = given.get(STOPS, [])
+    if not isinstance(stops, list) or any(type(stop) is not int for stop in stops):
+        raise ConfigError(f"generation_kwargs: {STOPS} must be a list of token ids, got {stops!r:.60}.")
 
 
 @dataclass
@@ -87,7 +106,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         rename_checkpointing(self)  # TRL's default has the older name
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
-        self._check_generation_kwargs()
+        check_generation_kwargs(self.generation_kwargs or {}, self.use_vllm)
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns: bool = False
         size, steps = self.per_device_train_batch_size, self.steps_per_generation
@@ -100,19 +119,6 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         ):
             if found:
                 raise ConfigError(found)
-
-    def _check_generation_kwargs(self) -> None:
-        """Raise ConfigError for keys that would make sampling differ from scoring or would have no effect."""
-        given = self.generation_kwargs or {}
-        check_own_kwargs(given)
-        known = _VLLM_KWARGS if self.use_vllm else generate_kwargs()
-        for key in given:
-            if key != "stop_token_ids" and key not in known:
-                backend = "vLLM's completions" if self.use_vllm else "generate() (use_vllm: false)"
-                raise ConfigError(
-                    f"generation_kwargs: {key!r} is not supported with {backend}. Remove it (stop_token_ids is "
-                    "supported with all backends)."
-                )
 
     @property
     def uses_server(self) -> bool:

@@ -8,23 +8,21 @@ hooks of trl.py, here in the order of a step.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from trl.trainer import grpo_trainer
 
 from ebft.config import rules
 from ebft.data.json_files import with_own_calls
 from ebft.errors import ConfigError, NonFiniteLossError
-from ebft.models.causal_lm import backbone_of, unwrap_adapter
+from ebft.models.causal_lm import backbone_of, frozen_copy, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
 from ebft.monitor.budget import forward_flops
@@ -41,12 +39,11 @@ from ebft.structured.rollouts.server import Agents
 from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
 from ebft.structured.scoring import Scorer
 from ebft.structured.shared_prompt import Padded
-from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL
+from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
 from ebft.structured.validation import (
     check_arguments,
     check_interactive,
     check_model,
-    check_reference_model,
     check_reward_funcs,
     check_reward_templates,
     check_rows,
@@ -108,16 +105,15 @@ class RolloutGRPOTrainer(OverTRL):
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
-        in_memory = args.beta > 0 and not hasattr(model, "disable_adapter") and not model.config.name_or_path
-        with _named(model) if in_memory else nullcontext():
+        needs_reference = args.beta > 0 and not hasattr(model, "disable_adapter")
+        with _reference_model(frozen_copy(model) if needs_reference else None):
             super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)
         for scored in (model, self.ref_model):
             if scored is not None:
-                backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(_positions_from_mask, with_kwargs=True)
-        check_reference_model(model, self.ref_model)
+                backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
         check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
         self._throughput = Throughput()
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
@@ -152,6 +148,7 @@ class RolloutGRPOTrainer(OverTRL):
             return super().train(*args, **kwargs)
         finally:
             self.generation.stop()
+            self.reuse.restore(self.reuse.state())  # batches that were read ahead are not trained on
 
     # A step: rows are read, completions sampled and rewarded, advantages computed, and the loss is minimised
 
@@ -176,8 +173,10 @@ class RolloutGRPOTrainer(OverTRL):
         self.generation.prefetcher.submit(rows)
 
     def take_rows(self, rows: list[Row]) -> None:
-        if self.generation.prefetcher is None and self.model.training:
-            self.reuse.inject_failed(rows)
+        if self.model.training:
+            if self.generation.prefetcher is None:
+                self.reuse.inject_failed(rows)
+            self.reuse.begin_batch()
         self.generation.take(rows)
 
     def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
@@ -393,34 +392,25 @@ def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor
     return values[first : first + len(rows)]
 
 
-def _positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook: set position ids that do not count padding, as in sampling. TRL counts left padding.
-
-    This changes the results of models with learned positions, but not of models with relative positions.
-    """
-    mask = kwargs.get("attention_mask")
-    takes_positions = "position_ids" in inspect.signature(module.forward).parameters
-    if takes_positions and kwargs.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
-        tokens = args[0] if args else kwargs["input_ids"]
-        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
-    return args, kwargs
-
-
 def _distinct(names: list[str]) -> list[str]:
     """Return the names, with a number after those that have occurred before."""
     return [name if name not in names[:i] else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 
 @contextmanager
-def _named(model: PreTrainedModel) -> Iterator[None]:
-    """Give a model that was built in memory a name inside the block, by which TRL loads the reference model."""
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        model.config.name_or_path = folder
-        try:
-            yield
-        finally:
-            model.config.name_or_path = ""
+def _reference_model(copied: nn.Module | None) -> Iterator[None]:
+    """Let TRL take `copied`, the model before training, for its reference model inside the block.
+
+    TRL would load it by the name in the configuration alone: at another revision, with another configuration, or not at
+    all if the model is from a GGUF file or was built in memory. The copy is made before the trainer, since with
+    `cpu_ram_efficient_loading` only the first process has the weights (`frozen_copy`).
+    """
+    load_reference = grpo_trainer.create_model_from_path
+    grpo_trainer.create_model_from_path = lambda *args, **kwargs: copied
+    try:
+        yield
+    finally:
+        grpo_trainer.create_model_from_path = load_reference
 
 
 def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:

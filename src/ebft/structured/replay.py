@@ -81,15 +81,16 @@ class FailedPrompts:
 
     def __init__(self, max_groups: int, group_size: int) -> None:
         self._rows: deque[Row] = deque()
+        self._injected: deque[list[Row]] = deque()  # of each batch that was read ahead and is not trained on yet
         self._max_groups, self._group_size = max_groups, group_size
 
     def state(self) -> list[Row]:
-        """Return the stored prompts, for `restore`."""
-        return list(self._rows)
+        """Return the prompts that are still to be sampled again, for `restore`."""
+        return [row for rows in (*self._injected, self._rows) for row in rows]
 
     def restore(self, rows: list[Row]) -> None:
         """Continue from a result of `state`."""
-        self._rows = deque(rows)
+        self._rows, self._injected = deque(rows), deque()
 
     def add(self, rows: list[Row], rewards: Iterable[float]) -> None:
         """Store the rows of groups that failed; `rewards` are the total rewards of the completions."""
@@ -99,13 +100,20 @@ class FailedPrompts:
                 self._rows.append(rows[start])
 
     def inject(self, rows: list[Row]) -> int:
-        """Replace the last groups of `rows`, in place, by failed prompts, and return their number."""
+        """Replace the last groups of `rows`, in place, by failed prompts, and return their number.
+
+        `begin` says that the oldest batch given to this function is trained on.
+        """
         n = self._group_size
         count = min(self._max_groups, len(self._rows), len(rows) // n)
         first = len(rows) - count * n
         failed = [self._rows.popleft() for _ in range(count)]
+        self._injected.append(failed)
         rows[first:] = [dict(row) for row in failed for _ in range(n)]  # TRL adds keys to each row
         return count
+
+    def begin(self) -> None:
+        self._injected.popleft()
 
 
 def _of(group: dict[str, Tensor], key: str) -> Tensor:
@@ -149,8 +157,13 @@ class PromptReuse:
             return
         state, fraction = self._trainer.state, self._trainer.args.reroll_start_fraction
         starts = state.global_step >= fraction * state.max_steps
-        count = self._over_processes(self._failed.inject(rows) if starts else 0)
+        count = self._over_processes(self._failed.inject(rows if starts else []))
         self._trainer.log_mean("train", "rerolled_groups", count)
+
+    def begin_batch(self) -> None:
+        """Say that the oldest batch of `inject_failed` is trained on now."""
+        if self._failed is not None:
+            self._failed.begin()
 
     def note_failed(self, rows: list[Row], rewards: Tensor) -> None:
         """Store prompts that failed, given the total rewards (B,) of the rows."""

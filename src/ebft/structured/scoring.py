@@ -54,7 +54,8 @@ class Scorer:
     @property
     def scores_truncated(self) -> bool:
         """Whether completions are scored under the distribution that top-k, top-p and min-p leave, in every batch."""
-        return self.shares_prompts and self._most_tokens is None
+        # TRL scores all tokens, as it does for the loss of experts and the rows that `_are_too_long`.
+        return self.shares_prompts and self._most_tokens is None and not self._trainer.aux_loss_enabled
 
     def score(
         self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
@@ -66,6 +67,7 @@ class Scorer:
         if not self.shares_prompts:
             return None
         trainer = self._trainer
+        cut = trainer.args.top_k, trainer.args.top_p, trainer.args.min_p
         inputs = trainer.inputs_of_loss or {}
         references = (inputs["reference_ids"], inputs["reference_mask"]) if "reference_ids" in inputs else None
         rows = Rows.of(prompts, completions, references)
@@ -75,7 +77,7 @@ class Scorer:
             model,
             rows.prompts,
             temperature=trainer.temperature,
-            truncation=Truncation.of(trainer.args.top_k, trainer.args.top_p, trainer.args.min_p),
+            truncation=Truncation.of(*cut) if self.scores_truncated else None,
             with_entropies=with_entropies,
             entropy_gradient=trainer.has_entropy_bonus,
             score_prompts=references is not None and not trainer.model.training,

@@ -50,6 +50,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
 
     args: EBFTConfig
     config_class: type[RolloutGRPOConfig] = EBFTConfig
+    only_evaluates = True
 
     def __init__(
         self,

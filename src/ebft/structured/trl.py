@@ -183,7 +183,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
                     scored.append(
                         self.score(model, (prompts, prompt_mask), (completions, completion_mask), compute_entropy)
                     )
-        if not scored or scored[0] is None:
+        if not scored or any(part is None for part in scored):  # long rows of some models
             options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss, **multimodal}
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, **options
@@ -365,6 +365,19 @@ def _rows_of(parts: list[Any], index: list[int]) -> Any:
     if not isinstance(parts[0], Tensor) or not parts[0].dim():
         return parts[0]
     return torch.cat(parts).index_select(0, on_device(index, parts[0].device))
+
+
+def positions_from_mask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook: set position ids that do not count padding, as in sampling. TRL counts left padding.
+
+    This changes the results of models with learned positions, but not of models with relative positions.
+    """
+    mask = kwargs.get("attention_mask")
+    takes_positions = "position_ids" in inspect.signature(module.forward).parameters
+    if takes_positions and kwargs.get("position_ids") is None and isinstance(mask, Tensor) and mask.dim() == 2:
+        tokens = args[0] if args else kwargs["input_ids"]
+        kwargs["position_ids"] = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+    return args, kwargs
 
 
 class EpochSampler(RepeatSampler):

@@ -104,19 +104,6 @@ def check_reward_templates(reward_funcs: list[Any], tokenizers: list[Any], datas
             )
 
 
-def check_reference_model(model: nn.Module, reference: nn.Module | None) -> None:
-    """Raise ModelError if the reference model (beta > 0, no adapter) and the policy have different vocabularies."""
-    if reference is None:
-        return
-    ours, theirs = (whole_shape(m.get_input_embeddings().weight)[0] for m in (model, reference))
-    if ours != theirs:
-        raise ModelError(
-            f"beta > 0 compares the policy with its saved base model, but the base model has {theirs} token embeddings "
-            f"and the policy {ours}, because special_tokens added tokens. Save a base model with these tokens, train "
-            "an adapter, or set beta: 0."
-        )
-
-
 def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("prompt",)) -> None:
     """Raise DataError for missing or reserved columns, rows without a reference, or too few rows."""
     if isinstance(dataset, dict):

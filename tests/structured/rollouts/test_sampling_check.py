@@ -2,14 +2,17 @@
 
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
 from ebft.errors import RolloutError
+from ebft.structured import RolloutGRPOConfig
+from ebft.structured.rollouts import server as server_module
 from ebft.structured.rollouts.adapters import AdapterSync
-from ebft.structured.rollouts.server import Difference, SamplingCheck
+from ebft.structured.rollouts.server import Difference, SamplingCheck, ServerRollouts
 from ebft.structured.rollouts.turns import Sampling
 from tests.structured.conftest import chat_model, lora
 
@@ -55,6 +58,20 @@ def test_limits_follow_the_difference_before_training(floor, given, warn, stop):
         check.check_limits(found(1.01 * warn), "v1", 4)
     with pytest.raises(RolloutError, match=r"Step 5: .* differ from the trainer's by .* nats .*vllm_logp_diff_stop"):
         check.check_limits(found(1.01 * stop), "v1", 5)
+
+
+def test_an_evaluation_does_not_move_the_steps_at_which_weights_are_sent(monkeypatch, tmp_path):
+    monkeypatch.setattr(server_module, "check_server", lambda *args, **kwargs: ({"id": "base"}, 1e-6))
+    args = RolloutGRPOConfig(output_dir=str(tmp_path), use_vllm=True, report_to="none", vllm_sync_interval=4)
+    step, sent = 0, []
+    transfer = SimpleNamespace(sync_weights=lambda: sent.append(step))
+    options = {"scores_truncated": True, "step": lambda: step, "failure": lambda: None, "transfer": transfer}
+    server = ServerRollouts(args, None, None, SimpleNamespace(gather=None), Sampling(1.0), **options)
+    for step in range(10):
+        server.sync_weights()
+        if step == 6:
+            server.sync_weights(at_once=True)
+    assert sent == [0, 4, 6, 8]
 
 
 def test_weights_that_fit_better_are_named():

@@ -56,7 +56,7 @@ class Generator:
         input_ids = pad([torch.tensor(ids) for ids in prompts], self._pad_token_id, "left").to(causal_lm.device)
         mask = pad([torch.ones(len(ids), dtype=torch.long) for ids in prompts], 0, "left").to(input_ids.device)
         config = GenerationConfig(**self._kwargs, max_new_tokens=max(max_tokens), disable_compile=True)
-        with _only(causal_lm, config):
+        with only_config(causal_lm, config):
             output = causal_lm.generate(
                 input_ids=input_ids,
                 attention_mask=mask,
@@ -110,7 +110,7 @@ class ModelBackend:
 
 
 @contextmanager
-def _only(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
+def only_config(causal_lm: PreTrainedModel, config: GenerationConfig) -> Iterator[PreTrainedModel]:
     """Temporarily replace the model's generation config, which transformers uses for values unset in `config`."""
     own, causal_lm.generation_config = causal_lm.generation_config, config
     try:

@@ -68,15 +68,17 @@ class ServerRollouts:
 
     def sync_weights(self, at_once: bool = False) -> None:
         """Update the server's weights if due, or, with `at_once`, if outdated. TRL calls this before rollouts."""
-        interval = 1 if at_once else self._interval
-        if self._synced_at is not None and 0 <= self._step() - self._synced_at < interval:
+        step, interval = self._step(), 1 if at_once else self._interval
+        # At multiples of the interval, which an evaluation in between does not move.
+        last = self._synced_at
+        if last is not None and last <= step and last // interval == step // interval:
             return
         if self._adapters is not None:
             atexit.register(self.reset)  # remove the adapters from the server if the interpreter exits before reset()
-            self._adapters.publish(self._step())
+            self._adapters.publish(step)
         else:
             self._transfer.sync_weights()
-        self._synced_at = self._step()
+        self._synced_at = step
 
     @property
     def weights_step(self) -> int:
