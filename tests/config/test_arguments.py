@@ -51,6 +51,8 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
     ({"saves_per_epoch": 2, "evals_per_epoch": 4, "max_steps": 20, **EVAL}, CPU, {"save_steps": 10, "eval_steps": 5}),
     ({"saves_per_epoch": 2, "evals_per_epoch": 5, "num_epochs": 0.5, **EVAL}, CPU,
      {"save_steps": 25, "eval_steps": 10}),
+    ({"saves_per_epoch": 1, "evals_per_epoch": 4, "max_steps": 9, "load_best_model_at_end": True, **EVAL}, CPU,
+     {"save_steps": 8, "eval_steps": 2}),
     ({"saves_per_epoch": 500}, CPU, {"save_strategy": "steps", "save_steps": 1}),
     ({"saves_per_epoch": 5}, TWO, {"save_steps": 10}),  # counts all processes
     (EVAL, CPU, {"eval_strategy": "epoch", "load_best_model_at_end": ...}),

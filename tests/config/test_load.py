@@ -63,6 +63,7 @@ def aliases(line, start, levels=40):
         ("max_steps", "0x10", 16), ("max_steps", "0o10", 8), ("max_steps", "0b11", 3), ("max_steps", "1_000", 1000),
         ("max_steps", "+5", 5), ("max_steps", "-1", None), ("wandb_name", "1:30", "1:30"),
         ("wandb_name", "2024-01-01", "2024-01-01"), ("wandb_name", "a=b", "a=b"), ("warmup_steps", "0", 0),
+        ("wandb_name", "run #3", "run #3"), ("wandb_name", '"a" # b', "a"),
         ("learning_rate", "0.010", 0.01), ("learning_rate", ".5", 0.5), ("output_dir", "'007'", "007"),
         ("output_dir", "\U0001f600", "\U0001f600"))),
 ])  # fmt: skip
@@ -158,7 +159,7 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
     ("seed", (2**32,), "seed: invalid value 4294967296; expected a value of at most 4294967295."),
     ("val_set_size", (-1,)), ("val_set_size", (1.5,), "invalid value 1.5; expected a value below 1.0 or an integer."),
     ("save_strategy", ("never",)), ("rl", ("dpo", ["ebft"])), ("adapter", ("dora",)),
-    ("rl", ("sft",), "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'dpo', 'ipo', 'kto', 'orpo' or "
+    ("rl", ("sft",), "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'sdft', 'dpo', 'ipo', 'kto', 'orpo' or "
                      "'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
     ("wandb_name", (7,), "put it in quotes"), ("optimizer", ("adamx",)), ("report_to", ("tensorbord",)),

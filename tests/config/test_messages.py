@@ -366,7 +366,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**PROMPTS, "ebft": {"whitening_space": "feature"}}, NO_WHITENING),
     ({**FEATURES, "ebft": {"whitening_space": "sample"}}, NO_WHITENING),
     *((strided(rloo_baseline="mean", advantage_estimator=name),
-       f"ebft.rloo_baseline: no effect with ebft.advantage_estimator: {name}.")
+       "ebft.rloo_baseline has no effect without advantage_estimator: rloo.")
       for name in ("reinforce", "group_norm")),
     (strided(use_whitening=True, whitening_space="sample", rloo_baseline="mean", alignment_coef=0.0), None),
     *(({key: value}, text) for key, value, text in (
@@ -406,6 +406,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     *((structured(**{key: value}), f"trl.{key} has no effect without {needed}") for key, value, needed in (
         ("num_completions_to_print", 2, "log_completions: true."), ("reroll_max_groups", 2, "reroll_start_fraction..."),
         ("replay_recompute_logps", False, "replay_buffer_size above 0."), ("reward_timeout", 60.0, "reward_num_w..."),
+        ("use_bias_correction_kl", True, "beta above 0."),
         ("ref_model_sync_steps", 8, "sync_ref_model: true."), ("ref_model_mixup_alpha", 0.5, "sync_ref_model: true."))),
     *((structured(**keys), None) for keys in (
         {"num_completions_to_print": 2, "log_completions": True}, {"reward_timeout": 60.0, "reward_num_workers": 2},
@@ -415,6 +416,15 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**structured(use_vllm=True), **LORA, "vllm": {"serve_module": "my.server"}}, "vllm.serve_module has no effec..."),
     ({"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect: only the text model is loaded."),
     (structured(vllm_sync_interval=2), "trl.vllm_sync_interval: no effect without use_vllm: true."),
+    (structured(use_vllm=True, vllm_mode="colocate", vllm_sync_interval=2, vllm_server_port=77),
+     "trl.vllm_server_port, trl.vllm_sync_interval: no effect with vllm_mode: colocate."),
+    ({**structured(use_vllm=True, vllm_enable_sleep_mode=True), **LORA},
+     "trl.vllm_enable_sleep_mode: no effect without vllm_mode: colocate."),
+    ({**GRPO, "rl": "gdpo", "trl": {**GRPO["trl"], "scale_rewards": "none"}}, "trl.scale_rewards has no effect..."),
+    ({**PROMPTS, "ebft": {"adaptive_max_tokens": False, "gt_length_floor": 7}},
+     "ebft.gt_length_floor has no effect without adaptive_max_tokens: true."),
+    ({**PROMPTS, "ebft": {"rloo_baseline": "mean", "advantage_estimator": "reinforce"}},
+     "ebft.rloo_baseline has no effect without advantage_estimator: rloo."),
     (structured(prefetch_depth=2), "trl.prefetch_depth has no effect without async_prefetch..."),
     *(({**structured(skip_zero_advantage_batches=True), **keys}, "trl.skip_zero_advantage_batches: true has no ef...")
       for keys in ({"fp16": True}, {"deepspeed": "zero2"})),
@@ -423,6 +433,9 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({**PROMPTS, "sample_packing": True}, "sample_packing: true has no effect on full completions..."),
     ({**PROMPTS, "vllm": {"port": 9000}}, "vllm: has no effect without trl.use_vllm..."),
     ({**structured(use_vllm=True, vllm_lora_sync=False), **LORA}, "...vllm_lora_sync: false has no effect"),
+    ({"lr_scheduler": "constant", "warmup_ratio": 0.1},
+     "warmup_ratio: no effect with lr_scheduler: constant. Set constant_with_warmup."),
+    ({"lr_scheduler": "cosine", "warmup_ratio": 0.1}, None),
     # Rows and streams
     (dataset(preprocess_shards=4), "datasets.0.preprocess_shards has no effect..."),
     ({**dataset(train_on_eos="all"), **STRIDED}, "datasets.0.train_on_eos: all has the effect of turn in strided ..."),

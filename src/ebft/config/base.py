@@ -32,8 +32,8 @@ class MethodKeys(Section):
     rl: RL | None = Field(
         None,
         description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
-        "gdpo: grpo with each reward normalised on its own; dpo, ipo, kto, orpo, simpo: preference methods of TRL; "
-        "unset: SFT with the cross-entropy loss.",
+        "gdpo: grpo with each reward normalised on its own; sdft: TRL's on-policy self-distillation; dpo, ipo, kto, "
+        "orpo, simpo: preference methods of TRL; unset: SFT with the cross-entropy loss.",
     )
     reward_model: bool = Field(
         False,

@@ -86,6 +86,8 @@ def _split(override: str) -> tuple[str, Any]:
         )
     if not equals or not key:
         raise ConfigError(f"Invalid override {_shown(override)}; expected key=value, for example ebft.stride=4.")
+    if re.match(r"[^\"'\[{|>&*!].*\s#", text.strip()):  # a comment of YAML; on a command line it is a part of the text
+        return key, text.strip()
     try:
         return key, parse_yaml(text)
     except YAMLError as error:

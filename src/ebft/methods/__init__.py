@@ -12,6 +12,7 @@ METHODS: dict[tuple[str | None, str | None], str] = {
     ("ebft", "structured"): "ebft.methods.structured:Structured",
     ("grpo", None): "ebft.methods.grpo:GRPO",
     ("gdpo", None): "ebft.methods.grpo:GDPO",
+    ("sdft", None): "ebft.methods.sdft:SDFT",
     ("dpo", None): "ebft.methods.preferences:DPO",
     ("ipo", None): "ebft.methods.preferences:IPO",
     ("kto", None): "ebft.methods.preferences:KTO",

@@ -14,10 +14,19 @@ from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
+from ebft.config.trl import TRLSection
 from ebft.config.user_functions import call_problem, find_function
 from ebft.errors import ConfigError
 from ebft.methods import nemo_gym
-from ebft.methods.method import HEALTHY_ROLLOUTS, EvaluationSampling, Method, MethodConfig, class_at
+from ebft.methods.method import (
+    HEALTHY_ROLLOUTS,
+    EvaluationSampling,
+    Method,
+    MethodConfig,
+    Needs,
+    class_at,
+    warn_of_unmet,
+)
 from ebft.models.files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
@@ -73,7 +82,8 @@ class GRPO(Method):
         """One warning for each key that has no effect on full completions."""
         nemo_gym.resolve(config)
         rules.follow_samples(config.ebft, config.trl)
-        words = {"keys": _keys_of_vllm(config), "bounds": _bounds_of_ratio(config)}
+        warn_of_unmet(config, _NEEDS)
+        words = {"keys": _idle_keys_of_vllm(config), "bounds": _bounds_of_ratio(config)}
         for applies, message in _IDLE:
             if applies(config):
                 warnings.warn(message.format(**words), stacklevel=2)
@@ -133,14 +143,7 @@ class GRPO(Method):
                 f"ebft evaluate samples completions without {given}. Hold out rows in training instead (test_datasets "
                 "or val_set_size, with eval_strategy)."
             )
-        options = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        return EvaluationSampling(
-            trl.num_generations,
-            trl.temperature,
-            {name: value for name, value in options.items() if value is not None},
-            dict(trl.generation_kwargs or {}),
-            trl.vllm_guided_decoding_regex,
-        )
+        return sampled_as(trl)
 
     def samples_per_group(self, config: MethodConfig) -> int:
         return config.trl.num_generations
@@ -217,6 +220,18 @@ class GRPO(Method):
         )
 
 
+def sampled_as(trl: TRLSection) -> EvaluationSampling:
+    """How `ebft evaluate` samples as training does, by the section `trl:`."""
+    options = {name: getattr(trl, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    return EvaluationSampling(
+        trl.num_generations,
+        trl.temperature,
+        {name: value for name, value in options.items() if value is not None},
+        dict(trl.generation_kwargs or {}),
+        trl.vllm_guided_decoding_regex,
+    )
+
+
 _AGGREGATION = "normalize_then_sum"
 
 
@@ -233,10 +248,20 @@ class GDPO(GRPO):
             yield f"trl.multi_objective_aggregation: {given} contradicts rl: gdpo. Remove it, or set rl: grpo."
 
     def resolve(self, config: MethodConfig) -> None:
-        super().resolve(config)
         config.trl.multi_objective_aggregation = _AGGREGATION
+        super().resolve(config)
 
 
+_NEEDS: Needs = (
+    ("trl.streaming_min_groups", "streaming_partial_batch: true", lambda c: c.trl.streaming_partial_batch),
+    ("trl.prefetch_depth", "async_prefetch: true", lambda c: c.trl.async_prefetch),
+    ("trl.reroll_max_groups", "reroll_start_fraction below 1", lambda c: c.trl.reroll_start_fraction < 1),
+    ("trl.replay_recompute_logps", "replay_buffer_size above 0", lambda c: c.trl.replay_buffer_size),
+    ("trl.ref_model_sync_steps", "sync_ref_model: true", lambda c: c.trl.sync_ref_model),
+    ("trl.ref_model_mixup_alpha", "sync_ref_model: true", lambda c: c.trl.sync_ref_model),
+    ("trl.num_completions_to_print", "log_completions: true", lambda c: c.trl.log_completions),
+    ("trl.use_bias_correction_kl", "beta above 0", lambda c: c.trl.beta),
+)
 # When a key has no effect on full completions, and the warning.
 _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
     (
@@ -253,12 +278,15 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         "{bounds}: no effect with trl.vllm_importance_sampling_correction: false.",
     ),
     (
-        lambda c: not c.trl.use_vllm and _keys_of_vllm(c),
-        "{keys}: no effect without use_vllm: true.",
+        lambda c: _idle_keys_of_vllm(c),
+        "{keys}.",
     ),
     (
-        lambda c: "streaming_min_groups" in c.trl.model_fields_set and not c.trl.streaming_partial_batch,
-        "trl.streaming_min_groups has no effect without streaming_partial_batch: true.",
+        lambda c: (
+            c.trl.multi_objective_aggregation == _AGGREGATION and c.trl.scale_rewards not in (None, True, "group")
+        ),
+        "trl.scale_rewards has no effect with multi_objective_aggregation: normalize_then_sum (rl: gdpo), which always "
+        "divides by standard deviations.",
     ),
     (
         lambda c: c.trl.streaming_partial_batch and c.trl.reward_num_workers > 1,
@@ -271,32 +299,8 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
         "that it makes itself, and only reports one that takes longer than a minute.",
     ),
     (
-        lambda c: "prefetch_depth" in c.trl.model_fields_set and not c.trl.async_prefetch,
-        "trl.prefetch_depth has no effect without async_prefetch: true.",
-    ),
-    (
         lambda c: c.trl.use_vllm and c.vllm.serve_module is not None,
         "vllm.serve_module has no effect: vLLM's OpenAI server is always used.",
-    ),
-    (
-        lambda c: "reroll_max_groups" in c.trl.model_fields_set and c.trl.reroll_start_fraction == 1,
-        "trl.reroll_max_groups has no effect without reroll_start_fraction below 1.",
-    ),
-    (
-        lambda c: "replay_recompute_logps" in c.trl.model_fields_set and not c.trl.replay_buffer_size,
-        "trl.replay_recompute_logps has no effect without replay_buffer_size above 0.",
-    ),
-    (
-        lambda c: c.trl.ref_model_sync_steps is not None and not c.trl.sync_ref_model,
-        "trl.ref_model_sync_steps has no effect without sync_ref_model: true.",
-    ),
-    (
-        lambda c: c.trl.ref_model_mixup_alpha is not None and not c.trl.sync_ref_model,
-        "trl.ref_model_mixup_alpha has no effect without sync_ref_model: true.",
-    ),
-    (
-        lambda c: c.trl.num_completions_to_print is not None and not c.trl.log_completions,
-        "trl.num_completions_to_print has no effect without log_completions: true.",
     ),
     (
         lambda c: (
@@ -320,9 +324,17 @@ _IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
 )
 
 
-def _keys_of_vllm(config: MethodConfig) -> str:
+def _idle_keys_of_vllm(config: MethodConfig) -> str:
+    """The given keys of vLLM that have no effect, with the reason; empty if there are none."""
     given = sorted(key for key in config.trl.model_fields_set if key.startswith("vllm_"))
-    return ", ".join(f"trl.{key}" for key in given if key != "vllm_guided_decoding_regex")
+    if not config.trl.use_vllm:
+        idle, reason = [key for key in given if key != "vllm_guided_decoding_regex"], "without use_vllm: true"
+    elif config.uses_server:
+        idle, reason = [key for key in given if key == "vllm_enable_sleep_mode"], "without vllm_mode: colocate"
+    else:
+        of_servers = ("vllm_server_", "vllm_sync_interval", "vllm_logp_diff_")
+        idle, reason = [key for key in given if key.startswith(of_servers)], "with vllm_mode: colocate"
+    return f"{', '.join(f'trl.{key}' for key in idle)}: no effect {reason}" if idle else ""
 
 
 def _bounds_of_ratio(config: MethodConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -277,3 +278,16 @@ def class_at(path: str) -> Any:
     """What `module:name` names."""
     module, name = path.split(":")
     return attrgetter(name)(import_module(module))
+
+
+# Keys that have no effect without another: the key, what it needs, and whether that is so.
+Needs = tuple[tuple[str, str, Callable[[MethodConfig], object]], ...]
+
+
+def warn_of_unmet(config: MethodConfig, needs: Needs) -> None:
+    """One warning for each given key that has no effect."""
+    for key, needed, is_met in needs:
+        section, _, name = key.partition(".")
+        given = getattr(config, section)
+        if name in given.model_fields_set and getattr(given, name) is not None and not is_met(config):
+            warnings.warn(f"{key} has no effect without {needed}.", stacklevel=3)

@@ -41,8 +41,7 @@ class SFTKeys(Section):
 
     eval_sample_packing: bool | None = Field(
         None,
-        description="SFT: also pack held-out documents. ce_loss and ce_loss_all are the same; loss, a mean over "
-        "batches, is not. If unset, sample_packing.",
+        description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing.",
     )
     batch_flattening: bool | Literal["auto"] = Field(
         False,

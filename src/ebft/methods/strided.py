@@ -14,7 +14,15 @@ from ebft.config.checks.processes import zero_stage
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.errors import ConfigError
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, HEALTHY_ROLLOUTS, EvaluationSampling, Method, pass_at
+from ebft.methods.method import (
+    CROSS_ENTROPY,
+    FEATURES,
+    HEALTHY_ROLLOUTS,
+    EvaluationSampling,
+    Method,
+    pass_at,
+    warn_of_unmet,
+)
 
 if TYPE_CHECKING:
     from ebft.machine import Machine
@@ -31,6 +39,11 @@ CITATION = """\
   year    = {2026}
 }"""
 HEALTHY = {"grad_norm": (None, 3.0), "whitened alignment": (0.3, 1.9), **HEALTHY_ROLLOUTS}
+NEED_OF_BASELINE = (
+    "ebft.rloo_baseline",
+    "advantage_estimator: rloo",
+    lambda config: config.ebft.advantage_estimator == "rloo",
+)
 PAPER = "Jelassi et al. 2026, [arXiv 2603.12248](https://arxiv.org/abs/2603.12248)"
 
 
@@ -54,9 +67,7 @@ class Strided(Method):
 
     def resolve(self, config: MethodConfig) -> None:
         warn_of_options(StructuredOptions, "structured", config, "trl", "vllm")
-        estimator = config.ebft.advantage_estimator
-        if "rloo_baseline" in config.ebft.model_fields_set and estimator != "rloo":
-            warnings.warn(f"ebft.rloo_baseline: no effect with ebft.advantage_estimator: {estimator}.", stacklevel=2)
+        warn_of_unmet(config, (NEED_OF_BASELINE,))
         rules.resolve_single_sample(config.ebft)
         rules.warn_of_reward(config.ebft)
         if config.train_on_inputs:

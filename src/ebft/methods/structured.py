@@ -11,10 +11,11 @@ from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, pass_at
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Needs, pass_at, warn_of_unmet
 from ebft.methods.strided import (
     CITATION,
     HEALTHY,
+    NEED_OF_BASELINE,
     PAPER,
     feature_conflicts,
     missing_device,
@@ -25,6 +26,13 @@ from ebft.methods.strided import (
 if TYPE_CHECKING:
     from ebft.machine import Machine
     from ebft.methods.method import MethodConfig
+
+
+_NEEDS: Needs = (
+    NEED_OF_BASELINE,
+    ("ebft.gt_length_multiplier", "adaptive_max_tokens: true", lambda c: c.ebft.adaptive_max_tokens),
+    ("ebft.gt_length_floor", "adaptive_max_tokens: true", lambda c: c.ebft.adaptive_max_tokens),
+)
 
 
 class Structured(GRPO):
@@ -54,6 +62,7 @@ class Structured(GRPO):
 
     def warn_of_idle_options(self, config: MethodConfig) -> None:
         warn_of_options(StridedOptions, "strided", config)
+        warn_of_unmet(config, _NEEDS)
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from super().problems(config)

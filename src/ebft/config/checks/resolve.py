@@ -14,6 +14,7 @@ from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, foreign_keys
 from ebft.models.keys import AdapterKeys, AttentionKeys
 
+SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 # Keys of one method, and their values that describe what the others do anyway.
 _HARMLESS = {"eval_sample_packing": (None, False), "batch_flattening": (False, "auto")}
 _SHARED = "the completions of a prompt share one pass over it, and passes have no padding between them"
@@ -42,6 +43,7 @@ def resolve(config: MethodConfig) -> None:
         _experts,
         _of_adapter,
         _without_held_out_data,
+        _without_warmup,
         _without_ray,
         _resolve_transforms,
         _of_other_methods,
@@ -184,6 +186,13 @@ def _without_held_out_data(config: MethodConfig) -> Iterator[str]:
             f"{', '.join(given)}: no effect because there is no held-out data, so nothing is evaluated during "
             "training. Set val_set_size or test_datasets."
         )
+
+
+def _without_warmup(config: MethodConfig) -> Iterator[str]:
+    given = [name for name in ("warmup_steps", "warmup_ratio") if getattr(config, name)]
+    if given and config.lr_scheduler in SCHEDULES_WITHOUT_WARMUP and config.cosine_min_lr_ratio is None:
+        other = ". Set constant_with_warmup" if config.lr_scheduler == "constant" else ""
+        yield f"{given[0]}: no effect with lr_scheduler: {config.lr_scheduler}{other}."
 
 
 def _without_ray(config: MethodConfig) -> Iterator[str]:
