@@ -103,6 +103,14 @@ def test_models_that_stop_anyway_or_learn_no_chats_are_not_changed(make, keys, e
     assert declared(make(**LORA, **keys)) == (expected, False, [])
 
 
+@pytest.mark.parametrize(("keys", "eos", "is_written"), [(LORA, [EOS, END], True), ({}, [EOS], False)])
+def test_another_end_of_sequence_without_a_chat_template(make, tmp_path, keys, eos, is_written):
+    """transformers adds it to a full model."""
+    config = make({"text": "Hi"}, "completion", **NAMED, **keys)
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    assert declared(config) == (eos, is_written, [])
+
+
 TURNS = {"type": "ebft_chat_multiturn", "trl": {"num_generations": 2, "max_completion_length": 4}}
 
 

@@ -187,15 +187,17 @@ BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, 
 
 @pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
+    """Also in a folder that was moved, whose former path is in the state."""
     config = config_of("sft", inputs, out, **BEST)
     trained(config)
     whole = result(out), json.loads((out / "trainer_state.json").read_text())["best_global_step"]
     shutil.rmtree(out)
     trained(config, -9, before(checkpoints, "publish", 6))
-    trained(config)
-    state = json.loads((out / "trainer_state.json").read_text())
-    assert (result(out), state["best_global_step"]) == whole
-    assert state["best_model_checkpoint"] == str(out / f"checkpoint-{whole[1]}")
+    moved = out.rename(out.with_name("moved"))
+    trained(config_of("sft", inputs, moved, **BEST))
+    state = json.loads((moved / "trainer_state.json").read_text())
+    assert (result(moved), state["best_global_step"]) == whole
+    assert state["best_model_checkpoint"] == str(moved / f"checkpoint-{whole[1]}")
 
 
 AROUND_THE_FINAL_SAVE = {

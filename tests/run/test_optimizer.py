@@ -5,8 +5,9 @@ import torch
 
 from ebft.errors import ConfigError
 from ebft.run import optimizer as tables
-from ebft.run.checks import check_runnable
+from ebft.run.checks import Machine, check_runnable
 from ebft.run.optimizer import check_optimizer
+from ebft.run.trainer import training_kwargs
 from tests.config.conftest import make
 from tests.monitor.sft_run import plain_trainer
 from tests.sft.test_trainer import tiny_model
@@ -71,6 +72,17 @@ def test_the_tables_are_those_of_transformers():
 
     assert sorted(tables.OPTIMIZERS) == sorted(name.value for name in OptimizerNames)
     assert sorted(tables.SCHEDULES) == sorted(name.value for name in SchedulerType)
+
+
+def test_schedules_follow_the_direction_of_their_metric(make):
+    machine = Machine(has_accelerator=False, supports_bf16=False)
+    keys = {"lr_scheduler": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "val_set_size": 2}
+    for greater, mode in ((None, "min"), (True, "max")):
+        config = make(**keys, metric_for_best_model="loss", greater_is_better=greater)
+        found = training_kwargs(config, machine, 10, has_eval=True)["lr_scheduler_kwargs"]
+        assert found == {"mode": mode, "patience": 0}
+    with pytest.raises(ConfigError, match="lr_scheduler: constant reads no lr_scheduler_kwargs"):
+        check_optimizer(make(lr_scheduler="constant", lr_scheduler_kwargs={"num_cycles": 3}))
 
 
 @pytest.mark.filterwarnings("error")

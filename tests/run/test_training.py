@@ -264,6 +264,8 @@ CHAT = ["chat_template=chatml", "sequence_len=120"]  # the tiny model has no cha
 # Servers are for make test-vllm.
 SAMPLED = ["use_vllm=false", "async_prefetch=false", "max_completion_length=6", "vllm_mode=server"]
 SAMPLED = [*(f"trl.{key}" for key in SAMPLED), "vllm="]
+# The teacher reads the reference too, and the tiny model has 128 positions.
+SELF_DISTILLED = ["sdft.teacher_prompt_template=Like {privileged_context} {prompt}", "trl.max_completion_length=6"]
 SMALL = ["sequence_len=48", "max_steps=2", "evals_per_epoch=", "eval_steps=2", "gradient_accumulation_steps=1"]
 SHORT = ("stride=2", "context_length=4", "generate_max_len=4", "embed_method=mean_pooling")
 TASKS = {  # the paper's other tasks, as the comments of paper_full.yaml give them
@@ -282,12 +284,12 @@ PAPER = next(path for path in EXAMPLES if path.stem == "paper_full")
 )
 def test_an_example_trains(path, overrides, tiny_llama_dir, text, tmp_path, monkeypatch):
     """For two steps on a tiny model and rows like its data."""
-    is_structured = path.stem.startswith(("structured", "grpo", "gdpo"))
+    is_structured = path.stem.startswith(("structured", "grpo", "gdpo", "sdft"))
     if is_structured or path.stem in ROWS:
         text = tmp_path / "rows.jsonl"
         text.write_text("\n".join([json.dumps(ROWS.get(path.stem, PAIR))] * 8))
     if is_structured:
-        overrides = CHAT + SAMPLED
+        overrides = CHAT + (SELF_DISTILLED if path.stem == "sdft" else SAMPLED)
         monkeypatch.syspath_prepend(path.parent)
     elif path.stem in ("reward_model", *PREFERENCES):
         overrides = CHAT

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -79,7 +79,16 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
         assert entry["ebft/advantages_std"] > 0 and entry["throughput/generated_tokens_per_s"] > 0
         assert entry["loss"] == pytest.approx(entry["ebft/rl_loss"], abs=1e-4)
     assert [entry["step"] for entry in logged(trainer, "eval_cfm_loss")] == [2, 4]
+
+    class Counter(TrainerCallback):
+        batches = []
+
+        def on_prediction_step(self, *_, eval_dataloader, **__):  # what a progress bar shows
+            self.batches.append(len(eval_dataloader))
+
+    trainer.add_callback(Counter)
     metrics = trainer.evaluate()
+    assert len(Counter.batches) == Counter.batches[0] > 0
     assert metrics == trainer.evaluate() and trainer.model.training
     assert {"eval_ce_loss", "eval_alignment", "eval_diversity", "eval_cfm_loss_plugin"} <= metrics.keys()
     of_both = make(tmp_path, evaluation={"a": HELD_OUT, "b": HELD_OUT}, max_steps=1)

@@ -189,6 +189,8 @@ def _try_schedule(config: RunConfig) -> None:
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.learning_rate)
     kwargs = config.lr_scheduler_kwargs
+    if kwargs and config.lr_scheduler.startswith("constant"):
+        raise ConfigError(f"lr_scheduler: {config.lr_scheduler} reads no lr_scheduler_kwargs. Remove them.")
     try:
         get_scheduler(config.lr_scheduler, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs) if kwargs else None)
     except (TypeError, ValueError, AttributeError) as error:

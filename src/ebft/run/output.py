@@ -312,9 +312,9 @@ def declare_end_of_turn(
 ) -> list[Callable[[Path], None]]:
     """Add the end of turn that `rows` teach to the generation config, which is saved with a full model.
 
-    For an adapter, the list that is returned has a function that saves the generation config in its folder, for `ebft
-    merge-lora`. Other programs do not read it there, so there is one warning, unless the tokenizer has the token as end
-    of sequence.
+    For an adapter, the tokenizer's end of sequence is added too, as transformers does for a full model, and the list
+    that is returned has a function that saves the generation config in its folder, for `ebft merge-lora`. Other
+    programs do not read it there, so there is one warning, unless the tokenizer has the token as end of sequence.
     """
     from ebft.data.rendering import ChatTemplate
     from ebft.models.causal_lm import unwrap_adapter
@@ -327,14 +327,18 @@ def declare_end_of_turn(
     found = settings.eos_token_id
     known = [found] if isinstance(found, int) else list(found or [])
     end = ChatTemplate(tokenizer, kwargs=config.chat_template_kwargs).end_of_turn_id
-    ends = {*known, tokenizer.eos_token_id}
+    eos = tokenizer.eos_token_id
     first = range(min(_ROWS, len(rows)))
-    if end is None or end in known or not any(_is_taught(rows[index], end, ends) for index in first):
+    is_taught = end not in (None, *known) and any(_is_taught(rows[index], end, {*known, eos}) for index in first)
+    added = [end] if is_taught else []
+    if config.adapter is not None and eos not in (None, *known, *added):
+        added.append(eos)
+    if not added:
         return []
-    settings.eos_token_id = [*known, end]
+    settings.eos_token_id = [*known, *added]
     if config.adapter is None:
         return []
-    if end != tokenizer.eos_token_id:
+    if is_taught and end != eos:
         token = tokenizer.convert_ids_to_tokens(end)
         warnings.warn(
             f"special_tokens.eos_token: the chat template ends replies with {token}, which is not an end-of-sequence "

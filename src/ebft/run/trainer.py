@@ -115,6 +115,7 @@ _OTHER_NAME = {
     "wandb_name": "run_name",
     "trackio_project_name": "project",
 }
+_WATCHING = ("reduce_lr_on_plateau", "greedy")  # schedules that depend on the metric that selects the best checkpoint
 # Held-out metrics for which greater is better; for all others lower is better.
 _GREATER_IS_BETTER = ("accuracy", "alignment", "margin", "reward")
 
@@ -145,7 +146,12 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
-    kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start} if has_eval else {}
+    kwargs |= _saves_of_the_best(config, kwargs) if has_eval else {}
+    if has_eval:
+        kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start}
+    if has_eval and config.lr_scheduler in _WATCHING:
+        mode = {"mode": "max" if kwargs["greater_is_better"] else "min"}
+        kwargs["lr_scheduler_kwargs"] = mode | (kwargs["lr_scheduler_kwargs"] or {})
     kwargs |= _best_of_early_stopping(config, kwargs) if has_eval else {}
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
@@ -209,6 +215,18 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
         steps = max(1, steps_per_epoch // times)
     strategy = getattr(config, f"{kind}_strategy") or ("epoch" if steps is None else "steps")
     return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
+
+
+def _saves_of_the_best(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Steps between saves that are a multiple of those between evaluations, if the best checkpoint is wanted.
+
+    Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4 times.
+    """
+    saves, evaluations = config.saves_per_epoch, config.evals_per_epoch
+    wants_best = config.load_best_model_at_end or config.early_stopping_patience is not None
+    if not wants_best or not saves or not evaluations or evaluations % saves:
+        return {}
+    return {"save_steps": kwargs["eval_steps"] * (evaluations // saves)}
 
 
 def _best_model(config: RunConfig) -> dict[str, Any]:

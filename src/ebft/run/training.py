@@ -86,7 +86,8 @@ class TrainResult:
         checks = [each for each in trainer.callback_handler.callbacks if isinstance(each, HealthCallback)]
         unresolved = [name for check in checks for name in check.unresolved(trainer.args, trainer.state)]
         has_held_out, strategy = trainer.eval_dataset is not None, trainer.args.eval_strategy
-        return training_outcome(trainer.state.log_history, evaluate, unresolved, has_held_out, strategy)
+        whitens = bool(getattr(trainer.args, "use_whitening", False))
+        return training_outcome(trainer.state.log_history, evaluate, unresolved, has_held_out, strategy, whitens)
 
 
 def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResult:
@@ -132,6 +133,8 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
                 load_whole()
             head = config.method.head(config)
             plugins("pre_model_load")
+            if is_main_process():
+                say(f"Loading the model {config.base_model} ...", err=True)
             model = load_model(config, tokenizer, head, plugins)
             into_model = declare_end_of_turn(config, model, tokenizer, train_data)
             warn_of_lost_steps(model, optimizer["learning_rate"])
@@ -480,11 +483,14 @@ def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFil
     # The state of the final model has the evaluation at the last step, before which checkpoints are saved.
     of_run = output_dir.resolve() in (folder.resolve(), folder.resolve().parent)
     is_saved = of_run and final_step(output_dir) == step
-    trainer.state = TrainerState.load_from_json(str((output_dir if is_saved else folder) / STATE))
+    state = (output_dir if is_saved else folder) / STATE
+    trainer.state = TrainerState.load_from_json(str(state))
+    if folder != output_dir:  # which has the best weights
+        trainer.find_best_checkpoint(state, folder.parent)
     load_weights(trainer, str(folder))
     trainer.finish_evaluation(str(folder))
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
-    if best is not None and Path(best).is_dir() and folder != output_dir:  # which has the best weights
+    if best is not None and folder != output_dir:
         load_weights(trainer, best)
     if files is not None:
         files.restore(trainer.state)

@@ -6,10 +6,11 @@ N rollouts, G tokens); `StridedOutput` returns (B documents, N, NB blocks of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ class StridedEBFTTrainer(OverTrainer):
     """
 
     args: StridedEBFTConfig
+    only_evaluates = True
     control: TrainerControl
 
     def __init__(
@@ -295,7 +297,7 @@ class StridedEBFTTrainer(OverTrainer):
         metrics = held_out_metrics(
             self._sampling_policy(self.model_wrapped),
             self.feature_network,
-            self._held_out_batches(dataset),
+            self._with_progress(self._held_out_batches(dataset)),
             block_options=self.block_options,
             seed=self.args.seed,
             tokens_per_pass=self.args.rollout_tokens_per_pass,
@@ -308,11 +310,12 @@ class StridedEBFTTrainer(OverTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
         return logs
 
-    def predict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(
-            "StridedEBFTTrainer does not support predict(). Use evaluate() for metrics on held-out documents, or the "
-            "model's generate() to generate text"
-        )
+    def _with_progress(self, batches: Any) -> Iterator[Any]:
+        """Yield the batches, and call callbacks after each, such as the progress bar, as Trainer's evaluation does."""
+        self.callback_handler.eval_dataloader = batches
+        for inputs in batches:
+            yield inputs
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _held_out_batches(self, dataset: Any) -> Any:
         """Return this rank's share of the held-out rows, each row exactly once.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +39,7 @@ from ebft.models.sharding import (
 )
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
 from ebft.monitor.metrics import maxima_over_ranks, read_numbers
+from ebft.monitor.run_files import PENDING_EVALUATION
 from ebft.trainer import checkpoints
 from ebft.trainer.pushing import Pushing
 from ebft.transformers_internals import check_tied_weights
@@ -48,7 +50,6 @@ _HINT = (
     "resuming would keep the learning rate."
 )
 _SCHEDULE = "scheduler.pt"
-_PENDING = "PendingEvaluation"  # among the `stateful_callbacks` of trainer_state.json
 
 
 class OverTrainer(Trainer):
@@ -81,6 +82,7 @@ class OverTrainer(Trainer):
     may_stop: bool = True
     when_stoppable: Callable[[], None] = staticmethod(lambda: None)
     is_interrupted: bool = False
+    only_evaluates: bool = False  # whether `predict` is not supported
     is_saving: bool = False  # whether a checkpoint is being saved
     _is_stopping = False  # whether it is the one of `save_stopped`
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
@@ -230,6 +232,14 @@ class OverTrainer(Trainer):
 
     # Evaluations, of which an unfinished one is made by the resumed run
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.only_evaluates:
+            raise ValueError(
+                f"{type(self).__name__} does not support predict(). Use evaluate() for metrics on held-out documents, "
+                "or the model's generate() to generate text."
+            )
+        return super().predict(*args, **kwargs)
+
     def _evaluate(self, *args: Any, skip_scheduler: bool = False, **kwargs: Any) -> dict[str, float]:
         """Evaluate at a point where training may be stopped; `skip_scheduler`: for eval_on_start."""
         if skip_scheduler and self.state.global_step > 0:  # resumed: the run has made it before its first step
@@ -238,7 +248,8 @@ class OverTrainer(Trainer):
             self._remember(evaluation=True)
         could_stop, self.may_stop = self.may_stop, True
         self.when_stoppable()
-        metrics = super()._evaluate(*args, skip_scheduler=skip_scheduler, **kwargs)
+        with checkpoints.same_random_state():
+            metrics = super()._evaluate(*args, skip_scheduler=skip_scheduler, **kwargs)
         self.may_stop, self._evaluated_step = could_stop, self.state.global_step
         return metrics
 
@@ -252,22 +263,23 @@ class OverTrainer(Trainer):
 
     @property
     def has_pending_evaluation(self) -> bool:
-        return _PENDING in self.state.stateful_callbacks
+        return PENDING_EVALUATION in self.state.stateful_callbacks
 
     def leave_evaluation_pending(self) -> None:
         """Note in the trainer state that the evaluation of this step is still to be made."""
-        self.state.stateful_callbacks[_PENDING] = {"step": self.state.global_step}
+        self.state.stateful_callbacks[PENDING_EVALUATION] = {"step": self.state.global_step}
 
     def finish_evaluation(self, checkpoint: str) -> None:
         """Make the evaluation that was pending when `checkpoint` was saved, if there is one, with its random state."""
         if self.has_pending_evaluation:
             super()._load_rng_state(checkpoint)
-            metrics = super()._evaluate(None, None)
+            with checkpoints.same_random_state():
+                metrics = super()._evaluate(None, None)
             self._determine_best_metric(metrics, None)
             if self.state.best_global_step == self.state.global_step:
                 folder = super()._get_output_dir(None)
                 self.state.best_model_checkpoint = os.path.join(folder, f"checkpoint-{self.state.global_step}")
-            del self.state.stateful_callbacks[_PENDING]
+            del self.state.stateful_callbacks[PENDING_EVALUATION]
 
     # Saving: what is the same on all processes, and the running state of each
 
@@ -324,7 +336,7 @@ class OverTrainer(Trainer):
             self.is_saving, self.may_stop = False, could_stop
         self._saved_step = self.state.global_step
         if evaluates_later and not self._is_stopping:
-            del self.state.stateful_callbacks[_PENDING]
+            del self.state.stateful_callbacks[PENDING_EVALUATION]
         # A push that is running reads the files of an older checkpoint: the next save deletes it.
         if self.args.should_save and self.args.save_total_limit and not self.pushing.needs_files:
             checkpoints.rotate(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
@@ -442,14 +454,29 @@ class OverTrainer(Trainer):
     def load_shared(self, folder: Path) -> None:
         """Restore what `save_shared` has written; called on every process."""
 
-    def _init_training_state(self, max_steps: int, *others: Any) -> tuple[int, int]:
-        with checkpoints.without_comparison():
-            found = super()._init_training_state(max_steps, *others)
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        with checkpoints.without_wrong_warnings():
+            found = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is not None:
+            resumed = Path(resume_from_checkpoint)
+            self.find_best_checkpoint(resumed / STATE, resumed.parent)
         checkpoints.compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
         # transformers keeps the steps between logs, evaluations and saves of the checkpoint; those of this run apply.
         self.state.compute_steps(self.args, max_steps)
         self._saved_step, self._total_loss, self._completed = self.state.global_step, 0.0, None
         return found
+
+    def find_best_checkpoint(self, state: Path, folder: Path) -> None:
+        """Note where in `folder` the best checkpoint of a run is that continues from the file `state`."""
+        name, self.state.best_model_checkpoint = checkpoints.best_checkpoint(state, folder)
+        if name is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
+            warnings.warn(
+                f"load_best_model_at_end: {name}, the best checkpoint so far, is not in {folder}, so the best "
+                "model of this run is only looked for among the steps that follow.",
+                stacklevel=2,
+            )
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **others: Any) -> None:
         sampler = getattr(train_dataloader, "batch_sampler", None)
@@ -462,12 +489,11 @@ class OverTrainer(Trainer):
             self._tr_loss += loss
             self._total_loss_scalar += self._total_loss or 0.0
             self._loss_to_log = None
+        if others["resume_from_checkpoint"] is not None:
+            self.finish_evaluation(others["resume_from_checkpoint"])
+            if self.control.should_training_stop:  # because of this evaluation
+                return
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if checkpoint is not None:
-            self.finish_evaluation(checkpoint)
 
     # Pushes to the Hub
 

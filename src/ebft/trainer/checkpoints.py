@@ -13,7 +13,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,18 +160,37 @@ def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
 
 
 @contextmanager
-def without_comparison() -> Iterator[None]:
-    """Context manager without the warning about logging_steps, eval_steps, save_steps and batch size of a checkpoint.
+def without_wrong_warnings() -> Iterator[None]:
+    """Context manager without two warnings of transformers about a checkpoint from which a run resumes.
 
-    It does not say which of the values apply: always those of this run.
+    That its logging_steps, eval_steps, save_steps and batch size differ: those of this run apply. And that the best
+    checkpoint is not where the state says: `best_checkpoint` finds it.
     """
-    keep = lambda record: "do not match the ones in the `trainer_state.json`" not in record.getMessage()
-    logger = logging.getLogger("transformers.trainer_utils")
-    logger.addFilter(keep)
-    try:
+    wrong = {
+        "transformers.trainer_utils": "do not match the ones in the `trainer_state.json`",
+        "transformers.trainer": "recorded in the resumed state does not exist anymore",
+    }
+    with ExitStack() as stack:
+        for name, text in wrong.items():
+            keep = lambda record, text=text: text not in record.getMessage()
+            logging.getLogger(name).addFilter(keep)
+            stack.callback(logging.getLogger(name).removeFilter, keep)
         yield
-    finally:
-        logger.removeFilter(keep)
+
+
+def best_checkpoint(state: Path, folder: Path) -> tuple[str | None, str | None]:
+    """The name of the best checkpoint by the file `state`, and its path if it is in `folder`.
+
+    The path in the file is as output_dir was written, which may be relative, and the folder may have been moved.
+    """
+    try:
+        recorded = json_object(state).get("best_model_checkpoint")
+    except (OSError, ValueError):
+        recorded = None
+    if recorded is None:
+        return None, None
+    found = folder / Path(recorded).name
+    return found.name, str(found) if found.is_dir() else None
 
 
 # Rows that are compared with those of a checkpoint: their name among the `stateful_callbacks` of trainer_state.json,
@@ -243,3 +262,16 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Restore the random state at the end of the block: an evaluation must not change the training after it.
+
+    Each pass over a data loader, for example, draws a number.
+    """
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
