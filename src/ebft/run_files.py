@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ebft.errors import RunError
+from ebft.files import CHECKSUMS, RUN_FILE, STATE
 from ebft.processes import is_alive
 
 METRICS = "metrics.jsonl"  # one line per log or evaluation: step, time (seconds since 1970), metrics
@@ -33,6 +34,11 @@ MODEL_FILES = (
     *("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json", "adapter_model.bin"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "vocab.txt", "*.model", "*.tiktoken", "chat_template.jinja", "*.py"),
+)
+# Records of a run at the top of its output folder or of a checkpoint: no part of the model beside them.
+RECORDS = (
+    *(RUN, METRICS, HEALTH, LOG, REPORT, EVALUATION, START, "rollouts*.jsonl*", "training_args.bin"),
+    *(STATE, CHECKSUMS, RUN_FILE, "ebft_final.json"),
 )
 # Files of a checkpoint that are not pushed with hub_strategy: checkpoint and all_checkpoints, since resuming does not
 # read them: a pickle of all settings with the paths of this machine, and PEFT's card with the path of the base model.
@@ -57,7 +63,7 @@ class Tail:
     def read(self) -> tuple[list[str], bool]:
         """Return the new lines, and whether they replace everything that was read before.
 
-        At most 8 MiB are read in a call. A missing file has no lines.
+        At most 8 MiB are read in a call, more if a line is longer. A missing file has no lines.
         """
         try:
             with _open(self.path) as file:
@@ -67,6 +73,8 @@ class Tail:
                     self._inode, self._offset = status.st_ino, self._start(file, status.st_size)
                 file.seek(self._offset)
                 chunk = file.read(_CHUNK)
+                if len(chunk) == _CHUNK and b"\n" not in chunk:
+                    chunk += file.readline()
         except OSError:
             restarts, self._inode, self._offset = self._inode is not None, None, 0
             return [], restarts
@@ -75,11 +83,14 @@ class Tail:
         return complete.decode("utf-8", errors="replace").split("\n") if found else [], restarts
 
     def _start(self, file: Any, size: int) -> int:
-        if self._newest_bytes is None or size <= self._newest_bytes:
-            return 0
-        file.seek(size - self._newest_bytes)
-        file.readline()  # the rest of a line
-        return file.tell()
+        newest = size if self._newest_bytes is None else self._newest_bytes
+        while newest < size:
+            file.seek(size - newest)
+            file.readline()  # the rest of a line
+            if file.tell() < size:
+                return file.tell()
+            newest *= 2  # the last line is longer
+        return 0
 
 
 class JsonTail:
@@ -144,6 +155,12 @@ def rollout_files(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
 
 
+def rank_of(path: Path) -> int:
+    """The rank of the process that has written a file with rollouts."""
+    found = _ROLLOUTS.fullmatch(path.name)
+    return int(found[1].removeprefix("-rank")) if found and found[1] else 0
+
+
 def _part(path: Path) -> int:
     number = path.name.rpartition(".")[2]
     return int(number) if number.isdigit() else 0
@@ -167,8 +184,8 @@ def check_run(folder: Path) -> None:
         inside = sorted(path.parent.name for path in folder.glob(f"*/{RUN}"))
         meant = f" Runs in it: {', '.join(inside[:5])}{', ...' * (len(inside) > 5)}." if inside else ""
         raise RunError(
-            f"{folder} has none of {RUN}, {METRICS} and {ROLLOUTS}, which `ebft train` writes to output_dir. Give the "
-            f"output_dir of a run.{meant}"
+            f"{folder} has none of {RUN}, {METRICS} and {ROLLOUTS}, which `ebft train` writes to output_dir, and in "
+            f"Python the callback ebft.RunFilesCallback. Give the output_dir of a run.{meant}"
         )
 
 
@@ -184,7 +201,8 @@ def check_rollouts(folder: Path) -> None:
         classifier = any(config.get(flag) for flag in ("reward_model", "process_reward_model"))
         plain = config.get("rl") is None and not classifier
         method = "supervised fine-tuning" if plain else run.get("method") or "its method"
-        raise RunError(f"{folder} has no {ROLLOUTS}: {method} samples no rollouts.")
+        done = "logs no rollouts" if config.get("rl") == "sdft" else "samples no rollouts"
+        raise RunError(f"{folder} has no {ROLLOUTS}: {method} {done}.")
     if logs_rollouts(config):
         raise RunError(f"{folder} has no {ROLLOUTS} yet: no step is complete (run: {state}).")
     raise RunError(f"{folder} has no {ROLLOUTS}. Set log_rollouts: few, or all, in the config of the run to write it.")
@@ -238,6 +256,12 @@ def run_of_model(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         if isinstance(config, dict):
             return place / RUN, config
     return None
+
+
+def keys_of_base(folder: Path) -> dict[str, str]:
+    """The keys of the run that saved an adapter which say what it read of its base model besides the weights."""
+    _, config = run_of_model(folder) or (None, {})
+    return {key: config[key] for key in ("base_model_config", "revision_of_model") if config.get(key)}
 
 
 def state_of(run: dict[str, Any]) -> str:

@@ -79,8 +79,8 @@ def test_a_report_has_all_parts_and_nothing_external(run):
 def test_the_verdict_is_that_of_the_console(tmp_path):
     write_run(tmp_path, "finished", step=40)
     lines = [{"step": 10 * i, "eval_loss": loss} for i, loss in enumerate([5, 4.7, 3.46, 3.3])]
-    append(tmp_path / "metrics.jsonl", *lines, {"step": 40, "eval_loss": None, "loss": 10**400})
-    lines[-1]["step"] = 40  # which was evaluated too
+    training = [{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1.0}]
+    append(tmp_path / "metrics.jsonl", *training, *lines)
     printed = training_outcome(lines, None).split("\n")
     page, live = Tags(report(tmp_path)).text, LiveRun(tmp_path)
     live.poll()
@@ -238,3 +238,8 @@ def test_a_report_of_another_program_is_kept(tmp_path):
     with pytest.raises(OSError, match="report.html is not the report of a run, and is kept"):
         write_report(tmp_path)
     assert "Sales" in (tmp_path / "report.html").read_text()
+
+
+def test_the_files_of_a_python_trainer_without_the_callback(tmp_path):
+    append(tmp_path / "rollouts.jsonl", strided_entry(1))
+    assert "ebft.RunFilesCallback writes them" in Tags(report(tmp_path)).text

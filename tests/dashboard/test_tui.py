@@ -169,7 +169,7 @@ def test_a_run_that_logs_no_rollouts_names_the_keys():
         assert "shown unless log_rollouts is none" in panels.rollouts([], 80, config).plain
     for config in (STRIDED, {"rl": "grpo", "trl": {"log_completions": True}}):
         assert panels.rollouts([], 80, config).plain == "No rollouts yet: waiting for the first step."
-    assert panels.rollouts([], 80, {"rl": None}).plain == "The method of this run samples no rollouts."
+    assert panels.rollouts([], 80, {"rl": None}).plain == "The method of this run logs no rollouts."
 
 
 class Process:

@@ -51,6 +51,7 @@ def case(log, *present, absent="(nothing)", **options):
         case(UNLEARNED, "the model did not learn: ebft/alignment became worse"),
         case(PREFERRED, "the model learned: rewards/margins improved", absent="ebft evaluate", evaluate=None),
         case(MARGINS, "eval_rewards/margins 0 -> 0.5", absent="ebft evaluate", evaluate=None),
+        case(evaluated(eval_ce_loss=[3, 2, 1, None]), "eval_ce_loss is not finite at the end", absent="learned"),
         # the loss counts in SFT only
         case(falling(), "loss improved"),
         case(falling(reward=0.5), NO_CHANGE),
@@ -62,7 +63,7 @@ def case(log, *present, absent="(nothing)", **options):
         case(CFM[:3], "First and last evaluation (steps 0 and 20):\n  eval_cfm_loss"),
         case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
         # an error that two evaluations, or two values, do not show
-        case(TWO, TOO_FEW, "a smaller eval_steps", "ebft evaluate"),
+        case(TWO, TOO_FEW, "(a smaller eval_steps), or train", "ebft evaluate"),
         case(TWO + STEADY, TOO_FEW, "eval_cfm_loss 0.5 -> 0.4 (-0.1)"),
         case(evaluated(eval_reward=[0, 1, 1, 1]), TOO_FEW, absent="±"),
         # a change that would count with more evaluations
@@ -79,7 +80,7 @@ def case(log, *present, absent="(nothing)", **options):
         case(SINGLE_STEPS[1:], f"{FIRST} 1 step of"),
         # an unknown outcome advises what is not set yet
         case(CFM[:1], UNKNOWN.format("one"), "smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
-        case([], UNKNOWN.format("no"), "a smaller eval_steps", COMMAND, has_held_out=True, evaluate=COMMAND),
+        case([], UNKNOWN.format("no"), "or eval_on_start: true), or", COMMAND, has_held_out=True, evaluate=COMMAND),
         case([], absent="val_set_size", has_held_out=True),
         case([], 'eval_strategy is "no"', absent="eval_on_start", has_held_out=True, eval_strategy="no"),
         case(TWO, 'eval_strategy is "no"', has_held_out=True, eval_strategy="no"),
@@ -94,6 +95,15 @@ def test_what_is_said(log, options, present, absent):
     text = training_outcome(log, **options)
     assert text.startswith("Outcome: ") and all(part in text for part in present) and absent not in text, text
     assert options.get("evaluate") != COMMAND or text.endswith(COMMAND) == (absent != COMMAND)
+
+
+def test_whitened_rewards_of_training_give_no_verdict():
+    log = [{"step": i, "ebft/alignment": 1 - i / 50, "ebft/ce_loss": 2 - i / 50} for i in range(50)]
+    assert "improved, but ebft/alignment became worse" in training_outcome(log)
+    assert "the model learned: ebft/ce_loss improved" in (text := training_outcome(log, use_whitening=True))
+    assert "alignment" not in text
+    rewards = [{"step": i, "reward": 1 - i / 50} for i in range(50)]
+    assert "whitened rewards of training cannot be compared" in training_outcome(rewards, use_whitening=True)
 
 
 def test_unresolved_health_conditions_are_said_first():

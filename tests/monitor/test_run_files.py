@@ -194,6 +194,10 @@ def test_rotated_rollouts_continue(tmp_path):
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3]
     log.write([{"step": 4}])
     assert [step for path in rollout_files(tmp_path) for step in steps(path)] == [2, 3, 4]
+    RolloutLog(tmp_path, rank=1).write([{"step": 2}, {"step": 5}])  # of a process that is no longer there
+    log.continue_from(4)
+    assert steps(tmp_path / "rollouts-rank1.jsonl") == [2]
+    (tmp_path / "rollouts-rank1.jsonl").unlink()
     log.continue_from(0)
     assert rollout_files(tmp_path) == [] and len(rollout_files(tmp_path / PREVIOUS / "1")) == 3
 

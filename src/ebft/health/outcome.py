@@ -24,8 +24,12 @@ _HELD_OUT = {
     **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
+# Those of training that cannot be compared between steps if each step whitens the features by its own samples.
+_WHITENED = ("ebft/cfm_loss", "ebft/alignment", "reward")
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
 NAMES = frozenset({*_HELD_OUT, "eval_loss", *_TRAINING, *_SFT_LOSS, "ebft/mean_reward"})  # what an outcome depends on
+# Rewards can be missing: functions return None for what they do not score.
+_ALWAYS_FINITE = ("eval_cfm_loss", "eval_alignment", "eval_ce_loss", "eval_loss", "ebft/cfm_loss", "loss")
 _COMPARISON = "This compares the trained model with the base model and gives confidence intervals:\n  "
 _FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
 _ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
@@ -111,20 +115,22 @@ def training_outcome(
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
     eval_strategy: str | None = None,
+    use_whitening: bool = False,
 ) -> str:
     """Return a few lines on whether the run of `log_history` (`trainer.state.log_history`) learned anything.
 
     `evaluate` is the command that compares the trained model with the base model, None if there is none, and
     `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
     `has_held_out`: whether the run has held-out data; by default, whether it was evaluated at least once.
-    `eval_strategy` is that of the trainer's arguments, if known; advice on evaluations depends on it.
+    `eval_strategy` and `use_whitening` are those of the trainer's arguments. Advice depends on the first; with the
+    second, the features and rewards of training are not compared, as each step has a space of its own.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. If these
     are too few to tell, also compares the first and the last fifth of the logs of training, and concludes from these.
     A change counts if it exceeds a limit that depends on its standard error, the number of values, and the number of
     metrics.
     """
-    return str(outcome_of(log_history, evaluate, unresolved, has_held_out, eval_strategy))
+    return str(outcome_of(log_history, evaluate, unresolved, has_held_out, eval_strategy, use_whitening))
 
 
 def outcome_of(
@@ -133,17 +139,21 @@ def outcome_of(
     unresolved: Sequence[str] = (),
     has_held_out: bool | None = None,
     eval_strategy: str | None = None,
+    use_whitening: bool = False,
 ) -> Outcome:
     """Return the outcome of a run in parts; see `training_outcome`."""
+    if lost := [name for name in _ALWAYS_FINITE if _ends_lost(log_history, name)]:
+        words = f"{_and(lost)} {'is' if len(lost) == 1 else 'are'} not finite at the end"
+        return Outcome(words, [], [], None, [], unresolved)
     held_out = list(_held_out_changes(log_history))
     can_tell = bool(held_out) and all(change.verdict is not None for change in held_out)
-    training = [] if can_tell else list(_training_changes(log_history))
+    training = [] if can_tell else list(_training_changes(log_history, use_whitening))
     advice = _advice(log_history, has_held_out, eval_strategy)
     compare = [] if evaluate is None else [_COMPARISON + evaluate]
     if not held_out and not training:
         has_rows = has_held_out or any(map(_is_evaluation, log_history))
         notes = [advice, *(compare if has_rows else [])]
-        return Outcome(_why_unknown(log_history, has_rows), [], [], None, notes, unresolved)
+        return Outcome(_why_unknown(log_history, has_rows, use_whitening), [], [], None, notes, unresolved)
     steps, notes = None, []
     if held_out:
         names = {change.name for change in held_out}
@@ -185,14 +195,18 @@ def _advice(log_history: list[dict[str, Any]], has_held_out: bool | None, eval_s
             'eval_strategy is "no", so held-out rows are not evaluated during training: set eval_strategy: steps with '
             "eval_steps, or epoch."
         )
-    return "Evaluate more often (a smaller eval_steps, or eval_on_start: true), or train longer."
+    of_base = any(_is_evaluation(entry) and entry.get("step") == 0 for entry in log_history)
+    ways = "a smaller eval_steps" + ("" if of_base else ", or eval_on_start: true")
+    return f"Evaluate more often ({ways}), or train longer."
 
 
-def _why_unknown(log_history: list[dict[str, Any]], has_rows: bool) -> str:
+def _why_unknown(log_history: list[dict[str, Any]], has_rows: bool, use_whitening: bool) -> str:
     """The verdict on a log of which nothing can be said."""
     count = sum(map(_is_evaluation, log_history))
     evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
     found = evaluations if has_rows else "fewer than two evaluations"
+    if use_whitening and any(len(_values(log_history, name)) >= 2 * _FEWEST for name in _WHITENED):
+        return f"unknown. The log has {found}, and whitened rewards of training cannot be compared between steps"
     return f"unknown. The log has {found} and fewer than {2 * _FEWEST} entries of training"
 
 
@@ -228,9 +242,10 @@ def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
         yield Change(name, values[0], values[-1], error, limits[0], limits[1], names.get(name, False))
 
 
-def _training_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
+def _training_changes(log_history: list[dict[str, Any]], use_whitening: bool) -> Iterator[Change]:
     names = _TRAINING if any(_values(log_history, name) for name in _TRAINING) else _SFT_LOSS
-    found = {name: _values(log_history, name) for name in names}
+    ignored = _WHITENED if use_whitening else ()
+    found = {name: _values(log_history, name) for name in names if name not in ignored}
     if found.get("reward") == _values(log_history, "ebft/mean_reward"):
         found.pop("reward", None)  # alignment and diversity are its only parts
     found = {name: values for name, values in found.items() if len(values) >= 2 * _FEWEST}
@@ -245,6 +260,12 @@ def _training_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
     found = [entry[name] for entry in log_history if isinstance(entry.get(name), (int, float))]
     return [value for value in found if math.isfinite(value)]
+
+
+def _ends_lost(log_history: list[dict[str, Any]], name: str) -> bool:
+    """Whether the last value of a metric is NaN or infinite, for which metrics.jsonl has null."""
+    last = next((entry[name] for entry in reversed(log_history) if name in entry), 0.0)
+    return last is None or (isinstance(last, float) and not math.isfinite(last))
 
 
 def _listed(changes: list[Change]) -> str:

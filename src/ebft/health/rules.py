@@ -344,6 +344,8 @@ class Log:
 
     @property
     def cross_entropy(self) -> str:
-        """The metric with the training cross-entropy: the loss itself if there is no reward."""
+        """The metric with the training cross-entropy: the loss itself if there is no reward; empty if there is none."""
+        if not {"mean_reward", "margin", "accuracy"}.isdisjoint(self.series):  # the loss is that of a reward model
+            return ""
         has_reward = any(name.startswith(("ebft/", "reward")) for name in self.series)
         return "ebft/ce_loss" if has_reward else "loss"

@@ -38,11 +38,14 @@ from ebft.run_files import (
     RUN,
     START,
     parse,
+    rank_of,
     read_object,
     rollout_files,
 )
 
 State = Literal["running", "finished", "stopped", "failed"]
+# Among the `stateful_callbacks` of a trainer state: the evaluation of this step was not finished when it was saved.
+PENDING_EVALUATION = "PendingEvaluation"
 _SECONDS_BETWEEN_UPDATES = 1.0  # of run.json, if nothing is logged
 
 
@@ -105,15 +108,16 @@ class RunFiles(TrainerCallback):
             self._use_run_file()
 
     def begin(self, state: Any, previous: Path | None = None) -> None:
-        """Remove the lines of the steps that a resumed run repeats, and move the evaluation of its model away.
+        """Remove the lines of what a resumed run repeats, and move the evaluation of its model away.
 
         At step 0, move the files of an earlier run away: to `previous`, by default a new folder in `previous`.
         """
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
         if state.global_step > 0:
             self._run["resumed_from_step"] = state.global_step
+            is_evaluated = PENDING_EVALUATION not in state.stateful_callbacks
             for name in (METRICS, HEALTH):
-                self._try(remove_from_step, self._folder / name, state.global_step + 1)
+                self._try(remove_from_step, self._folder / name, state.global_step + 1, is_evaluated)
             self._try(set_aside, self._folder, [self._folder / EVALUATION])  # of the model that is trained further
         elif self._path.name == START:
             self._try(set_run_aside, self._folder, previous)
@@ -223,11 +227,11 @@ def _as_json(value: Any) -> Any:
 _STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as all files are written
 
 
-def remove_from_step(path: Path, step: int) -> None:
+def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     """Remove the lines of `step` and later ones from a JSON Lines file, and lines that cannot be read.
 
-    A run that resumes from an earlier step repeats them. The file is replaced as a whole, and deleted if no line
-    remains. A missing file is not an error; others raise OSError.
+    A run that resumes from an earlier step repeats them, and the evaluation before `step` unless it `is_evaluated`. The
+    file is replaced as a whole, and deleted if no line remains. A missing file is not an error; others raise OSError.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -236,7 +240,7 @@ def remove_from_step(path: Path, step: int) -> None:
         return
     with lines, part.open("wb") as remaining:
         for line in lines:
-            is_kept = line.endswith(b"\n") and _is_before(line, step)
+            is_kept = line.endswith(b"\n") and _is_before(line, step - (not is_evaluated and b'"eval_' in line))
             counts[is_kept] += 1
             if is_kept:
                 remaining.write(line)
@@ -315,8 +319,9 @@ class RolloutLog:
     the entries of the steps that it repeats.
     """
 
-    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20, *, processes: int = 1) -> None:
         self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
+        self._rank, self._processes = rank, processes
         self._max_bytes = max_bytes
         self._handler: _Handler | None = None
         self._has_failed = False
@@ -342,9 +347,14 @@ class RolloutLog:
             self._handler = None
 
     def continue_from(self, step: int) -> None:
-        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead."""
+        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead.
+
+        The main process does so too with the files of processes that an earlier run had in addition.
+        """
         self.close()
         files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+        if self._rank == 0:
+            files += [path for path in rollout_files(self.path.parent) if rank_of(path) >= self._processes]
         try:
             if step == 0:
                 set_aside(self.path.parent, files)
@@ -376,7 +386,7 @@ class ScoredRollouts:
         self._last_step: int | None = None  # that few rollouts of are in the log
         self._log = None
         if self._logs_all or (args.log_rollouts == "few" and args.process_index == 0):
-            self._log = RolloutLog(args.output_dir, args.process_index)
+            self._log = RolloutLog(args.output_dir, args.process_index, processes=args.world_size)
             trainer.add_callback(_ContinueLog(self._log))
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
