@@ -298,11 +298,14 @@ def opened(path: Path) -> Iterator[BufferedIOBase]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises DataError with the file and the line of the first invalid byte."""
+    """The text of a UTF-8 file, without a mark of the byte order.
+
+    Raises DataError with the file and the line of the first invalid byte.
+    """
     with opened(path) as file:
         data = file.read()
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(

@@ -45,6 +45,12 @@ class RewardModelTrainer(ReportsHeldOutMeans, RewardTrainer):
         self.budget.add(documents=len(inputs["input_ids"]) // 2)
         return super().training_step(model, inputs, num_items_in_batch)
 
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        for name, extreme in (("min_reward", min), ("max_reward", max)):  # TRL would log means over micro-batches
+            if values := self._metrics["train"].get(name):
+                self._metrics["train"][name] = [extreme(values)]
+        super().log(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
         self._metrics["eval"].clear()  # means over batches of different sizes

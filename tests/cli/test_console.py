@@ -1,6 +1,7 @@
 """What commands write to stderr: progress bars in terminals only, messages on separate lines, the summary of a run."""
 
 import io
+import logging
 import shlex
 import subprocess
 import sys
@@ -51,6 +52,9 @@ def test_messages_begin_on_a_separate_line(monkeypatch, capsys):
         bar = tqdm(total=6, file=stderr, ncols=40, disable=False, position=0)
         warnings.showwarning("a warning", UserWarning, "", 0)
         warnings.warn("`is_gradient_checkpointing` is deprecated", FutureWarning, stacklevel=1)
+        shown = logging.getLogger("DeepSpeed").filter
+        assert not shown(logging.makeLogRecord({"msg": "Setting accelerator to CPU. If you have GPU"}))
+        assert shown(logging.makeLogRecord({"msg": "another"}))
         bar.close()
     assert "deprecated" not in stderr.getvalue()
     before, _, after = plain(stderr.getvalue()).partition("Warning: ")

@@ -135,6 +135,8 @@ def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
         ([".", "--lora-model-dir", "a", *prompt], "--lora-model-dir requires a config"),
         ([".", *prompt, "--reference", " "], "--reference: the text is empty"),
         ([".", *prompt, "--reference", "b", "--temperature", "0"], "Use --samples 1"),
+        ([folders["adapter"], *prompt, "--samples", "8"], "Add --reference"),
+        ([folders["adapter"], "--prompt", "a\udc80"], "--prompt is not UTF-8 text"),
         ([folders["adapter"]], "standard input is empty"), ([untrained, *prompt], "contains no trained model"),
     ):  # fmt: skip
         assert message in refused("inference", *arguments)

@@ -186,8 +186,11 @@ def test_a_step_that_runs_out_of_memory_says_what_lowers_it(doctor, tmp_path, mo
         with memory.phase("loss and backward"):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
 
+    said = []
     monkeypatch.setattr("ebft.tools.doctor.run.measure_step", fails)
+    monkeypatch.setattr("ebft.tools.doctor.run.say", lambda text, err: said.append(text))
     code, found = doctor(write_inputs("sft", tmp_path))
+    assert "--no-step" in said[0], "a step on a CPU takes minutes without output"
     assert code == 1 and "in loss and backward" in found["error", "step"]
     assert "gradient_checkpointing: true" in found["error", "step"]
 

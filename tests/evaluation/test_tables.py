@@ -6,13 +6,14 @@ from rich.console import Console
 from ebft.tools.evaluation.result import Evaluation, ModelResult
 
 
-def evaluation(documents=8, models=2):
+def evaluation(documents=8, models=2, applied=8):
     first = ModelResult("runs/base", {"cfm_loss": 0.1, "cfm_loss_whitened": 3.0, "alignment": 1.7, "diversity": 1.6})
     second = ModelResult(
         "runs/tuned",
         {"cfm_loss": 0.0882, "cfm_loss_whitened": 1.0, "alignment": 1.71, "diversity": 1.5},
         intervals={"cfm_loss": [0.07, 0.1]},
         differences={"cfm_loss": -0.0118, "alignment": 0.01, "diversity": -0.1},
+        documents=dict.fromkeys(("cfm_loss", "alignment", "diversity", "cfm_loss_whitened"), applied),
         difference_intervals={
             "cfm_loss": [-0.0134, -0.0107],
             "alignment": [-0.01, 0.03],
@@ -57,9 +58,10 @@ def test_what_does_not_compare_models_has_no_direction_star_or_difference():
     assert not any("whitened" in name for name in lines(evaluation().differences_table())[1])
 
 
-@pytest.mark.parametrize("documents, has_stars", [(8, True), (7, False), (1, False)])
-def test_few_documents_give_no_stars(documents, has_stars):
-    found = evaluation(documents)
+@pytest.mark.parametrize("documents, applied, has_stars", [(8, 8, True), (7, 7, False), (1, 1, False), (20, 7, False)])
+def test_few_documents_give_no_stars(documents, applied, has_stars):
+    """Nor do few that a metric applies to."""
+    found = evaluation(documents, applied=applied)
     text = lines(found.table())[0] + lines(found.differences_table())[0]
-    assert ("*" in text) == has_stars
+    assert ("]*" in text) == has_stars
     assert ("1 document, 1 sample at temperature 1" in text) == (documents == 1)

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 
 from ebft.errors import ModelError
 from ebft.models.keys import ModelSettings
@@ -352,7 +352,25 @@ def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, t
     assert_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), expected.merge_and_unload())
 
 
-@pytest.mark.parametrize("record", [{"adapter": "qlora"}, {"adapter": "lora", "load_in_8bit": True}])
+def test_the_base_is_the_output_of_a_run_and_has_another_configuration(saved, tmp_path):
+    """The merged model has no records of that run, and the configuration that its own run trained with."""
+    base, adapter = saved()
+    records = {"run.json", "metrics.jsonl", "rollouts-rank1.jsonl.2", "ebft_run.json", "trainer_state.json"}
+    for name in records:
+        (base / name).write_text("{}")
+    (base / "LICENSE.txt").write_text("of the weights")
+    longer = AutoConfig.from_pretrained(base)
+    longer.max_position_embeddings *= 4
+    longer.save_pretrained(tmp_path / "longer")
+    (adapter / "run.json").write_text(json.dumps({"config": {"base_model_config": str(tmp_path / "longer")}}))
+    merge_adapter(adapter_in_folder(adapter, str(base)), tmp_path / "merged")
+    merged = AutoConfig.from_pretrained(tmp_path / "merged")
+    assert merged.max_position_embeddings == longer.max_position_embeddings
+    copied = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert "LICENSE.txt" in copied and not copied & records
+
+
+@pytest.mark.parametrize("record", [{"adapter": "qlora"}, {"adapter": "lora", "settings": {"load_in_8bit": True}}])
 def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(record, saved):
     _, adapter = saved()
     (adapter / "ebft_run.json").write_text(json.dumps(record))

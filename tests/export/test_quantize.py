@@ -157,7 +157,7 @@ def test_kinds_that_do_not_run_or_fit(options, message, tiny_llama_dir, text, eb
 def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
     base = save_base(tmp_path / "base", llama(tie_word_embeddings=True))
     AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(base)
-    sequences = lambda tokenizer: [ScoredTokens([1, 2, 3], 2)]
+    sequences = lambda tokenizer: [ScoredTokens([1, 2, 3], [1, 2])]
     with pytest.raises(ModelError, match="quantize_embedding: the embeddings are also the output layer"):
         quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
 

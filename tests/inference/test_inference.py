@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ebft import EBFTConfig, EBFTTrainer
 from ebft.config.schema import load_config
 from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
+from ebft.printed import printable
 from ebft.tools.inference.models import model_in_folder, model_of_run
 from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 from tests.structured.trainers import USER, rows
@@ -128,12 +130,14 @@ def lines(*given):
     return read
 
 
-def test_a_session(sampler, capsys):
+def test_a_session(sampler, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # control characters are symbols
     session = Session(sampler, chats=True)
     session.run(lines("say 3", "", "/base", "say 3", "/nothing", "/help"))
     shown = capsys.readouterr().out
     first = sampler.text(sampler.reply_ids(CHAT)[0])
-    assert first in shown and sampler.text(sampler.reply_ids(CHAT, base=True)[0]) in shown
+    of_base = sampler.text(sampler.reply_ids(CHAT, base=True)[0])
+    assert printable(first) in shown and printable(of_base) in shown and printable(of_base) != of_base
     assert "Unknown command /nothing" in shown and "/reset  forget" in shown
     assert session._messages[False] == [*CHAT, {"role": "assistant", "content": first}]
     session.run(lines("/tuned", "and 4", "/exit", "not read"))

@@ -2,15 +2,11 @@
 
 import shlex
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import yaml
 from accelerate.commands.config import load_config_from_file
-from typer.main import get_command
 
-from ebft.tools.cli import app
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.agent import NEUTRAL
 from tests.cli.conftest import plain
@@ -128,14 +124,3 @@ def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
     with pytest.warns(UserWarning, match="pad_to_sequence_len"):
         assert ebft("train", run_file, "--launcher", "python").exit_code == 0
     assert ebft("train", run_file, "--num-processes", "2").exit_code == 0
-
-
-def test_the_page_has_every_option_with_its_help(ebft):
-    page = (Path(__file__).parents[2] / "docs" / "several-processes.md").read_text(encoding="utf-8")
-    options = [one for one in get_command(app).commands["train"].params if not getattr(one, "hidden", False)]
-    others = ("--tui", "--help", "--model", "--data", "--method")  # on other pages
-    shown = [one for one in options if one.opts[0].startswith("--") and one.opts[0] not in others]
-    assert len(shown) == 9
-    for one in shown:
-        metavar = f" {one.metavar}" if one.metavar else ""
-        assert f"| `{one.opts[0]}{metavar}` | {one.help} |" in page, textwrap.shorten(one.help, 60)

@@ -39,6 +39,8 @@ def test_a_grid_is_every_combination_and_a_list_names_them(read):
     found = read("[{seed: 1}, {seed: 2, base_model: a/b}]")
     assert [one.name for one in found] == ["seed=1", "seed=2,base_model=a-b"]
     assert found[1].overrides() == ["seed=2", 'base_model="a/b"']
+    found = read("[{datasets: [{path: 😀}]}]")
+    assert found[0].overrides() == ['datasets=[{"path": "😀"}]']
 
 
 def test_names_are_unique_and_short(read):
@@ -57,6 +59,8 @@ def test_names_are_unique_and_short(read):
         ("seed: []", "seed: the list is empty"),
         ("seed: 3", r"seed: expected a list of values, got 3. Use \[3\]"),
         ("ebft: {stride: [1]}", r"write the keys of a section with dots, for example ebft.NAME: \[...\]"),
+        ("[{ebft: {stride: 4}}]", "ebft: a mapping would replace the whole section. Write its keys with dots"),
+        ("ebft: [{stride: 4}]", "ebft: a mapping would replace the whole section"),
         ("seed: [1]\nseed: [2]", "line 2: invalid YAML: .*duplicate key"),
         ("seed: [1, 1]", "the combination seed=1 occurs more than once"),
         ("[{seed: 1}, {seed: 1}]", "the combination seed=1 occurs more than once"),
@@ -69,7 +73,7 @@ def test_names_are_unique_and_short(read):
         ("a: [", "invalid YAML"),
         ("' ebft.stride': [1]", "' ebft.stride' is not a config key, because it contains a space"),
         ("[{'output_dir ': a}]", "'output_dir ' is not a config key, because it contains a space"),
-        ("seed: [!!binary aGVsbG8=]", r"seed: \[b'hello'\] cannot be the value of a key .*without a YAML tag"),
+        ("seed: [!!binary aGVsbG8=]", r"seed: b'hello' cannot be the value of a key .*without a YAML tag"),
         ("[{seed: [1, !!set {a, b}]}]", "seed: .* cannot be the value of a key"),
     ],
 )
@@ -201,6 +205,29 @@ def test_the_table_names_the_best_run(sweep_of):
     columns = {column.header: [*column.cells] for column in table.columns}
     assert columns["ce_loss"] == ["2.5 ~", "2.3 *", "2.9"] and columns["alignment"] == ["0.3 *", "0.1", "0.2"]
     assert columns["diversity"] == ["0.1"] * 3
+    for run in sweep.runs:
+        run.metrics = {"diversity_score_pass@1": float(run.name[-1])}  # of a user's function
+    assert "diversity_score_pass@1: seed=3" in sweep.table().caption
+
+
+def test_runs_of_other_checkpoints_are_refused(sweep_of):
+    with pytest.raises(ConfigError, match="each run of a sweep resumes from its own checkpoints"):
+        sweep_of("seed: [1]", "resume_from_checkpoint=a/checkpoint-1")
+
+
+def test_a_sweep_that_is_repeated_and_interrupted_keeps_its_results(sweep_of, monkeypatch, tmp_path):
+    known = lambda name: {"name": name, "state": "finished", "metrics": {"ce_loss": 1.0}, "measured": "the same"}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / RESULTS).write_text(json.dumps({"runs": [known("seed=1"), known("seed=2"), known("seed=0")]}))
+    monkeypatch.setattr(module.Sweep, "is_finished", lambda self, run: run.name != "seed=3")
+    monkeypatch.setattr(module.Sweep, "_identity", lambda self, run: "the same")
+    monkeypatch.setattr(module, "_command", lambda *given, **keys: signal.raise_signal(signal.SIGTERM) or 143)
+    sweep = sweep_of("seed: [3, 2, 1]")
+    assert sweep.train_all(lambda line: None) == 143
+    stored = json.loads((tmp_path / "out" / RESULTS).read_text())["runs"]
+    assert [(run["name"], run["state"], len(run["metrics"])) for run in stored] == [
+        ("seed=3", "stopped", 0), ("seed=2", "finished", 1), ("seed=1", "finished", 1), ("seed=0", "finished", 1),
+    ]  # fmt: skip
 
 
 def test_a_signal_ends_the_sweep(sweep_of, monkeypatch):

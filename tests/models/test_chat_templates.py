@@ -7,7 +7,7 @@ from datasets import Dataset
 from jinja2 import TemplateError
 
 from ebft.config.schema import RunConfig
-from ebft.data.apply import tokenise
+from ebft.data.apply import Source, tokenise
 from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -99,7 +99,7 @@ def test_formats(tokenizer, name):
         rendered(tokenizer, name, TURNS, tools=[{"type": "function", "function": {"name": "f"}}])
     tokenizer.chat_template = named_template(name)
     config = RunConfig.from_dict({"base_model": "x", "datasets": [{"path": "x", "type": "chat_template"}]})
-    row = tokenise(Dataset.from_list([{"messages": messages}]), config.datasets[0], config, tokenizer)[0]
+    row = tokenise(Source(config.datasets[0], Dataset.from_list([{"messages": messages}])), config, tokenizer)[0]
     assert tokenizer.decode(row["input_ids"]) == rendered(tokenizer, name, messages)
     assert tokenizer.decode([label for label in row["labels"] if label != -100]) == FORMATS[name][1]
 

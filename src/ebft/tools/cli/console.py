@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ebft.config.user_code import place_of, what_happened
 from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened
-from ebft.printed import go_on_without_output, safe_console, without_secrets_in_text
+from ebft.printed import go_on_without_output, safe_console, say, without_secrets_in_text
 from ebft.processes import is_main_process, leave_traceback, reports_failure
 
 FAILED = 1
@@ -93,6 +93,12 @@ def _end_progress_bars() -> None:
         end_progress_bars()
 
 
+def say_loading() -> None:
+    """Say what takes the next seconds, before PyTorch and transformers are imported."""
+    if "torch" not in sys.modules and is_main_process():
+        say("Loading PyTorch and transformers ...", err=True)
+
+
 def show_warnings() -> None:
     """Print each warning once, on one line and without its location in the code."""
     seen = set()
@@ -109,6 +115,8 @@ def show_warnings() -> None:
     # transformers imports torchao and bitsandbytes where they are installed, and they log each library that they lack.
     for name in ("torchao", "torch.utils", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # accelerate imports DeepSpeed where it is installed, which then says that the machine has no GPU.
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 def set_log_level() -> None:

@@ -37,7 +37,7 @@ from ebft.tools.cli.arguments import (
     read_source,
     renamed,
 )
-from ebft.tools.cli.console import FAILED, listing, polite, say_error
+from ebft.tools.cli.console import FAILED, listing, polite, say_error, say_loading
 
 
 @polite
@@ -73,6 +73,7 @@ def merge_lora(
     """
     output = renamed(output, former_to, "--output", "--to")
     config, folder = read_source(source, overrides, lora_model_dir)
+    say_loading()
     from rich.console import Console
     from rich.progress import Progress
 
@@ -131,6 +132,7 @@ def merge_sharded(
 
     ebft merge-sharded outputs/run/checkpoint-100 --output models/run-100
     """
+    say_loading()
     from ebft.tools.export.sharded import merge_sharded  # imports torch
 
     merged = merge_sharded(folder, output, base_model, max_shard_size)
@@ -201,6 +203,7 @@ def quantize(
         wanted = QuantizationSection(**{**section, **given})
     except ValidationError as error:
         raise_config_error(error, QuantizationSection, "quantization.")
+    say_loading()
     from ebft.tools.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
 
     def sequences(tokenizer):

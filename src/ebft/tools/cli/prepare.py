@@ -29,7 +29,7 @@ from ebft.tools.cli.arguments import (
     option,
     renamed,
 )
-from ebft.tools.cli.console import FAILED, listing, polite
+from ebft.tools.cli.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
 from ebft.tools.doctor.known import card_of
 
@@ -104,10 +104,12 @@ def doctor(
         loaded = Attempt("config", load_config, config, overrides or [], ok=f"{config} is valid")
         show(loaded.checks)
         if planned_on is not None and not levels["error"]:
+            say_loading()
             from ebft.tools.doctor.fit import planned  # imports torch
 
             show(planned(loaded.result, *planned_on))
         elif not levels["error"]:
+            say_loading()
             from ebft.tools.doctor.run import check_config  # imports torch
 
             show(check_config(loaded.result, step=step))
@@ -264,6 +266,7 @@ def preprocess(
         raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
         raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
+    say_loading()
     from ebft.models.tokenizer import load_tokenizer  # imports transformers, which is slow and not needed for help
     from ebft.run.prepared_rows import describe, prepare_rows
 

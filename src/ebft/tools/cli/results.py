@@ -27,7 +27,7 @@ from ebft.tools.cli.arguments import (
     option,
     read_source,
 )
-from ebft.tools.cli.console import listing, polite
+from ebft.tools.cli.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
 
@@ -192,6 +192,7 @@ def evaluate(
     run_config = load_config(config, overrides or [])
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
+    say_loading()
     from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
     from ebft.tools.evaluation.run import evaluate  # imports torch, which is not needed for help and config errors
 
@@ -238,8 +239,9 @@ def inference(
         option("--reference", "TEXT", "Show the feature-matching rewards of --samples replies against this text."),
     ] = None,
     samples: Annotated[
-        int, typer.Option("--samples", metavar="N", min=1, max=256, help="Number of replies scored with --reference.")
-    ] = 4,
+        int | None,
+        option("--samples", "N", "Number of replies scored with --reference (default: 4).", min=1, max=256),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
     ] = 256,
@@ -251,7 +253,9 @@ def inference(
     ] = None,
     top_p: Annotated[float | None, option("--top-p", None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
     top_k: Annotated[int | None, option("--top-k", None, "Top-k sampling.", min=0)] = None,
-    seed: Annotated[int | None, option("--seed", None, "Random seed, set before every reply.", min=0)] = None,
+    seed: Annotated[
+        int | None, option("--seed", None, "Random seed, set before every reply.", min=0, max=2**32 - 1)
+    ] = None,
 ) -> None:
     """Sample from a trained model, its adapter on or off.
 
@@ -271,13 +275,19 @@ def inference(
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
     if reference is not None and not reference.strip():
         raise ConfigError("--reference: the text is empty.")
+    if samples is not None and reference is None:
+        raise ConfigError("--samples is the number of completions that --reference is compared with. Add --reference.")
+    samples = 4 if samples is None else samples
     if reference is not None and samples > 1 and temperature == 0:
         raise ConfigError("--temperature 0 gives equal samples, whose rewards are equal too. Use --samples 1.")
     if base and compare:
         raise ConfigError("--base and --compare exclude each other: --compare shows both models.")
     if prompt is not None and not prompt.strip():
         raise ConfigError("--prompt: the text is empty.")
+    for where, text in (("--prompt", prompt), ("--reference", reference)):
+        _check_text(where, text or "")
     asked = prompt if prompt is not None else _from_stdin()
+    say_loading()
     from ebft.tools.inference.models import model_in_folder, model_of_run  # what follows imports torch
     from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 
@@ -304,11 +314,21 @@ def inference(
         session.answer(asked)
 
 
+def _check_text(where: str, text: str) -> None:
+    """Raise DataError for a text with bytes that are not UTF-8, which Python reads as halves of surrogate pairs."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(f"{where} is not UTF-8 text.")
+
+
 def _from_stdin() -> str | None:
     """The prompt on the standard input, or None if it is a terminal."""
     if sys.stdin.isatty():
         return None
-    text = sys.stdin.read().rstrip("\n")
+    try:
+        text = sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError:
+        raise DataError("The standard input is not UTF-8 text.") from None
+    _check_text("The standard input", text)
     if not text.strip():
         raise DataError("The standard input is empty. Give a prompt with --prompt, or start the command in a terminal.")
     return text

@@ -101,8 +101,8 @@ def config_of_data(
         say("\n".join([*found.notes, f"Config written to {path}"]), err=True)
     elif written_by(command) not in path.read_text(encoding="utf-8").split("\n"):
         raise ConfigError(
-            f"{path} is the config of a run with other options. Continue that run with `ebft train {path}`, or set "
-            "another output_dir=FOLDER."
+            f"{path} is the config of a run with other options. Set another output_dir=FOLDER, or resume that run with "
+            f"`ebft train {path} auto_resume_from_checkpoints=true`, with what it changes, such as max_steps, after it."
         )
     return path, [each for each in overrides if each not in kept]
 
@@ -110,8 +110,9 @@ def config_of_data(
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The data and the overrides among the words of a command line; a path may contain `=` if it exists."""
     overrides = [word for word in words if "=" in word and not Path(word).exists()]
-    apply_overrides({}, overrides)  # raises
-    return [word for word in words if word not in overrides], overrides
+    data = [word for word in words if word not in overrides]
+    apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
+    return data, overrides
 
 
 def _asked(asks: bool, name: str, question: str) -> str:

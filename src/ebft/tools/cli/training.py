@@ -23,7 +23,7 @@ from ebft.processes import is_launched, is_main_process, join_launch, launch_com
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, complete_config, option
-from ebft.tools.cli.console import polite
+from ebft.tools.cli.console import polite, say_loading
 from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
@@ -58,6 +58,7 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     """
     with warnings.catch_warnings(record=True) as found:
         run_config = load_config(config, overrides)
+        say_loading()
         plan = plan_launch(options, run_config)
         if plan.options.passed_on:
             from ebft.tools.launch.agent import check_passed_on  # imports the launcher, which is slow

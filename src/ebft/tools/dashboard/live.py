@@ -22,7 +22,8 @@ _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
 # Metrics that do not compare models: each model's features are whitened with its own samples.
 NOT_COMPARABLE = ("cfm_loss_whitened",)
-LOWER_IS_BETTER = ("ce_loss", "perplexity", "cfm_loss", "diversity")  # beginnings of the names in an evaluation
+# Of the metrics of an evaluation; those of a user's own functions are better if they are higher.
+LOWER_IS_BETTER = ("ce_loss", "ce_loss_all", "perplexity", "perplexity_all", "cfm_loss", "cfm_loss_plugin", "diversity")
 
 
 class Series:
@@ -179,12 +180,17 @@ def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
 
     Values outside can be right for a run; they are a reason to look at its rollouts.
     """
-    ebft = config.get("ebft") if isinstance(config.get("ebft"), dict) else {}
+    ebft = _options(config)
     try:
         method = find_method(config.get("rl"), ebft.get("mode", "structured"))
     except (KeyError, TypeError):  # in the file of another program or version
         method = find_method(None, None)
     return method.healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, method.healthy.get(title))
+
+
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    """The section `ebft` of a config, empty if it is something else."""
+    return config["ebft"] if isinstance(config.get("ebft"), dict) else {}
 
 
 def range_text(healthy: Range) -> str:
@@ -256,7 +262,8 @@ class LiveRun:
             if self.metrics.history:
                 has_held_out = bool(config.get("test_datasets") or config.get("val_set_size"))
                 strategy = "no" if config.get("evals_per_epoch") == 0 else config.get("eval_strategy")
-                found = outcome_of(self.metrics.history, None, (), has_held_out, strategy)
+                whitens = bool(_options(config).get("use_whitening"))
+                found = outcome_of(self.metrics.history, None, (), has_held_out, strategy, whitens)
             self._outcome = self.logs, found
         return self._outcome[1]
 

@@ -252,7 +252,7 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
 
 def _no_rollouts(config: dict[str, Any]) -> str:
     if config and not samples_rollouts(config):
-        return "The method of this run samples no rollouts."
+        return "The method of this run logs no rollouts."
     if logs_rollouts(config):
         return "No rollouts yet: waiting for the first step."
     return "No rollouts yet. They are shown unless log_rollouts is none."

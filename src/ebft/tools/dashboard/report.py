@@ -180,7 +180,7 @@ def _comparisons(compared: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
         return
     confidence = _object(compared, "settings").get("confidence")
-    interval = f"{confidence:.0%} interval" if is_number(confidence) else "interval"
+    interval = f"{100 * confidence:g}% interval" if is_number(confidence) else "interval"
     for model in models[1:]:
         rows = []
         for name, difference in _object(model, "differences").items():

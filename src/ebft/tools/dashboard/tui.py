@@ -23,6 +23,7 @@ from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from ebft.errors import RunError
 from ebft.files import is_free
+from ebft.printed import without_secrets_in_text
 from ebft.processes import TYPED
 from ebft.run_files import LOG
 from ebft.tools.dashboard.live import Curve, LiveRun
@@ -192,7 +193,9 @@ class Training:
             if not is_free(self.log, b"--- "):
                 raise RunError(f"{self.log} is not the log of a run, and is kept. Set output_dir to another folder.")
             with self.log.open("ab") as log:
-                log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} ebft train {' '.join(arguments)}\n".encode())
+                words = without_secrets_in_text(" ".join(arguments))
+                line = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} ebft train {words}\n"
+                log.write(line.encode(errors="backslashreplace"))
                 self._log_start = log.tell()
                 log.flush()
                 self._process = subprocess.Popen(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -275,7 +276,7 @@ def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-class Call:
+class Call(ABC):
     """One call of an operation: its tensors of the device, and their images, on which it is computed."""
 
     def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -287,17 +288,17 @@ class Call:
         self._collect(args)
         self._collect(kwargs.values())
 
+    @abstractmethod
     def result(self) -> Any:
         """The results, on the device."""
-        raise NotImplementedError
 
     def image_of(self, value: Tensor) -> Tensor:
         """The image of a tensor of the device or on CPU."""
         return on_cpu(value)
 
+    @abstractmethod
     def moved(self, found: Tensor) -> Tensor:
         """A new tensor of the device with the shape of an image, and its data if they are kept."""
-        raise NotImplementedError
 
     def finish(self, result: Tensor) -> Tensor:
         """What is left to do with a result that is new or changed."""

@@ -33,7 +33,7 @@ from ebft.models.load import (
 )
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics
-from ebft.printed import duration
+from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
 from ebft.run.keys import BudgetSection
@@ -228,6 +228,10 @@ def _check_output_dir(config: RunConfig) -> str:
 
 
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
+    say(
+        f"Training for one step on the longest rows ({data.length}), on a CPU for minutes; --no-step leaves it out ...",
+        err=True,
+    )
     memory = PhaseMemory()
     # torch.OutOfMemoryError is a RuntimeError.
     given, errors = (config, tokenizer, data.longest.data, memory), (RuntimeError, ValueError, OSError, ImportError)
@@ -287,6 +291,9 @@ _NOTHING_SAVED = {
     "use_tensorboard": False,
     "use_wandb": False,
     "use_trackio": False,
+    "use_mlflow": False,
+    "use_comet": False,
+    "use_swanlab": False,
     "wandb_project": None,
     "plugins": [],
     "health": False,

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from pydantic import ValidationError
 
 from ebft.catalog import lasting_name, looks_local
 from ebft.data.keys import DatasetEntry
-from ebft.data.load import held_documents
-from ebft.data.sources import content_digest, read_source
+from ebft.data.sources import NOT_TEXT, Documents, content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists
 from ebft.run_files import read_object, run_of_model
@@ -104,11 +102,11 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
         raise DataError("a part of its datasets is on the Hub, so the split of val_set_size cannot be repeated.")
     _check_unchanged(path, entries)
     sources = [read_source(entry) for entry, is_known in zip(entries, known) if is_known]
-    count = sum(map(len, sources))
-    if count > MOST_READ:
-        raise DataError(f"its run has {count:,} training documents, more than are compared ({MOST_READ:,}).")
-    held = set(held_documents(count, size, config["seed"]).tolist()) if size else set()
-    for document, row in enumerate(row for source in sources for row in _rows(source)):
+    documents = Documents(entries, sources)
+    if len(documents) > MOST_READ:
+        raise DataError(f"its run has {len(documents):,} training documents, more than are compared ({MOST_READ:,}).")
+    held = set(documents.held_out(size, config["seed"]).tolist()) if size else set()
+    for document, row in enumerate(documents):
         if document not in held:
             yield row
 
@@ -125,16 +123,6 @@ def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
 
 def _is_local(entry: DatasetEntry) -> bool:
     return exists(Path(entry.path)) or looks_local(entry.path) or bool(entry.data_files)
-
-
-def _rows(source: Dataset) -> Iterator[dict[str, Any]]:
-    for batch in source.iter(batch_size=1000):
-        names = list(batch)
-        yield from (dict(zip(names, values)) for values in zip(*batch.values()))
-
-
-# Columns and keys of messages whose values are not text of the document.
-_NOT_TEXT = frozenset({"id", "_id", "uuid", "file", "url", "role", "from"})
 
 
 def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
@@ -160,7 +148,7 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
             yield text
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            if name not in _NOT_TEXT:
+            if name not in NOT_TEXT:
                 yield from _texts(item, parses)
     elif isinstance(value, list | tuple):
         for item in value:

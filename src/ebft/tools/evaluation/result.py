@@ -22,7 +22,7 @@ from rich.table import Table
 from ebft.errors import ConfigError
 from ebft.files import write_text
 from ebft.methods.method import selecting_keys
-from ebft.scores import CURVE, Scores, interval
+from ebft.scores import CROSS_ENTROPY, CURVE, Scores, interval
 from ebft.tools.dashboard.live import LOWER_IS_BETTER, NOT_COMPARABLE
 from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
@@ -41,9 +41,10 @@ class ModelResult:
 
     `intervals` are central bootstrap intervals over documents, widened for few documents. `differences` and their
     intervals are relative to the first model and paired by document; metrics that cannot be compared between models
-    have none. `curves` contain points (position or length, value, interval), `histograms` the bin edges and the
-    fraction of samples in each bin. `per_document`, if enabled in the config, contains for each metric the documents
-    (indices into the held-out data) with the sum and the weight that each adds to the mean.
+    have none. `documents` is the number of documents that a metric applies to. `curves` contain points (position or
+    length, value, interval), `histograms` the bin edges and the fraction of samples in each bin. `per_document`, if
+    enabled in the config, contains for each metric the documents (indices into the held-out data) with the sum and the
+    weight that each adds to the mean.
     """
 
     model: str
@@ -51,6 +52,7 @@ class ModelResult:
     intervals: dict[str, list[float]] = field(default_factory=dict)
     differences: dict[str, float] = field(default_factory=dict)
     difference_intervals: dict[str, list[float]] = field(default_factory=dict)
+    documents: dict[str, int] = field(default_factory=dict)
     curves: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     histograms: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     per_document: dict[str, dict[str, list]] = field(default_factory=dict)
@@ -90,7 +92,8 @@ class Evaluation:
         """Return a table of the metrics of each model with intervals.
 
         A star marks metrics whose difference from the first model has an interval that excludes 0. Intervals over fewer
-        than 8 documents are not reliable enough for that, so there are no stars then.
+        than 8 documents are not reliable enough for that, so there are no stars then, also of a metric that applies to
+        fewer.
         """
         has_stars = len(self.models) > 1 and _has_enough_documents(self)
         legend = "^ higher is better, v lower is better; brackets: interval over documents"
@@ -133,6 +136,8 @@ def summarise(
         means = scores.means()
         result = ModelResult(name, {key: value for key, value in means.items() if not key.startswith(f"{CURVE}/")})
         result.intervals = _intervals(drawn, wanted.confidence, result.metrics)
+        applied = {key: sum(bool(weight) for _, weight in entries.values()) for key, entries in scores.sums.items()}
+        result.documents = {key: applied[CROSS_ENTROPY.get(key, key)] for key in result.metrics}
         if results:
             first = results[0].metrics
             shared = [key for key in result.metrics if key in first and key not in NOT_COMPARABLE]
@@ -260,7 +265,7 @@ def _ordered(metrics: set[str]) -> list[str]:
 def _marked(name: str) -> str:
     if name in NOT_COMPARABLE:
         return name
-    return f"{name} {'v' if name.startswith(LOWER_IS_BETTER) else '^'}"
+    return f"{name} {'v' if name in LOWER_IS_BETTER else '^'}"
 
 
 def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool = False) -> str:
@@ -273,7 +278,8 @@ def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool =
     cell = f"{values[name]:{digits}}"
     if name in intervals:
         cell += f" [{intervals[name][0]:{digits}}, {intervals[name][1]:{digits}}]"
-    return f"{cell}*" if has_stars and _excludes_0(result, name) else cell
+    has_star = has_stars and result.documents.get(name, 0) >= FEWEST_DOCUMENTS and _excludes_0(result, name)
+    return f"{cell}*" if has_star else cell
 
 
 def _excludes_0(result: ModelResult, name: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import numbers
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.user_code import named_call, state_kept
 from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
-from ebft.data.sources import read_source
+from ebft.data.sources import Documents, read_source
 from ebft.errors import ConfigError
 from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
@@ -91,16 +90,11 @@ class HeldOut:
 
     def raw(self, document: int) -> dict[str, Any]:
         """Return a document: the row of its data source, with all columns."""
-        source = bisect_right(self._first, document) - 1
-        return self._sources[source][document - self._first[source]]
+        return self._raw[document]
 
     @cached_property
-    def _sources(self) -> list[Dataset]:
-        return [read_source(entry) for entry in self.entries]
-
-    @cached_property
-    def _first(self) -> list[int]:
-        return [0, *np.cumsum([len(source) for source in self._sources])[:-1].tolist()]
+    def _raw(self) -> Documents:
+        return Documents(self.entries, [read_source(entry) for entry in self.entries])
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:

@@ -23,8 +23,9 @@ from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.keys import ModelSettings
 from ebft.models.load import find_base_model, weights_dtype
-from ebft.models.pretrained import GENERATION_CONFIG, text_model_config
+from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
+from ebft.run_files import RECORDS, keys_of_base
 from ebft.tools.export.adapter import (
     Adapter,
     BitsAndBytesRounding,
@@ -55,7 +56,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
 )
-_NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*")
+_NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "README.md", MARK, ".*", *RECORDS)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class MergeSource:
     """An adapter and the base model that it was trained on, both folders or Hub ids.
 
     `tokenizer`: folder whose tokenizer files replace those of the base model. `quantised`: the keys of a run in which
-    bitsandbytes quantised the base weights.
+    bitsandbytes quantised the base weights. `base_config`: folder or Hub id of another configuration than the base's.
     """
 
     adapter: Path
@@ -72,6 +73,7 @@ class MergeSource:
     trust_remote_code: bool = False
     tokenizer: Path | None = None
     quantised: ModelSettings | None = None
+    base_config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,11 @@ def merge_adapter(
 
 
 def _base_config(base: Path, source: MergeSource) -> Any:
+    name = base if source.base_config is None else find_model(source.base_config, "base_model_config")
     try:
-        found = AutoConfig.from_pretrained(base, trust_remote_code=source.trust_remote_code)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{base}: its config.json cannot be read: {error}") from error
+        raise ModelError(f"{name}: its config.json cannot be read: {error}") from error
     if (quantised := getattr(found, "quantization_config", None)) is not None:  # absent in most models
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         if method == "mxfp4":
@@ -372,6 +375,7 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
         config.trust_remote_code,
         tokenizer=folder,
         quantised=config if config.load_in_4bit or config.load_in_8bit else None,
+        base_config=config.base_model_config,
     )
 
 
@@ -386,10 +390,18 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
             f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
             "instead of the folder, since the settings of the quantisation are in the config."
         )
+    run = keys_of_base(folder)
+    revision = None if base else config.revision or run.get("revision_of_model")
     base = base or config.base_model_name_or_path
     if not base:
         raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
-    return MergeSource(folder, lasting_name(base), config.revision, tokenizer=folder)
+    return MergeSource(
+        folder,
+        lasting_name(base),
+        revision,
+        tokenizer=folder,
+        base_config=run.get("base_model_config"),
+    )
 
 
 def _was_quantised(folder: Path) -> bool:
@@ -397,7 +409,8 @@ def _was_quantised(folder: Path) -> bool:
     for record in (folder / "ebft_run.json", *folder.glob("checkpoint-*/ebft_run.json")):
         try:
             saved = json.loads(record.read_text(encoding="utf-8"))
-            if saved.get("adapter") == "qlora" or saved.get("load_in_8bit"):
+            settings = saved | saved.get("settings", {})  # at the top in earlier versions
+            if settings.get("adapter") == "qlora" or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
                 return True
         except (OSError, ValueError, AttributeError):
             continue

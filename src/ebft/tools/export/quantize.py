@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,10 +42,10 @@ WINDOW = 512  # tokens of a text that are scored with their own context
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A sequence, and the number of tokens at its end that are scored; the others are context."""
+    """A sequence, and the places of the tokens that are scored, not the first one; the others are context."""
 
     ids: list[int]
-    scored: int
+    scored: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def quantize_model(
             f"Cannot write to {to.parent}: {error}. Free disk space, or choose another folder with --output."
         ) from error
     size, own = sum(weight.nbytes for weight in weights), sum(path.stat().st_size for path in to.glob("*.safetensors"))
-    return QuantizeResult(given, size, own, sum(one.scored for one in scored), before, after)
+    return QuantizeResult(given, size, own, sum(len(one.scored) for one in scored), before, after)
 
 
 def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
@@ -175,7 +175,8 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
     """The perplexity of the scored tokens of sequences."""
     scores = Scores()
     for number, (one, nll) in enumerate(zip(sequences, token_nll(model, [one.ids for one in sequences]))):
-        scores.add("ce_loss", [number], [nll[len(nll) - one.scored :].sum()], [one.scored])
+        of_scored = nll[[place - 1 for place in one.scored]]
+        scores.add("ce_loss", [number], [of_scored.sum()], [len(of_scored)])
     return scores.means()["perplexity"]
 
 
@@ -183,7 +184,7 @@ def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: i
     """The first `max_tokens` tokens of a text file, in windows. Raises DataError if it is too short."""
     ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
-    found = [ScoredTokens(window, len(window) - 1) for window in windows if len(window) > 1]
+    found = [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
     if not found:
         raise DataError(f"{path} has fewer than two tokens. Use a longer text.")
     return found
@@ -196,18 +197,18 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
     found, total = [], 0
     for row in rows:
         if config.method.rows == "tokens":
-            ids, labels = row["input_ids"], row["labels"]
-            first = next((place for place, label in enumerate(labels) if label != IGNORE), len(ids))
-            one = ScoredTokens(ids, len(ids) - max(first, 1))
+            places = [place for place, label in enumerate(row["labels"]) if label != IGNORE and place > 0]
+            one = ScoredTokens(row["input_ids"], places)
         elif has_reference(row):
             conversation = renderer.of_row(row)
-            one = ScoredTokens(conversation.prompt_ids + conversation.reference_ids, len(conversation.reference_ids))
+            ids, prompt = conversation.prompt_ids + conversation.reference_ids, len(conversation.prompt_ids)
+            one = ScoredTokens(ids, range(max(1, prompt), len(ids)))
         else:
             continue
         total += len(one.ids)
         if found and total > max_tokens:
             break
-        if one.scored > 0:
+        if one.scored:
             found.append(one)
     if not found:
         raise DataError("The held-out data of the config has no text to score. Give a text file with --text.")

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from ebft.errors import ModelError, SaveError, cause
 from ebft.files import ADAPTER_CONFIG as _ADAPTER
-from ebft.files import CHECKSUMS, RUN_FILE, STATE, checksum, json_object
+from ebft.files import CHECKSUMS, checksum, json_object
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
 from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
+from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
 from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
-_OF_TRAINING = (STATE, CHECKSUMS, RUN_FILE, "ebft_final.json")
 _NAMES = ("config.json", _ADAPTER)
 
 
@@ -70,7 +70,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
                 if not described:
                     pretrained_tokenizer(source).save_pretrained(staged)
             for path in sorted(checkpoint.iterdir()):
-                if path.is_file() and path.suffix in _TEXTS and path.name not in _OF_TRAINING:
+                if path.is_file() and path.suffix in _TEXTS and not any(map(path.match, RECORDS)):
                     shutil.copy2(path, staged / path.name)
     except (OSError, SafetensorError) as error:
         raise SaveError.of(to, error) from error

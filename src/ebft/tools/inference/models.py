@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,7 @@ from ebft.models.load import load_base_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weight_files import pickles, refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
-from ebft.run_files import run_of_model
+from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
 
 if TYPE_CHECKING:
@@ -110,17 +109,20 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
         raise ModelError(f"{name} is neither a config file nor a folder with a model or an adapter. {hint}".rstrip())
     refuse_other_formats(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
+    of_base = keys_of_base(folder) if is_adapter and base is None else {}
     base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
     has_tokenizer = any(folder.glob("tokenizer*"))
     settings = ModelSettings(
-        base_model=base if is_adapter else str(folder), tokenizer_config=str(folder) if has_tokenizer else None
+        base_model=base if is_adapter else str(folder),
+        tokenizer_config=str(folder) if has_tokenizer else None,
+        **of_base,
     )
     tokenizer = load_tokenizer(settings)
 
     def load_base() -> PreTrainedModel:
         if base is None:
             raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
-        return load_base_model(ModelSettings(base_model=base), tokenizer)
+        return load_base_model(ModelSettings(base_model=base, **of_base), tokenizer)
 
     return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_reward_of(folder))
 
@@ -173,14 +175,14 @@ def _base_of_adapter(folder: Path) -> str:
 
 def _base_of_model(folder: Path) -> str | None:
     """The base model that a full model's checkpoint or card names."""
-    if (folder / "ebft_run.json").is_file():
-        saved = json.loads((folder / "ebft_run.json").read_text(encoding="utf-8"))
+    if (saved := read_object(folder / "ebft_run.json")) is not None:
         base, file = saved.get("base_model"), saved.get("gguf_file")
         return base if base is None or file is None else base_name(base, file)
     if not (folder / "README.md").is_file():
         return None
     try:
         found = ModelCard.load(folder / "README.md").data.base_model
-    except ValueError:  # no YAML header
+    except Exception:  # no YAML header, or one that its reader, of another library, refuses
         return None
-    return found[0] if isinstance(found, list) else found
+    found = found[0] if isinstance(found, list) and found else found
+    return found if isinstance(found, str) else None

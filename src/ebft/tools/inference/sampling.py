@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, as_texts
 from ebft.errors import DataError, ModelError
 from ebft.models.causal_lm import positions_of, unwrap_adapter
-from ebft.printed import safe_console, say
+from ebft.printed import printable, safe_console, say
 from ebft.structured.reward import FeatureMatchingReward, end_token_ids
 from ebft.tools.inference.models import Loaded
 
@@ -216,6 +217,13 @@ COMMANDS = {
 }
 
 
+class _Printed(TextStreamer):
+    """Prints a reply while it is generated; in a terminal with control characters as visible symbols."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        super().on_finalized_text(printable(text) if sys.stdout.isatty() else text, stream_end)
+
+
 class Session:
     """A conversation, or single completions where `chats` is false, with a trained model or its base model.
 
@@ -244,7 +252,7 @@ class Session:
         elif self._compares:
             self._show_both(text)
         else:
-            streamer = TextStreamer(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            streamer = _Printed(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if not self._reply(text, self.base, streamer).strip():
                 say("(The reply is empty: the model ended it at once.)", err=True)
 

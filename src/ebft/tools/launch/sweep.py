@@ -24,6 +24,7 @@ from rich.table import Column, Table
 
 from ebft.config.load import YAMLError, parse_yaml, problem
 from ebft.config.schema import RunConfig, load_config
+from ebft.config.validation_errors import section_of
 from ebft.errors import ConfigError, EBFTError, shortened
 from ebft.files import check_regular, write_text
 from ebft.printed import without_secrets
@@ -58,7 +59,7 @@ class SweepRun:
 
     def overrides(self) -> list[str]:
         """The values as overrides of the config."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.values.items()]
+        return [f"{key}={_as_yaml(value)}" for key, value in self.values.items()]
 
 
 def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
@@ -112,7 +113,8 @@ def _grid(path: Path, lists: dict[Any, Any], most: int) -> Iterator[dict[str, An
             raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}. Use [{values!s:.60}].")
         if not values:
             raise ConfigError(f"{path}: {key}: the list is empty. Give at least one value, or remove the key.")
-        _check_values(path, {key: values})
+        for value in values:
+            _check_values(path, {key: value})
     _check_number(path, math.prod(map(len, lists.values())), most)
     for values in itertools.product(*lists.values()):
         yield dict(zip(lists, values))
@@ -140,6 +142,12 @@ def _check_key(path: Path, key: Any) -> None:
 
 def _check_values(path: Path, values: dict[str, Any]) -> None:
     for key, value in values.items():
+        declared = RunConfig.model_fields.get(key)
+        if isinstance(value, dict) and declared is not None and section_of(declared.annotation) is not None:
+            raise ConfigError(
+                f"{path}: {key}: a mapping would replace the whole section. Write its keys with dots, for example "
+                f"{key}.NAME."
+            )
         try:
             json.dumps(value)
         except TypeError as error:  # of the YAML tags !!binary and !!set, for example
@@ -147,6 +155,10 @@ def _check_values(path: Path, values: dict[str, Any]) -> None:
                 f"{path}: {key}: {value!r:.60} cannot be the value of a key ({error}). Use numbers, text, true, false, "
                 "null, lists or mappings, without a YAML tag such as !!binary or !!set."
             ) from None
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _canonical(values: dict[str, Any]) -> str:
@@ -203,6 +215,10 @@ class Sweep:
             if key in swept:
                 raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
         configs = [_checked(check, run.name, self._overrides(run)) for run in runs]
+        if configs[0].resume_from_checkpoint is not None:
+            raise ConfigError(
+                "resume_from_checkpoint: each run of a sweep resumes from its own checkpoints. Remove it."
+            )
         self.folder = Path(configs[0].output_dir)
         for run in runs:
             run.output_dir = str(self.folder / run.name)
@@ -211,7 +227,7 @@ class Sweep:
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
         resumes = "false" if self._has_other_rows(run) or self._has_other_settings(run) else "true"
-        own = [f"output_dir={json.dumps(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
+        own = [f"output_dir={_as_yaml(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
         return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
 
     def is_finished(self, run: SweepRun) -> bool:
@@ -222,7 +238,7 @@ class Sweep:
         from ebft.run.output import final_step
         from ebft.run.reporting import description
 
-        config = load_config(self.config, [*self._overrides(run), f"output_dir={json.dumps(run.output_dir)}"])
+        config = load_config(self.config, [*self._overrides(run), f"output_dir={_as_yaml(run.output_dir)}"])
         now, before = description(config)["config"], found.get("config")
         is_same = isinstance(before, dict) and now | _RESUMING == before | _RESUMING
         return is_same and final_step(Path(run.output_dir)) is not None
@@ -255,14 +271,16 @@ class Sweep:
         It is 0 if every run is finished and evaluated, 1 if not, and 128 + n after signal n, which ends the sweep.
         """
         earlier = self._earlier()
+        for run in self.runs:
+            self._take(run, earlier.get(run.name, {}))
         with received_signals() as received:
             for place, run in enumerate(self.runs):
                 if received:
                     break
                 say(f"\n[{place + 1}/{len(self.runs)}] {run.name}")
                 self._train(run, received, say)
-                if run.state == "finished" and not received:
-                    self._evaluate(run, earlier.get(run.name, {}), received)
+                if run.state == "finished" and not run.metrics and not received:
+                    self._evaluate(run, received)
                 self._save()
         if received:
             return 128 + passed_on(received[0])
@@ -272,7 +290,7 @@ class Sweep:
         """The swept values, state and held-out metrics of all runs, with the best one of each metric."""
         keys = list(dict.fromkeys(key for run in self.runs for key in run.values))
         found = {name for run in self.runs for name in run.metrics}
-        others = sorted(name for name in found if name.endswith("pass@1") and not name.startswith("alignment"))
+        others = sorted(name for name in found if name.endswith("pass@1") and name != "alignment_pass@1")
         metrics = [*(name for name in _METRICS if name in found), *others]
         table = Table(
             *keys,
@@ -300,7 +318,7 @@ class Sweep:
         found = [run for run in self.runs if name in run.metrics]
         if len(found) < 2 or name in _UNRANKED:
             return None
-        sign = -1 if name.startswith(LOWER_IS_BETTER) else 1
+        sign = -1 if name in LOWER_IS_BETTER else 1
         return max(found, key=lambda run: sign * run.metrics[name])
 
     def _overrides(self, run: SweepRun) -> list[str]:
@@ -326,21 +344,28 @@ class Sweep:
             say(f"Already finished in {run.output_dir}.")
             run.state, run.exit_status = "finished", 0
             return
+        run.metrics, run.intervals, run.measured = {}, {}, ""
         run.exit_status = _command(self.words(run), received)
         run.state = "finished" if run.exit_status == 0 else "stopped" if received else "failed"
 
-    def _evaluate(self, run: SweepRun, earlier: dict[str, Any], received: list[int]) -> None:
-        """Evaluate the run, unless `earlier` has the metrics of the same model with the same settings."""
+    def _evaluate(self, run: SweepRun, received: list[int]) -> None:
         measuring, output = self._measuring(run), Path(run.output_dir) / EVALUATION
-        run.measured = _identity(load_config(self.config, measuring), Path(run.output_dir))
-        if earlier.get("measured") == run.measured and earlier.get("metrics"):
-            run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
-            return
+        run.measured = self._identity(run)
         options = ["--model", run.output_dir, "--output", str(output)]
         output.unlink(missing_ok=True)
         if _command(["evaluate", str(self.config), *measuring, *options], received, quiet=True) == 0:
             result = json.loads(output.read_text(encoding="utf-8"))["models"][0]
             run.metrics, run.intervals = result["metrics"], result["intervals"]
+
+    def _identity(self, run: SweepRun) -> str:
+        return _identity(load_config(self.config, self._measuring(run)), Path(run.output_dir))
+
+    def _take(self, run: SweepRun, earlier: dict[str, Any]) -> None:
+        """Take the state and metrics that were stored before, if they are those of this model and these settings."""
+        if not earlier.get("metrics") or not self.is_finished(run) or earlier.get("measured") != self._identity(run):
+            return
+        run.state, run.exit_status, run.measured = "finished", 0, earlier["measured"]
+        run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
 
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
@@ -351,7 +376,9 @@ class Sweep:
             return {}
 
     def _save(self) -> None:
-        runs = [asdict(run) for run in self.runs]
+        names = {run.name for run in self.runs}
+        others = [entry for name, entry in self._earlier().items() if name not in names]  # of another sweep file
+        runs = [*map(asdict, self.runs), *others]
         content = {"config": str(self.config), "overrides": self.overrides, "runs": runs}
         path = self.folder / RESULTS
         if path.is_file() and path.stat().st_size and "runs" not in (read_object(path) or {}):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable
@@ -101,7 +102,6 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     what_next(output, run, shown[0].prompt)
 
 
-ROWS, TEXT = "ebft_strided_structured.transform", "ebft_pretrain.transform"
 FILES = (
     ("Table, settings, samples", "summary.json"),
     ("Samples side by side", "samples.txt"),
@@ -119,23 +119,14 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
     if shutil.which("ebft") is None:
         activate = os.path.relpath(Path(sys.prefix) / "bin" / "activate")
         _show("\nTo have the command `ebft` in this shell:", f"source {activate}")
-    _show("\nTrain on your own rows {input, output}:", train_line(run, "my_rows.jsonl", ROWS))
-    _show("or on your own text, a folder of files:", train_line(run, "my_texts/", TEXT))
+    config = load_config(run.config_file, run.overrides)
+    own = f"ebft init DATA --model {shlex.quote(config.base_model)}"
+    _show("\nTrain it on your own DATA, a file of rows or a folder of texts:", f"{own}\nebft train run.yaml")
     options = [*run.overrides, "--output", str(output / "evaluation.json")]
     _show("Evaluate the adapter beside the base model:", command_line("evaluate", run.config_file, options))
-    dtype = str(weights_dtype(load_config(run.config_file, run.overrides))).removeprefix("torch.")
+    dtype = str(weights_dtype(config)).removeprefix("torch.")
     _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt, dtype))
     console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
-
-
-def train_line(run: Run, path: str, kind: str) -> str:
-    """The command that trains the same model on the data at `path`, read by the transform `kind`, with own.yaml."""
-    config_file = own_copy(CONFIGS / "own.yaml", run.config_file.parent)
-    # The model and its number type are those of the run; steps, learning rate and data are not.
-    config, own = load_config(run.config_file, run.overrides), load_config(config_file)
-    kept = [f"{key}={getattr(config, key)}" for key in ("base_model", "torch_dtype")]
-    changed = [line for line in kept if line != f"{line.partition('=')[0]}={getattr(own, line.partition('=')[0])}"]
-    return command_line("train", config_file, [*changed, f"datasets.0.path={path}", f"datasets.0.type={kind}"])
 
 
 def python_lines(adapter: Path, prompt: str, dtype: str) -> str:

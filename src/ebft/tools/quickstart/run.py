@@ -1,6 +1,7 @@
 """What each kind of quickstart hands to the part that they share: one fine-tuning run that is ready to start."""
 
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -42,7 +43,8 @@ def own_copy(config_file: Path, output: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     copy = output / config_file.name
     if copy.is_file() and copy.read_bytes() != config_file.read_bytes():
-        copy.replace(copy.with_name(f"{copy.name}.changed"))
+        names = (f"{copy.name}.changed{number or ''}" for number in itertools.count())
+        copy.replace(next(path for path in map(copy.with_name, names) if not path.exists()))
     return Path(shutil.copy(config_file, output / config_file.name))
 
 

@@ -40,7 +40,7 @@ PROGRAMS = {
 }
 MOST_PROMPT, OUTPUT_TOKENS = 60, (8, 40)
 FEWEST_ROWS = 16
-GROUPS = 12  # of 8 held-out messages each
+GROUPS = 8  # of 8 held-out messages each
 TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
 
