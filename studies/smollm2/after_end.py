@@ -19,6 +19,7 @@ from typing import Any
 import settings
 import stored
 import torch
+from cells import planned
 from options import scale_and_place, study_options
 from run_cell import machine_card
 from scale import Scale
@@ -53,7 +54,8 @@ def measure(model: str, place: Place, scale: Scale, task: str) -> dict[str, dict
     from ebft.tools.evaluation.models import load_subject
     from ebft.tools.evaluation.task import load_held_out
 
-    config = load_config(settings.config_file("evaluation"), settings.evaluation_overrides(place, scale, task, "long"))
+    cell = planned(task, "base", "none", 0)
+    config = load_config(settings.config_file("evaluation"), settings.evaluation_overrides(place, scale, cell, "long"))
     tokenizer = load_tokenizer(config)
     rows, subject = load_held_out(config, tokenizer).rows, load_subject(config, model, tokenizer)
     collate, noise = DocumentCollator(tokenizer.pad_token_id), DocumentNoise(config.seed)

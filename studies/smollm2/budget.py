@@ -5,16 +5,16 @@ from typing import Any
 COSTS = ("documents", "generated_tokens", "flops")
 
 
-def cost_of(metrics: dict[str, float], config: Any) -> dict[str, float | None]:
+def cost_of(metrics: dict[str, float], config: Any, steps: int) -> dict[str, float | None]:
     """Steps, documents (prompts), generated tokens and FLOPs of a run, as far as its metrics say them.
 
-    Documents follow from the config alone: rows of all steps, completions divided by those of one prompt.
+    Documents follow from the config and the steps alone: rows of all steps, completions divided by those of one prompt.
     """
-    rows = config.max_steps * config.micro_batch_size * config.gradient_accumulation_steps
-    completes = config.rl == "grpo" or (config.rl == "ebft" and config.ebft.mode == "structured")
+    rows = steps * config.micro_batch_size * config.gradient_accumulation_steps
+    completes = config.rl in ("grpo", "sdft") or (config.rl == "ebft" and config.ebft.mode == "structured")
     documents = rows // config.trl.num_generations if completes else rows
     found = {name: metrics.get(f"budget/{name}") for name in COSTS}
-    return {**found, "steps": config.max_steps, "documents": found["documents"] or documents}
+    return {**found, "steps": steps, "documents": found["documents"] or documents}
 
 
 def matched_steps(sft: list[dict[str, float | None]], ebft: list[dict[str, float | None]]) -> int:

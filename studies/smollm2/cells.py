@@ -21,21 +21,26 @@ SETTINGS = {"mean": MEAN, "paper": (), "mean ce 0": (*MEAN, "ebft.ce_coef=0")}
 
 # Task, start, methods (of EBFT with the setting), seeds: the methods of a line run with its first seed, then the next.
 # Three seeds where SFT and EBFT are compared in full completions, two on raw text and from the warm start, one where a
-# difference of the size of other effects is enough to see. SFT at the FLOPs of EBFT takes those of its own seed.
+# difference of the size of other effects is enough to see. SFT at the FLOPs of EBFT, and self-distillation, which
+# samples and needs no verifier as EBFT does, take those of their own seed.
 PLAN = (
     ("raw", "base", ("none",), (0,)),
     ("raw", "base", ("sft", "ebft mean"), (0, 1)),
     ("translation", "base", ("none",), (0,)),
     ("translation", "base", ("sft", "ebft mean", "structured"), (0, 1, 2)),
     ("translation", "base", ("sft_flops",), (2,)),
+    ("translation", "base", ("sdft",), (0,)),
     ("translation", "warm", ("none",), (0,)),
     ("translation", "warm", ("sft", "ebft mean"), (0, 1)),
     ("raw", "base", ("ebft paper",), (0,)),
     ("translation", "base", ("ebft paper", "ebft mean ce 0"), (0,)),
     ("functions", "base", ("none",), (0,)),
     ("functions", "base", ("sft", "ebft mean"), (0, 1, 2)),
-    ("functions", "base", ("sft_flops", "rlvr", "ebft mean ce 0"), (0,)),
+    ("functions", "base", ("sft_flops", "rlvr", "ebft mean ce 0", "sdft"), (0,)),
 )
+
+# In float32: runs planned for processors without bfloat16 instructions, where bfloat16 takes ten times as long.
+FLOAT32 = ("raw-*", "*-warm-*", "translation-base-sft_flops-*", "*-sdft-*", "*-ebft-paper-*")
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Cell:
 
     task: str
     start: str
-    method: str  # none, sft, sft_flops, rlvr, ebft, structured (EBFT on whole completions, over vLLM)
+    method: str  # none, sft, sft_flops, sdft, rlvr, ebft, structured (EBFT on whole completions, over vLLM)
     seed: int = 0
     setting: str = ""
     overrides: tuple[str, ...] = ()
@@ -60,6 +65,11 @@ class Cell:
     def name(self) -> str:
         """A file name of its own."""
         return f"{self.group}-seed{self.seed}"
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether the model's weights are float32 instead of bfloat16, in training and measuring."""
+        return any(fnmatch(self.name, pattern) for pattern in FLOAT32)
 
 
 def all_cells() -> list[Cell]:
@@ -95,9 +105,10 @@ def chosen(cells: list[Cell], only: list[str], tasks: list[str]) -> list[Cell]:
 
 def needs(cell: Cell, other: Cell) -> bool:
     """Whether `cell` can only run once `other` is finished, whose FLOPs it takes."""
-    return cell.method == "sft_flops" and other in flops_of(cell)
+    return other in flops_of(cell)
 
 
-def flops_of(cell: Cell) -> tuple[Cell, Cell]:
-    """The SFT and EBFT cells whose FLOPs give an `sft_flops` cell its steps."""
-    return replace(cell, method="sft"), planned(cell.task, cell.start, "ebft mean", cell.seed)
+def flops_of(cell: Cell) -> tuple[Cell, ...]:
+    """The EBFT cell whose FLOPs a cell takes, if it does, and before it the SFT cell that says those of a step."""
+    ebft = planned(cell.task, cell.start, "ebft mean", cell.seed)
+    return {"sft_flops": (replace(cell, method="sft"), ebft), "sdft": (ebft,)}.get(cell.method, ())

@@ -1,4 +1,4 @@
-"""Pictures of stored results: EBFT beside SFT, and the feature-matching loss of rollouts by their length."""
+"""Pictures of stored results: EBFT beside SFT, the loss of rollouts by their length, and where gradients point."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from intervals import Estimate, difference
-from tables import groups_of, label, of_group
+from metrics import MAIN, is_better_higher
+from tables import groups_of, label, of_group, seeds_of
 
-# Differences of EBFT from SFT in the picture of the first screen.
-PANELS = {
-    "ce_loss": "cross-entropy",
-    "cfm_loss": "feature-matching loss, 8 tokens",
-    "cfm_loss_long": "feature-matching loss, long",
-    "pair_distance": "distance of samples",
-}
 ROLLOUT_PANELS = {
     "cfm_loss": ("feature-matching loss, unbiased", "tokens of the rollout"),
     "rollout_nll_base": ("cross-entropy of rollouts by the pretrained model", "position in the rollout"),
@@ -28,30 +22,42 @@ def draw_overview(cells: list[dict[str, Any]], places: dict[str, str], path: Pat
     if pyplot is None or not shown:
         return False
     figure, axes = pyplot.subplots(
-        1, len(PANELS), figsize=(13, 0.7 + 0.45 * len(shown)), layout="constrained", sharey=True
+        1, len(MAIN), figsize=(14, 0.9 + 0.55 * len(shown)), layout="constrained", sharey=True
     )
-    for axis, (metric, title) in zip(axes, PANELS.items()):
+    for axis, title in zip(axes, MAIN):
         for row, place in enumerate(reversed(shown)):
-            found = _differences(cells, place).get(metric)
-            if found is None:
+            if title not in _differences(cells, place):
                 continue
+            metric, found = _differences(cells, place)[title]
             has_seeds = found.count > 1
             half = found.half if has_seeds else found.files
-            is_better = (found.mean > 0) == (metric == "pair_distance")
+            is_better = (found.mean > 0) == is_better_higher(metric)
             color = "0.5" if not has_seeds or abs(found.mean) <= half else "tab:green" if is_better else "tab:red"
             axis.errorbar(found.mean, row, xerr=half, fmt="o" if has_seeds else "D", color=color, capsize=3)
         axis.axvline(0, color="0.3", linewidth=0.8)
-        axis.set_yticks(range(len(shown)), list(reversed(shown.values())))
+        runs = [f"{title}\n{trained(cells, place)}" for place, title in shown.items()]
+        axis.set_yticks(range(len(shown)), runs[::-1])
         axis.margins(y=0.3)
         _finish(axis, title, "EBFT − SFT")
     figure.suptitle("Green: EBFT better, red: worse, grey: undecided (diamonds: one seed)", fontsize=10)
     return _save(figure, path)
 
 
-def _differences(cells: list[dict[str, Any]], place: str) -> dict[str, Estimate]:
-    """By metric of PANELS how EBFT, mean, differs from SFT."""
-    found = {metric: difference(cells, f"{place}-ebft-mean", f"{place}-sft", metric) for metric in PANELS}
-    return {metric: value for metric, value in found.items() if value is not None}
+def _differences(cells: list[dict[str, Any]], place: str) -> dict[str, tuple[str, Estimate]]:
+    """By heading of MAIN, the metric and how EBFT, mean, differs from SFT in it."""
+    sides = f"{place}-ebft-mean", f"{place}-sft"
+    found = [
+        (title, metric, difference(cells, *sides, metric)) for title, metrics in MAIN.items() for metric in metrics
+    ]
+    return {title: (metric, value) for title, metric, value in found if value is not None}
+
+
+def trained(cells: list[dict[str, Any]], place: str) -> str:
+    """How many seeds and steps EBFT, mean, has in a place."""
+    group = f"{place}-ebft-mean"
+    steps = sorted({cell["cost"]["steps"] for cell in of_group(cells, group)})
+    seeds = seeds_of(cells, group)
+    return f"{seeds} seed{'s' if seeds > 1 else ''}, {' or '.join(map(str, steps))} steps"
 
 
 def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path) -> bool:
@@ -75,6 +81,41 @@ def draw_rollouts(cells: list[dict[str, Any]], task: str, start: str, path: Path
 def rollouts(cells: list[dict[str, Any]], group: str, name: str) -> list[tuple[int, float]]:
     """[(length or position, mean over seeds)] of what changes along a long rollout."""
     return _mean([cell["rollouts"][name] for cell in of_group(cells, group) if "rollouts" in cell])
+
+
+def draw_signal(found: dict[str, Any], path: Path) -> bool:
+    """How much of a step goes where the held-out loss falls, by samples, length and whitening (gradient_signal.py).
+
+    A step of 16 documents, and one with as many rollouts as 16 documents have with 4 samples each.
+    """
+    pyplot = _pyplot()
+    if pyplot is None or not found["lengths"]:
+        return False
+    figure, rows = pyplot.subplots(
+        2, len(found["lengths"]), figsize=(12, 6), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, title in zip(rows, ("16 documents", "as many rollouts")):
+        for axis, (length, values) in zip(axes, found["lengths"].items()):
+            lines: dict[str, list[tuple[int, float]]] = {}
+            for name, value in values.items():
+                space, samples = name.split(", n = ")
+                documents = 16 if title == "16 documents" else 64 / int(samples)
+                lines.setdefault(space, []).append((int(samples), step_cosine(value, documents)))
+            for space, points in lines.items():
+                axis.plot(*zip(*sorted(points)), label=space, marker=".")
+            axis.axhline(0, color="0.3", linewidth=0.8)
+            axis.set_xscale("log", base=2)
+            _finish(axis, f"{length} tokens, {title}", "samples of a prompt")
+    rows[0][0].legend(frameon=False, fontsize=8)
+    figure.supylabel("cosine of a step with the held-out gradient", fontsize=10)
+    return _save(figure, path)
+
+
+def step_cosine(value: dict[str, Any], documents: float) -> float:
+    """The cosine of a step of so many documents, from the statistics of one of 16; NaN without signal."""
+    share, cosine = value["share_of_signal"], value["cosine"]
+    is_seen = share > 0 and cosine is not None
+    return cosine / (1 + (1 / share - 1) * 16 / documents) ** 0.5 if is_seen else float("nan")
 
 
 def _mean(curves: list[list[list[float]]]) -> list[tuple[int, float]]:

@@ -1,6 +1,6 @@
 """Where the policy gradient points: does a step of EBFT lower the held-out feature loss, by whitening, samples, length?
 
-    python studies/smollm2/gradient_signal.py --task raw    # some hours on one CPU core, after the study
+    python studies/smollm2/gradient_signal.py    # some hours on one CPU core
 
 A batch's gradient g on training documents is an estimate of E[g] over documents and rollouts. It is compared with the
 gradient h of the feature-matching loss itself, mean-pooled and unwhitened, on test documents with the largest number of
@@ -12,8 +12,9 @@ rollouts. From products of different batches, all without bias:
 - share_of_signal: |E[g]|^2 / E|g|^2 of such a step.
 
 Settings of one length share their rollouts, of which a setting of n samples takes the first n. Gradients are those of
-the LoRA matrices B of the last third of the layers (the matrices A have none before the first step). Each length is
-stored when it is done, and a stopped run goes on with the next. Writes results/gradient-signal-TASK-TEMPERATURE.json.
+the LoRA matrices B of the last third of the layers (the matrices A have none before the first step). The gradients of
+each batch of these data are kept in OUTPUT/gradients (40 MB), so that a stopped run goes on, and one with more
+--batches adds to what there is. Writes each length to results/gradient-signal-TASK-TEMPERATURE.json.
 
 M  blocks   N  samples   G  their tokens   D  feature dimension
 """
@@ -22,16 +23,18 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import settings
 import stored
 import torch
+from job import without_paths
 from options import scale_and_place, study_options
 from run_cell import machine_card
 from torch import Tensor
 
-from ebft.tools.quickstart.run import console
+from ebft.tools.quickstart.run import console, fingerprint
 
 SPACES = {"unwhitened": None, "whitened": "feature", "whitened by sample": "sample"}  # the last as the paper has it
 SAMPLES = (4, 8, 16, 32)
@@ -77,6 +80,25 @@ def held_out(place: settings.Place, arguments: argparse.Namespace, length: int) 
 
 def of_batches(place: settings.Place, arguments: argparse.Namespace, length: int, part: str) -> dict[str, Tensor]:
     """The gradient (batches, parameters) of each loss on documents of a part: `test` has that of HELD_OUT alone."""
+    data = place.data(arguments.task, part).read_text(encoding="utf-8")
+    made_from = fingerprint([str(place.base_model), data, without_paths("ebft")])[:8]
+    name = f"{arguments.task}-{arguments.temperature:g}-{part}-{length}-{arguments.documents}-{made_from}"
+    files = [place.output / "gradients" / name / f"{batch}.pt" for batch in range(arguments.batches)]
+    missing = [batch for batch, file in enumerate(files) if not file.exists()]
+    if missing:
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        for batch, gradients in computed(place, arguments, length, part, missing):
+            torch.save(gradients, files[batch].with_suffix(".tmp"))
+            files[batch].with_suffix(".tmp").rename(files[batch])
+            console.print(f"{length} tokens, {part}: batch {batch + 1} of {arguments.batches}")
+    batches = [torch.load(file, weights_only=True) for file in files]
+    return {name: torch.stack([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def computed(
+    place: settings.Place, arguments: argparse.Namespace, length: int, part: str, batches: list[int]
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The gradient (parameters) of each loss on some batches, which depends on the batch's number alone."""
     from ebft import load_config
     from ebft.data.batches import DocumentCollator
     from ebft.data.load import load_datasets
@@ -89,6 +111,7 @@ def of_batches(place: settings.Place, arguments: argparse.Namespace, length: int
     temperature = arguments.temperature if part == "train" else 1.0
     options = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, part)}"]
     options += [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []
+    options += ["torch_dtype=float32"]  # which every processor computes in about as fast
     options += [f"ebft.temperature={temperature}", f"ebft.generate_max_len={length}", f"ebft.stride={length}"]
     config = load_config(settings.config_file("ebft"), [*options, f"ebft.n_samples_per_prompt={max(SAMPLES)}"])
     tokenizer = load_tokenizer(config)
@@ -99,16 +122,19 @@ def of_batches(place: settings.Place, arguments: argparse.Namespace, length: int
     prepare(model)
     parameters = last_third(model)
     collate = DocumentCollator(tokenizer.pad_token_id)
-    found: dict[str, list[Tensor]] = {}
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # rows are sorted by length
-    for batch in range(arguments.batches):
+    for batch in batches:
+        torch.manual_seed(batch)
         numbers = order[batch * arguments.documents : (batch + 1) * arguments.documents]
         inputs = collate([rows[number] for number in numbers])
-        for name, loss in losses(model, network, inputs, config.ebft, part == "test").items():
-            gradient = torch.autograd.grad(loss, parameters, retain_graph=True)
-            found.setdefault(name, []).append(torch.cat([part.flatten() for part in gradient]))
-        console.print(f"{length} tokens, {part}: batch {batch + 1} of {arguments.batches}")
-    return {name: torch.stack(batches) for name, batches in found.items()}
+        values = losses(model, network, inputs, config.ebft, part == "test")
+        yield (
+            batch,
+            {
+                name: torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters, retain_graph=True)])
+                for name, loss in values.items()
+            },
+        )
 
 
 def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any, is_held_out: bool) -> dict[str, Tensor]:
@@ -162,7 +188,24 @@ def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def statistics(own: Tensor, target: Tensor, longest: Tensor, documents: int) -> dict[str, float]:
-    """What the docstring of this file lists. Cosines are NaN where a gradient has no signal; they may exceed 1."""
+    """What the docstring of this file lists, and the jackknife error of each over batches, as NAME_error.
+
+    Cosines are NaN where a gradient has no signal; they may exceed 1.
+    """
+    count = len(own)
+    without = [
+        estimates(*(torch.cat([part[:one], part[one + 1 :]]) for part in (own, target, longest)), documents)
+        for one in range(count)
+    ]
+    found = estimates(own, target, longest, documents)
+    for name in tuple(found):
+        values = torch.tensor([part[name] for part in without], dtype=torch.float64)
+        found[f"{name}_error"] = ((count - 1) * values.var(correction=0)).sqrt().item()
+    return found
+
+
+def estimates(own: Tensor, target: Tensor, longest: Tensor, documents: int) -> dict[str, float]:
+    """`statistics` without errors, from gradients (batches, parameters)."""
     signal, of_target = unbiased_product(own, own), unbiased_product(target, target)
     # Noise falls with the number of documents, which are independent.
     squares = signal + (own.square().sum(1).mean().item() - signal) * documents / STEP
@@ -191,14 +234,14 @@ def unbiased_product(a: Tensor, b: Tensor) -> float:
 def read_arguments() -> argparse.Namespace:
     """Task, sampling, how many batches, and folders."""
     parser = study_options(__doc__, "--model")
-    parser.add_argument("--task", choices=("functions", "translation", "raw"), default="raw")
+    parser.add_argument("--task", choices=("functions", "translation", "raw"), default="translation")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the rollouts of training (default 1)")
     parser.add_argument("--batches", type=int, default=40, help="gradients of each loss (default 40)")
     parser.add_argument("--documents", type=int, default=2, help="documents of a gradient (default 2)")
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=LENGTHS[-1], help="tokens of the longest")
     arguments = parser.parse_args()
-    if arguments.batches < 2:
-        parser.error(f"--batches {arguments.batches} is below 2: estimates without bias need two batches")
+    if arguments.batches < 3:
+        parser.error(f"--batches {arguments.batches} is below 3: errors of estimates without bias need three batches")
     return arguments
 
 

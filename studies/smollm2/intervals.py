@@ -71,6 +71,8 @@ def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str)
     ours, theirs = by_seed(cells, group, metric), by_seed(cells, other, metric)
     if is_start(other) and theirs:
         theirs = dict.fromkeys(ours, next(iter(theirs.values())))
+    elif is_start(group) and ours:
+        ours = dict.fromkeys(theirs, next(iter(ours.values())))
     return estimate([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
 
 

@@ -44,15 +44,32 @@ class Job:
     def steps(self) -> int:
         """Optimizer steps. Raises ValueError where they follow from the costs of cells without result."""
         if self.cell.method == "sft_flops":
-            others = flops_of(self.cell)
-            found = [stored.read(self.folder / f"{cell.name}.json") for cell in others]
-            missing = [cell.name for cell, result in zip(others, found) if result is None]
-            if missing:
-                raise ValueError(f"its steps follow from the FLOPs of {' and '.join(missing)}: run these first")
-            return matched_steps(*([result["cost"]] for result in found))
+            return matched_steps(*([result["cost"]] for result in self._costs()))
         if self.cell.method == "structured":
             return self.scale.structured_steps
-        return self.scale.sweep_steps if self.cell.measures == "sweep" else self.scale.steps
+        if self.cell.measures == "sweep":
+            return self.scale.sweep_steps
+        fewer = self.scale.fewer_steps
+        return fewer.get(self.cell.task, fewer.get(self.cell.start, self.scale.steps))
+
+    @property
+    def flops(self) -> float | None:
+        """FLOPs after which training ends; None where its steps are known. Raises ValueError as `steps` does."""
+        return self._costs()[-1]["cost"]["flops"] if self.cell.method == "sdft" else None
+
+    @property
+    def changes(self) -> list[str]:
+        """Overrides of the method's config that are no paths."""
+        return settings.changes(self.scale, self.cell, self.steps, self.rate, self.flops)
+
+    def _costs(self) -> list[dict[str, Any]]:
+        """The results whose FLOPs this job takes."""
+        others = flops_of(self.cell)
+        found = [stored.read(self.folder / f"{cell.name}.json") for cell in others]
+        missing = [cell.name for cell, result in zip(others, found) if result is None]
+        if missing:
+            raise ValueError(f"its steps follow from the FLOPs of {' and '.join(missing)}: run these first")
+        return found
 
     @property
     def stamp(self) -> str:
@@ -63,12 +80,12 @@ class Job:
         cell, scale = self.cell, self.scale
         parts: list[Any] = [MEASUREMENT, asdict(cell), self.made_from["base"]]
         parts += [made for name, made in sorted(self.made_from.items()) if name in self._read_files()]
-        parts += [without_paths("evaluation"), settings.evaluation_changes(scale, cell.task, "test")]
-        parts += [settings.evaluation_changes(scale, cell.task, "long"), scale.sampling]
+        parts += [without_paths("evaluation"), settings.evaluation_changes(scale, cell, "test")]
+        parts += [settings.evaluation_changes(scale, cell, "long"), scale.sampling]
         if cell.start == "warm":
             parts += [without_paths("sft"), scale.warm_steps]
         if cell.method != "none":
-            parts += [without_paths(cell.method), settings.changes(scale, cell, self.steps, self.rate)]
+            parts += [without_paths(cell.method), self.changes]
         return fingerprint(parts)
 
     def _read_files(self) -> list[str]:

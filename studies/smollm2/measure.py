@@ -6,12 +6,14 @@ All of it is on documents of the model's task that nothing was trained on. A mea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sampling
 import settings
 import translation
 import verifiers
+from cells import Cell
 from rows import read_rows
 from scale import Scale
 from settings import Place
@@ -30,24 +32,27 @@ SHOWN = 3  # documents whose completions are kept for the report
 Measured = dict[str, Any]
 
 
-def features(model: str, place: Place, scale: Scale, task: str, part: str) -> Measured:
-    """Cross-entropy and feature matching on a part of the task's data, with the curves of CURVES."""
+def features(model: str, place: Place, scale: Scale, cell: Cell, part: str) -> Measured:
+    """Cross-entropy and feature matching on a part of the data of the cell's task, with the curves of CURVES."""
     from ebft import evaluate, load_config
 
-    config = load_config(settings.config_file("evaluation"), settings.evaluation_overrides(place, scale, task, part))
+    config = load_config(settings.config_file("evaluation"), settings.evaluation_overrides(place, scale, cell, part))
     found = evaluate(config, models=[model]).to_dict()["models"][0]
     curves = {name: [[point["x"], point["value"]] for point in found["curves"][name]] for name in CURVES}
     return {"metrics": found["metrics"], "per_document": found["per_document"], "rollouts": curves}
 
 
-def completions(model: str, place: Place, scale: Scale, task: str, part: str) -> Measured:
+def completions(model: str, place: Place, scale: Scale, cell: Cell, part: str) -> Measured:
     """What the judges say of greedy completions and of samples at temperature 1, and how the samples differ."""
+    task = cell.task
     every = read_rows(place.data(task, part))
     numbers = evenly(list(range(len(every))), scale.sampling["documents"])
     rows = [every[number] for number in numbers]
     samples = scale.sampling["samples"]
     sampler = sampling.Sampler(
-        *loaded(model, place), sampling.STOPS[task], max_new_tokens=scale.sampling["max_new_tokens"]
+        *loaded(model, place, settings.precision(cell)),
+        sampling.STOPS[task],
+        max_new_tokens=scale.sampling["max_new_tokens"],
     )
     prompts = [row["input"] for row in rows]
     best = [texts[0] for texts in sampler.complete(prompts, 1, 0.0)]
@@ -103,13 +108,13 @@ def corpus_metrics(rows: list[dict[str, Any]], best: list[str], drawn: list[list
     return greedy | {f"{name}_pass@1": value for name, value in mean.items()}
 
 
-def loaded(model: str, place: Place) -> tuple[Any, Any]:
-    """A model in eval mode and its tokenizer; adapters on their base."""
+def loaded(model: str, place: Place, overrides: Sequence[str] = ()) -> tuple[Any, Any]:
+    """A model in eval mode and its tokenizer; adapters on their base. `overrides` are of evaluation.yaml."""
     from ebft import load_config
     from ebft.models.tokenizer import load_tokenizer
     from ebft.tools.evaluation.models import load_subject
 
-    config = load_config(settings.config_file("evaluation"), [f"base_model={place.base_model}"])
+    config = load_config(settings.config_file("evaluation"), [f"base_model={place.base_model}", *overrides])
     tokenizer = load_tokenizer(config)
     return load_subject(config, model, tokenizer).policy, tokenizer
 

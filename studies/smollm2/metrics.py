@@ -19,8 +19,6 @@ COMPLETIONS = {
         "parses_greedy": "parses, greedy ↑",
         "substance_pass@1": "names ↑",
         "substance_greedy": "names, greedy ↑",
-        "passes_doctest_greedy": "doctest, greedy ↑",
-        "passes_doctest_pass@N": "doctest, one of 4 ↑",
         **SAMPLES,
     },
     "translation": {
@@ -30,6 +28,14 @@ COMPLETIONS = {
         **SAMPLES,
     },
     "raw": {},
+}
+# Of the first screen: heading -> metrics, of which a task has one.
+MAIN = {
+    "cross-entropy ↓": ("ce_loss",),
+    "CFM loss, 8 tokens ↓": ("cfm_loss",),
+    "CFM loss, long ↓": ("cfm_loss_long",),
+    "names or chrF, greedy ↑": ("substance_greedy", "chrf_greedy"),
+    "names or chrF, samples ↑": ("substance_pass@1", "chrf_pass@1"),
 }
 # Of a corpus as a whole, so that a mean over seeds is all that is known of them.
 CORPUS = {

@@ -31,17 +31,41 @@ def write_report(results: Path, readme: Path, scale: Scale) -> Path:
         text.TITLE,
         *picture(results / "overview.png", readme.parent, text.OVERVIEW, curves.draw_overview, cells, titles),
     ]
-    parts += [text.ASKED, *verdicts.sentences(cells), verdicts.advice(cells), text.head(scale)]
+    found = notes(cells, results)
+    parts += [text.ASKED, *verdicts.sentences(cells, found), verdicts.advice(cells)]
+    parts += [tables.main_table(cells, verdicts.OF_TASK), text.LEVELS]
+    parts += [text.RIVALS, rivals] if (rivals := verdicts.rival_table(cells)) else []
+    parts += [text.head(scale)]
     parts += ["## Results", text.state(cells, list(planned)), text.documents(stored.read(results / "documents.json"))]
-    parts += ["### Claims", text.CLAIMS, verdicts.claim_table(cells), "### Models", text.INTERVALS]
+    parts += ["### Claims", text.CLAIMS, verdicts.claim_table(cells, found), "### Models", text.INTERVALS]
     for task in TASKS:
         for start in STARTS:
             if tables.groups_of(cells, task, start):
                 parts += [f"#### {text.TASK_TITLES[task]}, from {text.START_TITLES[start]}"]
                 parts += place_part(cells, task, start, results, readme.parent)
+    parts += signal_part(results, readme.parent)
     parts += ["### Learning rates", *sweep_part(results)]
     readme.write_text("\n\n".join([*parts, text.TAIL]) + "\n", encoding="utf-8")
     return readme
+
+
+def notes(cells: Cells, results: Path) -> dict[tuple[str, str], str]:
+    """What other measurements say of a difference from SFT, by task and metric."""
+    found = {}
+    after_end = stored.read(results / "after-end-functions.json")
+    if after_end:
+        ends = {name: list(model["cfm_loss_to_end"].values())[-1] for name, model in after_end["models"].items()}
+        values = [next((end for name, end in ends.items() if part in name), None) for part in ("-sft-", "-ebft-mean-")]
+        if None not in values:
+            shown = text.TO_END.format(*values)
+            found["functions", "cfm_loss_long"] = shown
+    cooler = stored.read(results / "temperatures-translation.json")
+    if cooler:
+        by_name = {name.split("-")[2]: model for name, model in cooler["models"].items()}
+        if {"sft", "ebft"} <= set(by_name):
+            values = by_name["sft"].get("0.9", {}).get("chrf_pass@1"), by_name["ebft"]["1.0"]["chrf_pass@1"]
+            found |= {("translation", "chrf_pass@1"): text.COOLER.format(*values)} if values[0] is not None else {}
+    return found
 
 
 def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path) -> list[str]:
@@ -55,6 +79,8 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
     after_end = stored.read(results / f"after-end-{task}.json")
     found += [text.AFTER_END, tables.after_end_table(after_end["models"])] if after_end and start == "base" else []
+    cooler = stored.read(results / f"temperatures-{task}.json")
+    found += [text.TEMPERATURES, tables.temperature_table(cooler["models"])] if cooler and start == "base" else []
     path = results / f"{task}-{start}-rollouts.png"
     found += picture(path, folder, f"rollouts of {task} from {start}", curves.draw_rollouts, cells, task, start)
     if f"{task}-{start}-sft" in tables.groups_of(cells, task, start):
@@ -63,6 +89,18 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
         found += [text.PHASES, tables.phase_table(cells)]
     return [part for part in (*found, *samples(cells, task, start)) if part]
+
+
+def signal_part(results: Path, folder: Path) -> list[str]:
+    """Where the gradients of the rewards point, of each task that was measured."""
+    parts = []
+    for task in TASKS:
+        found = stored.read(results / f"gradient-signal-{task}-1.json")
+        if found:
+            path = results / f"gradient-signal-{task}.png"
+            parts += picture(path, folder, f"gradients of {task}", curves.draw_signal, found)
+            parts += [text.SIGNAL.format(**found), tables.signal_table(found)]
+    return ["### Where the reward's gradient points", *parts] if parts else []
 
 
 def picture(path: Path, folder: Path, title: str, draw: Any, *arguments: Any) -> list[str]:

@@ -48,11 +48,13 @@ def measured(job: Job, model: str, clock: Clock) -> dict[str, Any]:
     task, place, scale = job.cell.task, job.place, job.scale
     part = "validation" if job.cell.measures == "sweep" else "test"
     file = f"{task}_{part}"
-    found = [(file, clock.time("features", lambda: measure.features(model, place, scale, task, part)))]
+    found = [(file, clock.time("features", lambda: measure.features(model, place, scale, job.cell, part)))]
     if task in measure.JUDGES and part == "test":
-        found.append((file, clock.time("completions", lambda: measure.completions(model, place, scale, task, part))))
+        found.append(
+            (file, clock.time("completions", lambda: measure.completions(model, place, scale, job.cell, part)))
+        )
     if part == "test":
-        long = clock.time("long", lambda: measure.features(model, place, scale, task, "long"))
+        long = clock.time("long", lambda: measure.features(model, place, scale, job.cell, "long"))
         found.append((f"{task}_long", renamed(long)))
     return joined(found)
 
@@ -91,11 +93,12 @@ def train_cell(job: Job) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(job.place.lock(job.cell)):
         empty_unless(folder, training_mark(job))
-        overrides = settings.cell_overrides(job.place, job.scale, job.cell, job.steps, job.rate)
+        overrides = settings.cell_overrides(job.place, job.scale, job.cell, job.steps, job.rate, job.flops)
         config = load_config(settings.config_file(job.cell.method), overrides)
         result = train(config)
     history = result.trainer.state.log_history
-    found = {"learning_rate": config.learning_rate, "cost": cost_of(result.metrics, config), "log": curves(history)}
+    cost = cost_of(result.metrics, config, result.trainer.state.global_step)
+    found = {"learning_rate": config.learning_rate, "cost": cost, "log": curves(history)}
     return found if job.cell.method != "structured" else {**found, "phases": phases(history)}
 
 
@@ -103,8 +106,7 @@ def training_mark(job: Job) -> str:
     """Changes with settings, data and start of a cell's training."""
     cell, made_from = job.cell, job.made_from
     data = [made_from[f"{cell.task}_{part}"] for part in ("train", *(["warm"] if cell.start == "warm" else []))]
-    changes = settings.changes(job.scale, cell, job.steps, job.rate)
-    return fingerprint([made_from["base"], data, without_paths(cell.method), changes])
+    return fingerprint([made_from["base"], data, without_paths(cell.method), job.changes])
 
 
 def curves(log_history: list[dict[str, float]]) -> dict[str, list[list[float]]]:

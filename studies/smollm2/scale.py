@@ -22,6 +22,7 @@ class Scale:
     steps: int = 200
     structured_steps: int = 50
     warm_steps: int = 60
+    fewer_steps: dict[str, int] = field(default_factory=dict)  # than `steps`, by task or start
     sampling: dict[str, int] = field(default_factory=dict)  # documents, samples, max_new_tokens
     methods: dict[str, tuple[str, ...]] = field(default_factory=dict)  # overrides of a method's config
     shape: dict[str, Any] | None = None  # of the tiny Llama
@@ -54,6 +55,9 @@ SCALES = {
         rows={"train": 3240, "warm": 970, "validation": 200, "test": 200, "long": 48},
         long_tokens={"functions": 128, "raw": 208, "translation": 64},
         rates=(3e-4, 1e-3, 3e-3),
+        # Raw text has 14 blocks a document where functions have 5, so that 40 steps, the length of the sweep, hold the
+        # rollouts of 120. From a warm start, as long as that start.
+        fewer_steps={"raw": 40, "warm": 60},
         sampling={"documents": 96, "samples": 4, "max_new_tokens": 96},
     ),
     "tiny": Scale(
@@ -81,6 +85,7 @@ SCALES = {
         methods={
             "sft": _TINY,
             "ebft": _TINY,
+            "sdft": (*_TINY, "micro_batch_size=4", "trl.num_generations=2", "trl.max_completion_length=8"),
             "rlvr": (*_TINY, "micro_batch_size=4", "trl.num_generations=2", "trl.max_completion_length=8"),
             "structured": (
                 *_TINY,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -65,9 +66,9 @@ def load_cells(results: Path) -> list[dict[str, Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """A JSON value with six significant digits of each number."""
+    """A JSON value with six significant digits of each number, and null for what is none (NaN)."""
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: rounded(one) for key, one in value.items()}
     return [rounded(one) for one in value] if isinstance(value, (list, tuple)) else value

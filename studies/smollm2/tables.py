@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from fnmatch import fnmatch
 from typing import Any
 
-from cells import SETTINGS
+from cells import FLOAT32, SETTINGS
 from intervals import Estimate, difference, is_start, over_seeds, spread_of_seeds
-from metrics import CORPUS
+from metrics import CORPUS, MAIN
 
 COSTS = {
     "learning_rate": "learning rate",
@@ -17,7 +18,15 @@ COSTS = {
     "generated_tokens": "generated tokens",
     "flops": "FLOPs",
 }
-METHODS = ("none", "sft", "sft_flops", "rlvr", "structured", *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS))
+METHODS = (
+    "none",
+    "sft",
+    "sft_flops",
+    "sdft",
+    "rlvr",
+    "structured",
+    *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS),
+)
 LENGTHS = (8, 16, 32, 64, 128)  # of rollouts, in tokens
 AFTER_END = {"ended": "share that ended", "cfm_loss": "loss, all tokens", "cfm_loss_to_end": "loss, up to the end"}
 
@@ -27,12 +36,32 @@ def model_table(cells: list[dict[str, Any]], task: str, start: str, columns: dic
     rows = []
     for group in groups_of(cells, task, start):
         values = [number(over_seeds(cells, group, metric)) for metric in columns]
-        rows.append([label(group), str(seeds_of(cells, group)), *values])
+        name = label(group) + precision_mark(cells, group, f"{task}-{start}-sft")
+        rows.append([name, str(seeds_of(cells, group)), *values])
     return markdown(["model", "seeds", *columns.values()], rows)
 
 
+def main_table(cells: list[dict[str, Any]], tasks: dict[str, str]) -> str:
+    """Means over seeds of MAIN, and FLOPs, for each method from the pretrained model, by task with its title."""
+    rows = []
+    for task, title in tasks.items():
+        for group in groups_of(cells, task, "base"):
+            found = [[over_seeds(cells, group, metric) for metric in metrics] for metrics in MAIN.values()]
+            values = [next((f"{each.mean:.3f}" for each in of_metric if each), "") for of_metric in found]
+            costs_of = [cell["cost"] for cell in of_group(cells, group) if "cost" in cell]
+            seeds = "" if is_start(group) else str(seeds_of(cells, group))
+            documents, flops = (
+                f"{statistics.mean(cost[name] for cost in costs_of):{form}}" if costs_of else ""
+                for name, form in (("documents", ".0f"), ("flops", ".1e"))
+            )
+            name = label(group) + precision_mark(cells, group, f"{task}-base-sft")
+            rows.append([title, name, seeds, *values, documents, flops])
+            title = ""
+    return markdown(["task", "model", "seeds", *MAIN, "documents", "FLOPs"], rows)
+
+
 def corpus_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """Scores of a corpus as a whole: means over seeds, and the interval over these where there are several."""
+    """Scores of a corpus as a whole: means over seeds, and the interval over these where there are three."""
     rows = []
     for group in groups_of(cells, task, start):
         found = [cell["metrics"] for cell in cells if cell["cell"]["group"] == group]
@@ -42,7 +71,7 @@ def corpus_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
 
 
 def length_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """The feature-matching loss of rollouts by their length: means over seeds, with the interval over these."""
+    """The feature-matching loss of rollouts by their length: means over seeds, with the interval over three."""
     rows = []
     for group in groups_of(cells, task, start):
         curves = curve_of_seeds(cells, group).values()
@@ -59,6 +88,16 @@ def after_end_table(models: dict[str, dict[str, dict[str, float]]]) -> str:
         for metric, title in AFTER_END.items()
     ]
     return markdown(["model", "", *(f"{length} tokens" for length in lengths)], rows)
+
+
+def temperature_table(models: dict[str, dict[str, dict[str, float]]]) -> str:
+    """What temperatures.py found in each model: chrF of samples, and their distance from each other."""
+    rows = [
+        [f"`{name}`", temperature, f"{found['chrf_pass@1']:.3f}", f"{found['pair_distance']:.3f}"]
+        for name, of_model in models.items()
+        for temperature, found in of_model.items()
+    ]
+    return markdown(["model", "temperature", "chrF ↑", "distance of samples ↑"], rows)
 
 
 def curve_of_seeds(cells: list[dict[str, Any]], group: str) -> dict[int, dict[int, float]]:
@@ -94,6 +133,23 @@ def cost_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
     return markdown(["model", *COSTS.values(), "measuring, min"], rows)
 
 
+def signal_table(found: dict[str, Any]) -> str:
+    """What gradient_signal.py found: a row for each length, whitening and number of samples."""
+    names = {"cosine": "in the long run", "step_cosine": "one step", "share_of_signal": "share of signal"}
+    names["cosine_with_longest"] = f"in the long run, with the loss of {list(found['lengths'])[-1]} tokens"
+    rows = [
+        [length, setting, *(measurable(value[name], value[f"{name}_error"]) for name in names)]
+        for length, values in found["lengths"].items()
+        for setting, value in values.items()
+    ]
+    return markdown(["tokens", "reward", *names.values()], rows)
+
+
+def measurable(value: float | None, error: float | None) -> str:
+    """A value with its 95% interval, or that nothing is seen, where noise leaves no signal of which there is one."""
+    return "not measurable" if value is None or error is None else f"{value:.3f} ± {1.96 * error:.3f}"
+
+
 def phase_table(cells: list[dict[str, Any]]) -> str:
     """Mean seconds of the phases of a structured step, one row for each seed."""
     found = sorted((cell for cell in cells if cell.get("phases")), key=lambda cell: cell["cell"]["seed"])
@@ -111,11 +167,23 @@ def difference_table(cells: list[dict[str, Any]], task: str, start: str, columns
     """How much every method is above SFT from the same start, paired by seed and document."""
     reference = f"{task}-{start}-sft"
     rows = [
-        [label(group), *(number(difference(cells, group, reference, metric), signed=True) for metric in columns)]
+        [
+            label(group) + precision_mark(cells, group, reference),
+            *(number(difference(cells, group, reference, metric), signed=True) for metric in columns),
+        ]
         for group in groups_of(cells, task, start)
         if group != reference
     ]
     return markdown([f"model − {label(reference)}", *columns.values()], rows)
+
+
+def precision_mark(cells: list[dict[str, Any]], group: str, reference: str) -> str:
+    """² where the weights of one side are float32, and of the other bfloat16."""
+    precisions = {
+        any(fnmatch(cell["cell"]["name"], pattern) for pattern in FLOAT32)
+        for cell in of_group(cells, group) + of_group(cells, reference)
+    }
+    return "²" if len(precisions) > 1 else ""
 
 
 def groups_of(cells: list[dict[str, Any]], task: str, start: str) -> list[str]:
@@ -140,7 +208,7 @@ def label(group: str) -> str:
     _, start, method, *setting = group.split("-", 3)
     starts = {"base": "pretrained model", "warm": "warm start"}
     names = {"none": starts[start], "sft": "SFT, as many documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
-    names["structured"] = "EBFT, structured"
+    names |= {"structured": "EBFT, structured", "sdft": "self-distillation, same FLOPs"}
     return names[method] if method != "ebft" else f"EBFT, {setting[0].replace('_', ' ')}"
 
 
@@ -159,9 +227,9 @@ def seconds_of(cells: list[dict[str, Any]], group: str, names: tuple[str, ...]) 
 
 
 def of_seeds(values: list[float], signed: bool = False) -> str:
-    """The mean of one value for each seed, with Student's interval where there are several."""
-    if not values:
-        return ""
+    """The mean of one value for each seed, with Student's interval where there are more than two."""
+    if len(values) < 3:
+        return f"{statistics.mean(values):{'+' if signed else ''}.3f}" if values else ""
     return number(Estimate(statistics.mean(values), spread_of_seeds(values), 0.0, len(values)), signed)
 
 

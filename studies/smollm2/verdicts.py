@@ -2,36 +2,62 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from claims import FAILS, HOLDS, MEAN, OPEN, judged
-from metrics import columns
+from claims import FAILS, HOLDS, MEAN, OPEN, ROUNDING, judged
+from intervals import Estimate, difference
+from metrics import MAIN, columns
 from sweep import OBJECTIVES
-from tables import markdown, number
+from tables import label, markdown, number, precision_mark
 
-# What else a metric of the sentences responds to.
-CAVEATS = {"cfm_loss_long": "text after an end token counts", "chrf_pass@1": "better where samples are more alike"}
+RIVALS = ("sft_flops", "sdft", "rlvr", "structured", "ebft-paper")
 OF_TASK = {"functions": "functions", "translation": "translation", "raw": "raw text"}
 
 
-def sentences(cells: list[dict[str, Any]]) -> list[str]:
-    """What holds, what does not, and what is undecided, a sentence each; and what EBFT costs beside SFT."""
-    said: dict[str, dict[str, list[str]]] = {HOLDS: {}, FAILS: {}, OPEN: {}}
+def sentences(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) -> list[str]:
+    """Where EBFT is better than SFT, where worse, and where undecided, a sentence each.
+
+    `notes`: by (task, metric) what else is known of a difference that is decided.
+    """
+    said: dict[str, list[str]] = {HOLDS: [], FAILS: [], OPEN: [], "one seed": []}
+    wide: dict[str, list[str]] = {}
     for claim, task, start, metric, found, outcome in judged(cells):
-        heading = columns(task)[metric].rstrip(" ↑↓")
-        if outcome != OPEN and metric in CAVEATS:
-            heading += f" ({CAVEATS[metric]})"
-        shown = f" {number(found, signed=True)}" if outcome != OPEN else ""
-        said[outcome].setdefault(claim.text, []).append(f"{where(task, start)}: {heading}{shown}")
-    lists = {
-        outcome: "; ".join(f"{text} ({', '.join(places)})" for text, places in found.items())
-        for outcome, found in said.items()
-    }
-    return [
-        f"**Holds:** {lists[HOLDS] or 'nothing so far'}.",
-        f"**Does not hold:** {lists[FAILS] or 'nothing so far'}.",
-        f"**Undecided:** {lists[OPEN] or 'nothing'}.",
+        if claim.than != "sft":
+            continue
+        heading, place = columns(task)[metric].rstrip(" ↑↓"), where(task, start)
+        shown = f"{place}, {heading} {number(found, signed=True)}"
+        if found.count == 1:
+            said["one seed"].append(shown)
+        elif outcome == OPEN:
+            change = difference(cells, f"{task}-{start}-sft", f"{task}-{start}-none", metric)
+            if change is not None and found.half > abs(change.mean) / 2:
+                wide.setdefault(f"{place} ({found.count} seeds)", []).append(heading)
+            else:
+                said[OPEN].append(f"{place} ({found.count} seeds), {heading} {interval(found)}")
+        else:
+            note = notes.get((task, metric)) if outcome == HOLDS else None
+            said[outcome].append(shown + (f" ({note})" if note else ""))
+    count = sum(map(len, (*said.values(), *wide.values())))
+    too_wide = "; ".join(f"{place}: {' / '.join(headings)}" for place, headings in wide.items())
+    lines = [
+        f"**Better than SFT:** {'; '.join(said[HOLDS]) or 'nothing so far'}.",
+        f"**Worse:** {'; '.join(said[FAILS]) or 'nothing so far'}.",
+        f"**Undecided**, with intervals of 95% of EBFT less SFT: {'; '.join(said[OPEN]) or 'nothing'}. Too wide to "
+        f"tell (more than half of what SFT itself changes, to either side): {too_wide or 'nothing'}. No interval is "
+        f"corrected for the number of comparisons, {count}.",
     ]
+    if said["one seed"]:
+        lines[-1] += f" With one seed: {'; '.join(said['one seed'])}."
+    return lines
+
+
+def interval(found: Estimate) -> str:
+    """What an interval that decides nothing leaves possible."""
+    if math.isnan(found.half) or found.half < ROUNDING:
+        return f"{number(found, signed=True)}"
+    decimals = max(1, 1 - math.floor(math.log10(found.half)))
+    return f"{found.low:+.{decimals}f} to {found.high:+.{decimals}f}"
 
 
 def where(task: str, start: str) -> str:
@@ -41,22 +67,40 @@ def where(task: str, start: str) -> str:
 
 def advice(cells: list[dict[str, Any]]) -> str:
     """What to take from it, by the trials against SFT and what both cost."""
-    counts = dict.fromkeys((HOLDS, FAILS, OPEN), 0)
-    places = {}
-    for claim, task, start, *_, outcome in judged(cells):
-        if claim.than == "sft":
-            counts[outcome] += 1
-            places[f"{task}-{start}"] = None
+    found: dict[str, set[str]] = {HOLDS: set(), FAILS: set(), OPEN: set()}
+    for claim, task, start, _, compared, outcome in judged(cells):
+        if claim.than == "sft" and compared.count > 1:
+            found[outcome].add(f"{task}-{start}")
+    places = set.union(*found.values())
     ratios = sorted(flops(cells, f"{place}-{MEAN}") / flops(cells, f"{place}-sft") for place in places)
     if not ratios:
         return "**To take from it:** nothing yet."
     times = f"{ratios[0]:.1f}" if f"{ratios[0]:.1f}" == f"{ratios[-1]:.1f}" else f"{ratios[0]:.1f} to {ratios[-1]:.1f}"
-    reason = "a reason to try it" if counts[HOLDS] > counts[FAILS] else "no reason to prefer it"
+    decided = found[HOLDS] | found[FAILS]
+    is_better = found[HOLDS] - found[FAILS]
+    reason = "a reason to try it there" if is_better else "no reason to prefer it so far"
     return (
-        f"**To take from it:** against SFT on as many documents, EBFT is better in {counts[HOLDS]} of "
-        f"{sum(counts.values())} trials, worse in {counts[FAILS]} and undecided in {counts[OPEN]}, at {times} times "
-        f"the FLOPs: {reason} at this size, rate and length of training."
+        f"**To take from it:** EBFT takes {times} times the FLOPs of SFT on as many documents, and more where SFT's "
+        f"rows are not padded. It is worse than SFT in something in {len(found[FAILS])} of {len(decided)} tasks with a "
+        f"decided difference, and better in something without being worse in another in {len(is_better)}: {reason}, at "
+        "this size, rate and length of training. What is undecided may still differ."
     )
+
+
+def rival_table(cells: list[dict[str, Any]]) -> str:
+    """EBFT less each of its rivals but SFT on as many documents, and less its other settings; empty without any."""
+    rows = []
+    for rival in RIVALS:
+        for group in sorted({cell["cell"]["group"] for cell in cells if cell["cell"]["group"].endswith(f"-{rival}")}):
+            task, start, _ = group.split("-", 2)
+            ours = f"{task}-{start}-{MEAN}"
+            found = [[difference(cells, ours, group, metric) for metric in metrics] for metrics in MAIN.values()]
+            values = [number(next(filter(None, of_metric), None), signed=True) for of_metric in found]
+            if any(values):
+                ratio = flops(cells, group) / flops(cells, ours)
+                name = label(group) + precision_mark(cells, group, ours)
+                rows.append([name, where(task, start), f"{ratio:.2f}", *values])
+    return markdown(["EBFT, mean, less", "task", "its FLOPs / EBFT's", *MAIN], rows) if rows else ""
 
 
 def flops(cells: list[dict[str, Any]], group: str) -> float:
@@ -65,11 +109,13 @@ def flops(cells: list[dict[str, Any]], group: str) -> float:
     return sum(found) / len(found)
 
 
-def claim_table(cells: list[dict[str, Any]]) -> str:
-    """Each claim, tried in every task and from every start where both of its sides were run."""
+def claim_table(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) -> str:
+    """Each claim, tried in every task and from every start where both of its sides were run; `notes` as above."""
     rows = []
     for claim, task, start, metric, found, said in judged(cells):
         outcome = said if said == OPEN else f"**{said}**"
+        if said == HOLDS and claim.than == "sft" and (task, metric) in notes:
+            outcome += ", with the note above"
         rows.append([claim.text, where(task, start), metric, number(found, signed=True), outcome])
     for above, row in zip(reversed(rows[:-1]), reversed(rows[1:])):
         if above[0] == row[0]:

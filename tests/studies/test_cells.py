@@ -31,15 +31,16 @@ def job(cell: Cell, folder: Path, **changes) -> Job:
 
 
 def test_the_plan():
-    """34 runs; SFT beside EBFT with every seed; runs that take FLOPs or an adapter's start have what they need."""
+    """36 runs; SFT beside EBFT with every seed; runs that take FLOPs or an adapter's start have what they need."""
     cells = all_cells()
-    assert len({cell.name for cell in cells}) == len(cells) == 34
+    assert len({cell.name for cell in cells}) == len(cells) == 36
     seeds = Counter(cell.group for cell in cells)
     for place, count in (("functions-base", 3), ("translation-base", 3), ("raw-base", 2), ("translation-warm", 2)):
         assert seeds[f"{place}-sft"] == seeds[f"{place}-ebft-mean"] == count and seeds[f"{place}-none"] == 1
     assert {cell.task for cell in cells if cell.method == "rlvr"} == {"functions"}, "others have no verifier"
     assert {cell.setting for cell in cells if cell.setting} == set(SETTINGS)
-    assert all(needed in cells for cell in cells for needed in (flops_of(cell) if cell.method == "sft_flops" else ()))
+    assert all(needed in cells for cell in cells for needed in flops_of(cell))
+    assert {cell.method for cell in cells if flops_of(cell)} == {"sft_flops", "sdft"}
 
 
 def test_every_cell_has_a_valid_config(tmp_path):
@@ -47,21 +48,25 @@ def test_every_cell_has_a_valid_config(tmp_path):
     for cell in all_cells():
         if cell.method == "none":
             continue
-        config = load_config(config_file(cell.method), cell_overrides(place, SCALE, cell, 7, 2e-5))
+        flops = 3e9 if cell.method == "sdft" else None
+        config = load_config(config_file(cell.method), cell_overrides(place, SCALE, cell, 7, 2e-5, flops))
         assert (config.seed, config.base_model, config.max_steps, config.learning_rate) == (cell.seed, "base", 7, 2e-5)
         assert config.method.samples_blocks == (cell.method == "ebft") and config.auto_resume_from_checkpoints
+        assert config.budget.flops == flops
         assert (config.lora_model_dir is not None) == (cell.start == "warm")
     for task, length in {"functions": 128, "raw": 128, "translation": 64}.items():  # as long as there is room
-        config = load_config(config_file("evaluation"), evaluation_overrides(place, SCALE, task, "long"))
+        config = load_config(
+            config_file("evaluation"), evaluation_overrides(place, SCALE, planned(task, "base", "none", 0), "long")
+        )
         assert config.ebft.generate_max_len == length and config.ebft.stride > config.sequence_len
         assert (config.ebft.context_length == 64) == (task == "raw")
 
 
-@pytest.mark.parametrize("method", ["sft", "ebft", "rlvr", "structured"])
+@pytest.mark.parametrize("method", ["sft", "sdft", "ebft", "rlvr", "structured"])
 def test_a_step_has_sixteen_documents(method):
     config = load_config(config_file(method))
     steps = SCALE.structured_steps if method == "structured" else SCALE.steps
-    documents = cost_of({}, config)["documents"]
+    documents = cost_of({}, config, config.max_steps)["documents"]
     assert documents == 16 * config.max_steps == 16 * steps <= SCALE.rows["train"]
 
 

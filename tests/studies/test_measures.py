@@ -1,5 +1,6 @@
 """What the study computes: intervals, losses up to the end token, shares of signal, samples and their scores."""
 
+import argparse
 import itertools
 import math
 from functools import cache
@@ -155,6 +156,34 @@ def test_share_of_signal_is_the_mean_over_pairs_of_batches_and_that_of_a_known_m
     found = gradient_signal.statistics(0.5 * signal + noise, held_out, held_out, documents=4)
     assert found["share_of_signal"] == pytest.approx(0.25 / 0.5, abs=0.03), "a step has four times as many"
     assert math.isnan(gradient_signal.cosine(1.0, -0.1, 1.0)), "no signal"
+
+
+def test_errors_of_the_gradient_signal_are_the_spread_of_repeated_measurements():
+    torch.manual_seed(0)
+    drawn = lambda scale: 1 + scale * torch.randn(12, 100)
+    values = [gradient_signal.statistics(drawn(2), drawn(1), drawn(1), documents=4) for _ in range(100)]
+    for name in ("cosine", "step_cosine", "share_of_signal"):
+        spread = torch.tensor([value[name] for value in values]).std().item()
+        errors = [value[f"{name}_error"] for value in values]
+        assert 0.8 < sum(errors) / len(errors) / spread < 1.6, "the jackknife errs on the large side"
+
+
+def test_gradients_of_batches_are_kept(tmp_path, monkeypatch):
+    arguments = argparse.Namespace(task="raw", temperature=1.0, documents=2, batches=2)
+    place, asked = Place(tmp_path, "none"), []
+    place.data("raw", "train").parent.mkdir()
+
+    def computed(place, arguments, length, part, batches):
+        asked.append(batches)
+        yield from ((batch, {"loss": torch.full((3,), float(batch))}) for batch in batches)
+
+    monkeypatch.setattr(gradient_signal, "computed", computed)
+    for batches, data in ((2, "a"), (2, "a"), (4, "a"), (2, "b")):
+        place.data("raw", "train").write_text(data)
+        arguments.batches = batches
+        found = gradient_signal.of_batches(place, arguments, 8, "train")["loss"]
+        assert found[:, 0].tolist() == list(range(batches))
+    assert asked == [[0, 1], [2, 3], [0, 1]], "of other data, all of them"
 
 
 def test_every_reward_has_a_gradient_on_the_same_rollouts(tiny_llama_dir):

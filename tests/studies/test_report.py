@@ -78,7 +78,7 @@ def verdict_of(report: str, claim: str, metric: str) -> str:
     return row.rstrip(" |").rpartition("| ")[2].strip("*")
 
 
-@pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0005, OPEN)])
+@pytest.mark.parametrize(("gain", "expected"), [(0.2, HOLDS), (-0.2, FAILS), (0.0004, OPEN)])
 def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     report = made_up(tmp_path, gain)
     for claim, metric in (
@@ -89,12 +89,17 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     ):
         assert verdict_of(report, claim, metric) == expected, claim
     first_screen = report.split("## How")[0]
-    said = {HOLDS: "**Holds:**", FAILS: "**Does not hold:**", OPEN: "**Undecided:**"}[expected]
+    said = {HOLDS: "**Better than SFT:**", FAILS: "**Worse:**", OPEN: "**Undecided**"}[expected]
     line = next(line for line in first_screen.splitlines() if line.startswith(said))
-    assert "EBFT has a lower cross-entropy than SFT (functions: cross-entropy" in line
-    assert ("text after an end token counts" in line) == (expected != OPEN)
-    counted = {HOLDS: "better in 4 of 4", FAILS: "worse in 4 and", OPEN: "undecided in 4"}[expected]
+    is_too_wide = re.search(r"functions \(3 seeds\): [^;]*cross-entropy", line)
+    assert is_too_wide if expected == OPEN else f"functions, cross-entropy {-gain:+.1f}" in line
+    counted = f"in {int(expected == FAILS)} of {int(expected != OPEN)} tasks"
     assert counted in first_screen and "1.0 times the FLOPs" in first_screen
+    assert f"in another in {int(expected == HOLDS)}" in first_screen
+    lower, higher = f"{4 - gain:.3f} | {0.3 - gain:.3f} | {0.3 - gain:.3f}", f"{0.5 + gain:.3f} | 16 | 1.0e+12"
+    assert f"| EBFT, mean | 3 | {lower} |  | {higher} |" in first_screen
+    assert ("no reason to prefer it" in first_screen) == (expected != HOLDS)
+    assert f"| RLVR | functions | 1.00 | {0.002 - gain:+.5f} ± 0.00000¹ | " in first_screen
 
 
 def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
@@ -102,6 +107,9 @@ def test_wide_intervals_and_single_seeds_decide_nothing(tmp_path):
     assert verdict_of(made_up(tmp_path / "wide", 0.2, noise=1.0), claim, "ce_loss") == OPEN
     report = made_up(tmp_path / "one", 0.2, seeds=(0,))
     assert verdict_of(report, claim, "ce_loss") == OPEN and "¹ |" in report
+    write_results(tmp_path / "narrow" / "results", 0.0004)
+    write_cell(tmp_path / "narrow" / "results", "none", 0, {**METRICS, "ce_loss": 9.0})  # beside what SFT changes
+    assert re.search(r"functions \(3 seeds\), cross-entropy -\S+ to \+", report_of(tmp_path / "narrow"))
 
 
 @pytest.mark.slow
@@ -139,8 +147,27 @@ def test_the_report_has_all_parts(tmp_path):
     assert "| model |  | 8 tokens |" in table and "4 tokens" not in table
     assert "| `a-model` | share that ended | 0.750 |\n| `a-model` | loss, all tokens | 0.200 |" in table
     assert "| `a-model` | loss, up to the end | 0.100 |" in table
+    by_temperature = {key: {"chrf_pass@1": 0.4, "pair_distance": 0.7} for key in ("1.0", "0.9")}
+    models = {f"functions-base-{name}-seed2": by_temperature for name in ("sft", "ebft-mean")}
+    stored.write_json(results / "temperatures-functions.json", {"models": models})
+    assert "| `functions-base-sft-seed2` | 0.9 | 0.400 | 0.700 |" in report_of(tmp_path)
     assert "Documents: 3 (cross-entropy; CFM loss; CFM loss, long; alignment)." in report
     assert "Documents: 3 (names)." in report
+    value = {"cosine": 0.8, "step_cosine": 0.4, "share_of_signal": 0.25, "cosine_with_longest": None}
+    value |= {f"{name}_error": 0.1 for name in value}
+    lengths = {"8": {f"unwhitened, n = {n}": value for n in (4, 8)}}
+    about = {"task": "functions", "temperature": 1, "batches": 3, "documents": 2}
+    stored.write_json(results / "gradient-signal-functions-1.json", {**about, "lengths": lengths})
+    report = report_of(tmp_path, has_pictures=True)
+    shown = "0.800 ± 0.196 | 0.400 ± 0.196 | 0.250 ± 0.196 | not measurable"
+    assert f"| 8 | unwhitened, n = 4 | {shown} |" in report
+    assert "3 batches of 2 documents" in " ".join(report.split())
+    differences = report.split("| model − SFT, as many documents |")[1]
+    row = next(line for line in differences.splitlines() if line.startswith("| pretrained model |"))
+    assert "¹" not in row, "a start has the same value beside every seed"
+    assert (results / "gradient-signal-functions.png").stat().st_size > 5000
+    assert curves.step_cosine(value, 16) == pytest.approx(0.4), "16 documents are a step"
+    assert curves.step_cosine(value, 4) == pytest.approx(0.8 / 13**0.5), "a quarter has four times the noise"
     found = {"tried": tried, "by_hand": {}, "steps": 40, "chosen": {"functions-sft": 0.001}}
     stored.write_json(results / "sweep.json", found)
     report = report_of(tmp_path)
@@ -211,3 +238,10 @@ def test_checkpoints_of_something_else_are_removed(tmp_path):
         stored.empty_unless(tmp_path / "model", made_from)
         assert (tmp_path / "model" / "checkpoint-1").is_dir() == remains
         (tmp_path / "model" / "checkpoint-1").mkdir(exist_ok=True)
+
+
+def test_a_difference_between_precisions_is_marked(tmp_path):
+    write_results(tmp_path / "results", 0.2)
+    write_cell(tmp_path / "results", "sdft", 0, METRICS)
+    report = report_of(tmp_path)
+    assert "| self-distillation, same FLOPs² | " in report and "| EBFT, mean | -0.2" in report

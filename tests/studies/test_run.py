@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 # Every kind of cell; other settings of EBFT differ in their configs alone.
-FUNCTIONS = [f"functions-base-{method}-seed0" for method in ("none", "sft", "sft_flops", "ebft-mean", "rlvr")]
+FUNCTIONS = [f"functions-base-{method}-seed0" for method in ("none", "sft", "sft_flops", "ebft-mean", "sdft", "rlvr")]
 CELLS = (
     *FUNCTIONS,
     "translation-base-none*",
@@ -54,7 +54,7 @@ def first_run(tmp_path_factory) -> Path:
 
 def test_every_kind_of_cell_is_measured(first_run):
     found = results(first_run)
-    assert {cell["cell"]["method"] for cell in found.values()} == {"none", "sft", "sft_flops", "ebft", "rlvr"}
+    assert {cell["cell"]["method"] for cell in found.values()} == {"none", "sft", "sft_flops", "sdft", "ebft", "rlvr"}
     for name, cell in found.items():
         assert {"commit", "device", "python", "torch"} <= set(cell["machine"]) and cell["stamp"]
         assert cell["command"].startswith("python studies/smollm2/run.py --scale tiny --only")
