@@ -74,6 +74,11 @@ class Setting:
         return preset.shrunken() if self.is_tiny else preset
 
     @property
+    def dtype(self) -> str:
+        """bfloat16 on a GPU; most CPUs have no instructions for it."""
+        return "bfloat16" if self.device.type == "cuda" else "float32"
+
+    @property
     def nothing(self) -> Path:
         """In place of the wheel: without the published trainer."""
         return self.folder / "nothing"
@@ -136,7 +141,7 @@ def check_device(setting: Setting, report: Report) -> None:
     if not difference.abs().max() < 1e-3:
         report.wrong(f"a matrix product differs by {difference.abs().max():.1e} from the CPU's")
     for dtype in (torch.float32, torch.bfloat16):
-        rate = GemmRate(dtype, device)
+        rate = GemmRate(dtype, device, 256 if device.type == "cpu" else None)  # bfloat16 takes minutes on some CPUs
         for _ in range(3):
             rate.sample()
         report.row({"rate": f"product of matrices of {rate.size}, {dtype}", "per second": f"{rate.fastest():.3g} FLOP"})
@@ -312,8 +317,8 @@ def strided_steps(
 ) -> None:
     """The benchmark of strided_step.py at one length: a row for each side."""
     output, length = setting.folder / f"step-{length}.json", setting.tokens(length)
-    words = ["--preset", "1b", "--lengths", length, "--variant-lengths", length, "--variants", *variants]
-    words += ["--recompile-steps", recompile_steps, "--overhead-steps", 0, "--output", output]
+    words = ["--preset", "1b", "--dtypes", setting.dtype, "--lengths", length, "--variant-lengths", length]
+    words += ["--variants", *variants, "--recompile-steps", recompile_steps, "--overhead-steps", 0, "--output", output]
     words += ["--wheel", wheel] if wheel else []
     words += ["--tiny", "--repeats", 1] if setting.is_tiny else []
     strided_step.main([str(word) for word in words])
@@ -415,7 +420,7 @@ def kernels(setting: Setting, report: Report) -> None:
     }
     report.fact(tokens=length)
     for name, options in steps.items():
-        side = ours(setting.preset, "bfloat16", length, setting.folder, name, **options)
+        side = ours(setting.preset, setting.dtype, length, setting.folder, name, **options)
         inputs = document(setting.preset, length, side.device)
         for _ in range(2):
             side.step(inputs)
@@ -573,7 +578,7 @@ def _train(setting: Setting, report: Report, name: str, transform: str, keys: di
     row: dict[str, Any] = {"run": name}
     try:
         with patch("ebft.run.trainer.ProgressBar", steps), warnings.catch_warnings(action="ignore"):
-            config = {**guard.COMMON, "torch_dtype": "bfloat16", "bf16": True, **keys}
+            config = {**guard.COMMON, "torch_dtype": setting.dtype, "bf16": setting.dtype == "bfloat16", **keys}
             config |= {**_inputs(setting, transform, tokens), "max_steps": STEPS, "logging_steps": 1}
             history = ebft.train(ebft.RunConfig.from_dict(config)).trainer.state.log_history
         losses = [entry["loss"] for entry in history if "loss" in entry]
@@ -602,7 +607,7 @@ def _inputs(setting: Setting, transform: str, tokens: int) -> dict[str, Any]:
         return keys
     base = setting.folder / "shape"
     if not base.exists():
-        build_model(replace(setting.preset, lora_rank=None), torch.bfloat16, 4096).save_pretrained(base)
+        build_model(replace(setting.preset, lora_rank=None), getattr(torch, setting.dtype), 4096).save_pretrained(base)
         AutoTokenizer.from_pretrained(keys["base_model"]).save_pretrained(base)
         _free(setting.device)
     rows = [
@@ -620,7 +625,7 @@ def packing(setting: Setting, report: Report) -> None:
         report.missing("flash_attn")
     for attention in attentions:
         output = setting.folder / f"{attention}.json"
-        words = ["--preset", "1b", "--dtype", "bfloat16", "--attention", attention, "--output", str(output)]
+        words = ["--preset", "1b", "--dtype", setting.dtype, "--attention", attention, "--output", str(output)]
         words += ["--length", str(setting.tokens(2048)), "--documents", "16" if setting.is_tiny else "64"]
         words += ["--tiny", "--repeats", "1"] if setting.is_tiny else []
         sft_packing.main(words)

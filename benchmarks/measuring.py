@@ -130,9 +130,9 @@ class GemmRate:
     By the library that our step takes for it, see `ebft.prefix.cpu`.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
+    def __init__(self, dtype: torch.dtype, device: torch.device, size: int | None = None):
         self.device = device
-        self.size = GEMM_SIZE[device.type]
+        self.size = size or GEMM_SIZE[device.type]
         self._factors = [torch.randn(self.size, self.size, device=device).to(dtype) for _ in range(2)]
         self._seconds: list[float] = []
         self._multiply()  # the first picks a kernel and starts threads

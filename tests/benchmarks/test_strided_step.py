@@ -94,7 +94,8 @@ def test_whole_runs(small_run):
 
 def test_plots_come_from_the_json_alone_and_a_missing_wheel_is_said_in_one_line(small_run, tmp_path):
     output, results, printed = small_run
-    assert "axolotl 0.19.0 is not measured: missing.whl is no wheel of axolotl 0.19.0" in printed.splitlines()[0]
+    [line] = [line for line in printed.splitlines() if "is not measured" in line]  # libraries print lines too
+    assert "axolotl 0.19.0 is not measured: missing.whl is no wheel of axolotl 0.19.0" in line
     assert results["card"]["axolotl"].startswith("not measured: missing.whl is no wheel")
     assert output.with_suffix(".png").stat().st_size > 10_000
     copy = tmp_path / "copy.json"
@@ -111,9 +112,9 @@ def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
 
 def test_the_preset_with_an_adapter(tmp_path):
     few = ("--preset", "1b", "--lengths", "24", "--variant-lengths", "24", "--recompile-steps", "0", "--wheel", "-")
-    results, _ = run(tmp_path / "out.json", *few)
+    results, _ = run(tmp_path / "out.json", *few, "--dtypes", "float32")
     row = results["lengths"][0]["sides"]["ours"]
-    assert row["dtype"] == "bfloat16" and row["tokens_per_s"] > 0 and row["mfu"] > 0
+    assert row["dtype"] == "float32" and row["tokens_per_s"] > 0 and row["mfu"] > 0
     assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())
     assert list(results["lengths"][0]["sides"]) == ["ours", "ours flex", "ours single pass", "ours full"]
     assert find_preset("1b", on_cuda=True).shape["hidden_size"] == 2048

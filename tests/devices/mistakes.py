@@ -7,6 +7,7 @@ that stays there, a generator of the other device. A run on the pretend device m
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import inspect
 import sys
@@ -176,6 +177,7 @@ def report(mistake: Mistake) -> str:
 def main() -> int:
     register()
     torch.set_num_threads(1)
+    gc.freeze()
     missed = 0
     for name, mistake in MISTAKES.items():
         line, said = mistake.line(), report(mistake)

@@ -29,6 +29,7 @@ def test_runs(method):
     """A process for each mode and for all other methods."""
     of_mode = [name for name in CASES if name.startswith(("strided", "structured"))]
     names = [name for name in of_mode if name.startswith(method)] if method else [*CASES.keys() - set(of_mode)]
+    names = [name for name in names if name not in FAST]
     assert output("-m", "tests.devices", *names).count(" kernels, ") == len(names)
 
 
@@ -38,12 +39,11 @@ def test_planted_mistakes_are_found_with_their_lines():
 
 
 @pytest.mark.slow
-def test_kernels_of_a_step():
-    """Of a model with 16 layers; without folded adapters and fused layers, there are twice as many."""
-    table = output("-m", "benchmarks.kernels", "--lengths", "512")
-    rows = [line for line in table.splitlines() if line.startswith("strided")]  # libraries print lines too
-    of_run = {line[:18].strip(): int(line[18:].split()[1].replace(",", "")) for line in rows}
-    assert of_run["strided"] <= 6500 and of_run["strided LoRA"] <= 8500, table
+def test_kernels_of_a_step_are_printed():
+    """How many there are is what `make bench-guard` compares."""
+    table = output("-m", "benchmarks.kernels", "--runs", "strided", "--lengths", "64")
+    [row] = [line for line in table.splitlines() if line.startswith("strided")]  # libraries print lines too
+    assert 2000 < int(row.split()[2].replace(",", "")) < 6500, table
 
 
 SCRIPT = """

@@ -60,7 +60,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "tools/evaluation/run.py evaluate": "strided_as_cuda_resumed",
     "tools/evaluation/run.py _seeded": GPU,
     "tools/export/quantize.py": GPU,
-    "tools/init/config.py": GPU,  # what fits on it
+    "tools/init/": GPU,  # what fits on it
     "tools/launch/plan.py": "tests/launch/test_plan.py",
     "tools/quickstart/smollm2.py": "tests/examples/test_quickstart.py",
     "trainer/base.py log": "strided_as_cuda_resumed",
