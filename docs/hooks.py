@@ -16,6 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
 AS_THEY_ARE = {".png", ".svg", ".ipynb"}
+LISTS = {"api.md", "commands.md", "options.md", "CONTRIBUTING.md"}  # they have every word: in search, below other pages
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#|/)([^)\s#]+)")
 SHIM = "https://unpkg.com/iframe-worker/shim"  # in the pages of the plugin offline
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -43,8 +44,10 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Replace links to files outside docs/ by links to their copies in the site."""
+    """Replace links to files outside docs/ by links to their copies in the site, and rank the page in search."""
     uri = page.file.src_uri
+    if uri in LISTS:
+        page.meta["search"] = {"boost": 0.2}
     folder = posixpath.dirname(repository_path(uri))
 
     def link(match: re.Match) -> str:

@@ -1,5 +1,6 @@
 """The site is built without warnings, and loads nothing from other hosts."""
 
+import json
 import os
 import re
 import subprocess
@@ -37,6 +38,9 @@ def test_search_works_in_pages_that_are_opened_as_files(site):
     assert "whitening" in (site / "search" / "search_index.js").read_text(encoding="utf-8")
     for page, script in (("index.html", "iframe-worker.js"), ("studies/smollm2/index.html", "../../iframe-worker.js")):
         assert f'<script src="{script}">' in (site / page).read_text(encoding="utf-8")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    boosted = {entry["location"].partition("#")[0] for entry in index["docs"] if entry.get("boost", 1) < 1}
+    assert boosted == {"api.html", "commands.html", "options.html", "CONTRIBUTING.html"}
     assert "IFrameWorker" in (site / "iframe-worker.js").read_text(encoding="utf-8")
 
 
