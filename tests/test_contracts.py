@@ -21,6 +21,7 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.gptj import modeling_gptj
 
+from ebft.distillation import SDFTTrainer
 from ebft.preferences.experimental import CPOTrainer, ORPOTrainer, PreparedBatches
 from ebft.preferences.trainers import DPOTrainer, HasReference, KTOTrainer
 from ebft.preferences.trl import KeepsMetrics
@@ -34,7 +35,7 @@ from ebft.trainer import OverTrainer
 ROOT = Path(__file__).parents[1] / "src" / "ebft"
 OF_PREFERENCES = (DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer)
 TRAINERS = (SFTTrainer, RewardModelTrainer, ProcessRewardTrainer, StridedEBFTTrainer, RolloutGRPOTrainer, EBFTTrainer,
-            AsyncEBFTTrainer, *OF_PREFERENCES)  # fmt: skip
+            AsyncEBFTTrainer, SDFTTrainer, *OF_PREFERENCES)  # fmt: skip
 # Private names of the libraries' trainers that several of our classes read, set, call or override, and their meaning.
 SHARED = {
     "_get_num_items_in_batch": "(batches, device) -> what the loss is normalised by",
@@ -42,6 +43,7 @@ SHARED = {
     "_metrics": "{mode: {name: [values]}}, whose means are logged",
     "_prepare_dataset": "(dataset, tokenizer, arguments, name) -> rows of token ids",
     "_prepare_inputs": "the inputs of a micro-batch; shuffles the rows of a generation batch in training",
+    "_step": "micro-batches trained on",
     "_total_train_tokens": "the tokens of all batches of training, which are logged",
 }
 
@@ -101,17 +103,25 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_last_loaded_step": "the step whose weights the sampler has; -1 for none",
         "_logs": 'what the table of completions shows: {"advantages": a deque with one number per completion}',
         "_pending_metrics": "what reward functions logged: {name: values}",
-        "_step": "micro-batches trained on",
         "_tokenizer": "the tokenizer inside processing_class",
-        **shared("_get_num_items_in_batch", "_get_train_sampler", "_metrics", "_prepare_inputs"),
+        **shared("_get_num_items_in_batch", "_get_train_sampler", "_metrics", "_prepare_inputs", "_step"),
     },
     RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
+    SDFTTrainer: {
+        "_generate": "(token ids of prompts) -> (those, token ids of completions)",
+        "_prepare_training_batch": "(rows) -> the inputs of the loss, sampled, with the lengths of completions",
+        "_setup_teacher_model": "sets teacher_model, the model itself with an adapter, which is disabled for it",
+        "_tokenize_prompts": "(prompts of the student, or of the teacher) -> token ids",
+        **shared("_get_train_sampler", "_metrics"),
+    },
 }
 SEAM = ROOT / "transformers_internals.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {
-    "trl.experimental": ("cpo", "orpo"),
+    "trl.experimental": ("cpo", "orpo", "sdft"),
     "trl.models": ("get_act_offloading_ctx_manager", "unwrap_model_for_generation"),
+    "trl.trainer": ("grpo_trainer",),
+    "trl.trainer.grpo_trainer": ("create_model_from_path",),  # of the reference model, for beta
     "trl.trainer.kto_trainer": ("DataCollatorForUnpairedPreference",),
     "trl.trainer.utils": ("FusedCausalLMOutput", "RepeatSampler", "pad"),
 }

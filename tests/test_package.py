@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[1]
 CORE = (
     "anchors machine methods.__init__ printed processes rewards transformers_internals",
     "errors",
-    "files run_files scores",
+    "files scores",
+    "run_files",
     "catalog",
     "config",
     "data.transforms.__init__",
@@ -36,7 +37,7 @@ CORE = (
     "features monitor prefix",
     "trainer",
     "preferences reward_models sft strided structured",
-    "config.base methods.views nemo_gym",
+    "config.base distillation methods.views nemo_gym",
     "methods.method",
     "config.checks.processes",
     "methods",
