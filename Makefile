@@ -69,9 +69,9 @@ test-minimum test-newest: test-%: $(STAMP)
 	PYTHONPATH=src .venv-$*/bin/python -m pytest $(VERSION_TESTS) --numprocesses auto --maxprocesses 8 --dist loadfile \
 		-m "not (slow or gpu)" --deselect "tests/config/test_reference.py::test_the_page_is_fresh[commands.md]" # of constraints.txt's typer
 
-# Takes minutes: most of these tests start a server.
+# Takes minutes: most of these tests start a server. VLLM_TESTS="EXPRESSION" (of pytest's -k) runs a part of them.
 test-vllm: $(STAMP) $(VLLM_STAMP)
-	EBFT_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests -m vllm
+	EBFT_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest tests -m vllm -k "$(VLLM_TESTS)"
 
 # Takes minutes: most of these tests start a local Ray, in an environment of its own.
 test-ray: $(STAMP)

@@ -391,7 +391,7 @@ def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
     command = server_command(load_config(write_config(tmp_path, base, port)).server_settings, PYTHON, gpus=0)
     raw = [word.replace("processed_logprobs", "raw_logprobs") for word in command.command]
     with VLLMServer(type(command)(**{**vars(command), "command": tuple(raw)}), tmp_path / "vllm.log") as server:
-        server.wait_until_healthy(120)
+        server.wait_until_healthy(300)
         with pytest.raises(RolloutError, match="--logprobs-mode processed_logprobs"):
             make(base, arguments(tmp_path, port))
 
