@@ -90,11 +90,13 @@ How to read it:
 - EBFT's settings change [configs/ebft.yaml](configs/ebft.yaml): {settings}.
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
-anew. The pretrained model has very likely seen much of this source code, as any model of its kind has: differences
-between methods count here, not levels.
+anew. These runs have `constraints.txt` of commit 80db764d (transformers 5.19): for their data and numbers, run
+`make install` in a checkout of it, and run.py of this folder with its `.venv/bin/python` and `PYTHONPATH=src`. Some
+commits named below were put together into others later. The pretrained model has very likely seen much of this source
+code, as any model of its kind has: differences between methods count here, not levels.
 
-Sources. Python files: the standard library, and the installed packages {packages}, at the versions of
-`constraints.txt`, under their own licences. French catalogs, read from wheels of the package index: {applications}.
+Sources. Python files: the standard library, and the installed packages {packages}, under their own licences.
+French catalogs, read from wheels of the package index: {applications}.
 HumanEval: {humaneval}. Functions named like a problem of HumanEval are left out, and so are copies of a body. Models
 are measured on other files than they are trained on, and on translations of other applications; no function's body,
 no message and no piece of raw text is in both."""
