@@ -57,8 +57,10 @@ def test_loss_and_gradients_are_those_of_plain_passes(adapter, rows, positions, 
         shape = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.3)
         GPT2LMHeadModel(shape).save_pretrained(tmp_path / "model")
     sdft = {"distillation_mode": "full_logits", "teacher_prompt_template": TEMPLATE}
+    config = config_of(tmp_path, adapter, rows, sdft=sdft)
     trainer = trained(tmp_path, adapter, rows, sdft=sdft).trainer
     base, tokenizer = (kind.from_pretrained(tmp_path / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    view = config.method.row_view(config, tokenizer)
     data = [trainer.train_dataset[number] for number in (0, 0, 3, 3)]
     model, trainer.current_gradient_accumulation_steps = trainer.model.train(), 1
     batch = trainer._prepare_training_batch(data)
@@ -79,6 +81,8 @@ def test_loss_and_gradients_are_those_of_plain_passes(adapter, rows, positions, 
             else:
                 start = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=True,
                                                       add_generation_prompt=True)["input_ids"]  # fmt: skip
+            shown = view(row).parts
+            assert [token.id for token in shown[0 if one is model else -1].tokens] == list(start)
             whole = torch.cat([torch.tensor(start), done])[None]
             logits.append(one(whole).logits[0, len(start) - 1 : -1] / 0.8)
         losses.append(divergence(logits[0], logits[1].detach()).mean())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from heapq import nlargest
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,9 +32,16 @@ from ebft.trainer import OverTrainer
 with warnings.catch_warnings():  # of TRL, on import; the documentation says it
     warnings.simplefilter("ignore", UserWarning)
     from trl.experimental import sdft
+    from trl.experimental.sdft.sdft_trainer import DemonstrationTeacherContextBuilder
 
 SDFTConfig = sdft.SDFTConfig
 _LONGEST = 32  # rows whose length is checked before training
+
+
+def teacher_prompt(template: str, prompt: Any, reference: str) -> Any:
+    """Return the prompt, text or messages, that the teacher reads in place of `prompt`."""
+    trainer = SimpleNamespace(args=SimpleNamespace(teacher_prompt_template=template))
+    return DemonstrationTeacherContextBuilder(trainer).select_generation_prompts([prompt], [reference])[0]
 
 
 class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from string import Formatter
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -157,9 +158,18 @@ class SDFT(Method):
                     )
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.distillation import teacher_prompt
         from ebft.methods.views import PromptView
 
-        return PromptView(tokenizer, config.chat_template_kwargs, compares=True)
+        view = PromptView(tokenizer, config.chat_template_kwargs, compares=True)
+
+        def with_teacher(row: dict[str, Any]) -> RowView:
+            shown, reference = view(row), row["ground_truth"]
+            read = teacher_prompt(config.sdft.teacher_prompt_template, row["prompt"], reference)
+            prompt = view({**row, "prompt": read, "ground_truth": None}).parts[0]
+            return replace(shown, parts=[*shown.parts, replace(prompt, title="prompt of the teacher")])
+
+        return with_teacher
 
     def steps_per_epoch(self, config: MethodConfig, machine: Machine, rows: int) -> int:
         """Each prompt has `num_generations` rows of a batch; TRL leaves out prompts that fill no step."""
