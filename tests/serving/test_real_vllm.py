@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(PYTHON is None, reason="EBFT_VLLM_PYTHON names no interpreter with vLLM"),
 ]
-READY_WITHIN = 120
+READY_WITHIN = 300
 PROMPT = [5, 6, 7]
 
 
@@ -101,7 +101,7 @@ def test_it_serves_and_ends_with_ctrl_c(serve, model):
     choice = json.loads(answer)["choices"][0]
     assert choice["prompt_token_ids"] == PROMPT and 1 <= len(choice["token_ids"]) <= 4
     serving.process.send_signal(signal.SIGINT)
-    rest = serving.process.communicate(timeout=30)[0]
+    rest = serving.process.communicate(timeout=60)[0]
     assert serving.process.returncode == 130 and rest == ""
     assert alive(serving.pids) == []
 
