@@ -119,6 +119,7 @@ SEAM = ROOT / "transformers_internals.py"
 # Names of TRL's modules that are not in its documented interface.
 OF_TRL = {
     "trl.experimental": ("cpo", "orpo", "sdft"),
+    "trl.experimental.sdft.sdft_trainer": ("DemonstrationTeacherContextBuilder",),
     "trl.models": ("get_act_offloading_ctx_manager", "unwrap_model_for_generation"),
     "trl.trainer": ("grpo_trainer",),
     "trl.trainer.grpo_trainer": ("create_model_from_path",),  # of the reference model, for beta
