@@ -187,8 +187,9 @@ def state(cells: list[dict[str, Any]], names: list[str]) -> str:
     spent = sum(sum(cell["seconds"].values()) for cell in cells)
     missing = [name for name in names if name not in {cell["cell"]["name"] for cell in cells}]
     lines = [
-        f"{len(cells)} of {len(names)} runs are done, on {every('device')}, one thread each, Python {every('python')}, "
-        f"torch {every('torch')}, transformers {every('transformers')}, commits {every('commit')}: {spent / 3600:.1f} "
+        f"{len(cells)} of {len(names)} runs are done, on {every('device')}, one thread each (two in the warm start), "
+        f"Python {every('python')}, torch {every('torch')}, transformers {every('transformers')}, "
+        f"commits {every('commit')}: {spent / 3600:.1f} "
         "process hours of training and measuring, without those of processes that were stopped."
     ]
     if missing:

@@ -26,6 +26,8 @@ MAKERS = [
     project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "catalogs.py",
 ]
 
+WARM_THREADS = 2  # those of the stored results: sums, and so the adapter's weights, depend on their number
+
 
 def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
     """Base model and data; the fingerprints of both, by the names of files ("base" is the model's)."""
@@ -62,8 +64,15 @@ def make_warm(place: Place, scale: Scale, task: str, made_from: dict[str, str]) 
     console.print(f"[bold]Warm start: SFT, {task}")
 
     def make() -> None:
+        import torch
+
         stored.empty_unless(place.warm(task), fingerprint(mark), "training.txt")
-        train(config)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(WARM_THREADS)
+        try:
+            train(config)
+        finally:
+            torch.set_num_threads(threads)
 
     make_once(place.warm(task), mark, make)
 
