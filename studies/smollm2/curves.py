@@ -7,7 +7,7 @@ from typing import Any
 
 from intervals import Estimate, difference
 from metrics import MAIN, is_better_higher
-from tables import groups_of, label, of_group, seeds_of
+from tables import SIGNAL_STEP, groups_of, label, of_group, seeds_of, step_cosine
 
 ROLLOUT_PANELS = {
     "cfm_loss": ("feature-matching loss, unbiased", "tokens of the rollout"),
@@ -99,7 +99,7 @@ def draw_signal(found: dict[str, Any], path: Path) -> bool:
             lines: dict[str, list[tuple[int, float]]] = {}
             for name, value in values.items():
                 space, samples = name.split(", n = ")
-                documents = 16 if title == "16 documents" else 64 / int(samples)
+                documents = SIGNAL_STEP if title == "16 documents" else 4 * SIGNAL_STEP / int(samples)
                 lines.setdefault(space, []).append((int(samples), step_cosine(value, documents)))
             for space, points in lines.items():
                 axis.plot(*zip(*sorted(points)), label=space, marker=".")
@@ -109,13 +109,6 @@ def draw_signal(found: dict[str, Any], path: Path) -> bool:
     rows[0][0].legend(frameon=False, fontsize=8)
     figure.supylabel("cosine of a step with the held-out gradient", fontsize=10)
     return _save(figure, path)
-
-
-def step_cosine(value: dict[str, Any], documents: float) -> float:
-    """The cosine of a step of so many documents, from the statistics of one of 16; NaN without signal."""
-    share, cosine = value["share_of_signal"], value["cosine"]
-    is_seen = share > 0 and cosine is not None
-    return cosine / (1 + (1 / share - 1) * 16 / documents) ** 0.5 if is_seen else float("nan")
 
 
 def _mean(curves: list[list[list[float]]]) -> list[tuple[int, float]]:

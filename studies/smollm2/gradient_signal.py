@@ -52,7 +52,7 @@ def main() -> None:
     about = {key: getattr(arguments, key) for key in ("task", "temperature", "batches", "documents", "longest")}
     found = stored.read(file) or {}
     if {key: found.get(key) for key in about} != about:
-        found = {**about, "machine": machine_card(), "lengths": {}}
+        found = {**about, "machine": machine_card(), "rows": {}, "lengths": {}}
     kept: dict[int, Tensor] = {}  # the held-out gradients, of which those of the longest rollouts are needed for all
     lengths = [length for length in LENGTHS if length <= arguments.longest]
     missing = [length for length in lengths if str(length) not in found["lengths"]]
@@ -65,12 +65,18 @@ def main() -> None:
         values = {
             name: statistics(own, target, kept[lengths[-1]], arguments.documents) for name, own in gradients.items()
         }
+        found["rows"][str(length)] = rows_of(place, arguments, length)
         found["lengths"][str(length)] = values
         stored.write_json(file, stored.rounded(found))
         for name, row in values.items():
             shown = "  ".join(f"{key} {value:.4g}" for key, value in row.items())
             console.print(f"{length:3d} tokens, {name:28s}", shown, highlight=False)
     console.print(f"Stored: {file}")
+
+
+def rows_of(place: settings.Place, arguments: argparse.Namespace, length: int) -> dict[str, int]:
+    """How many rows of each part are long enough for rollouts of this length."""
+    return {part: len(loaded(place, arguments, length, part)[2]) for part in ("train", "test")}
 
 
 def held_out(place: settings.Place, arguments: argparse.Namespace, length: int) -> Tensor:
@@ -99,23 +105,13 @@ def computed(
     place: settings.Place, arguments: argparse.Namespace, length: int, part: str, batches: list[int]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The gradient (parameters) of each loss on some batches, which depends on the batch's number alone."""
-    from ebft import load_config
     from ebft.data.batches import DocumentCollator
-    from ebft.data.load import load_datasets
     from ebft.features import FeatureNetwork
     from ebft.models.adapter import attach_adapter
     from ebft.models.load import load_base_model
-    from ebft.models.tokenizer import load_tokenizer
     from ebft.prefix.forward import prepare
 
-    temperature = arguments.temperature if part == "train" else 1.0
-    options = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, part)}"]
-    options += [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []
-    options += ["torch_dtype=float32"]  # which every processor computes in about as fast
-    options += [f"ebft.temperature={temperature}", f"ebft.generate_max_len={length}", f"ebft.stride={length}"]
-    config = load_config(settings.config_file("ebft"), [*options, f"ebft.n_samples_per_prompt={max(SAMPLES)}"])
-    tokenizer = load_tokenizer(config)
-    rows, _ = load_datasets(config, tokenizer)
+    config, tokenizer, rows = loaded(place, arguments, length, part)
     torch.manual_seed(0)
     model = attach_adapter(load_base_model(config, tokenizer), config)
     network = FeatureNetwork(model, config.ebft.feature_layers, "mean_pooling")
@@ -135,6 +131,22 @@ def computed(
                 for name, loss in values.items()
             },
         )
+
+
+def loaded(place: settings.Place, arguments: argparse.Namespace, length: int, part: str) -> tuple[Any, Any, list[Any]]:
+    """Config, tokenizer and rows of a part for rollouts of this length."""
+    from ebft import load_config
+    from ebft.data.load import load_datasets
+    from ebft.models.tokenizer import load_tokenizer
+
+    temperature = arguments.temperature if part == "train" else 1.0
+    options = [f"base_model={place.base_model}", f"datasets.0.path={place.data(arguments.task, part)}"]
+    options += [f"datasets.0.type={settings.RAW_ROWS}"] if arguments.task == "raw" else []
+    options += ["torch_dtype=float32"]  # which every processor computes in about as fast
+    options += [f"ebft.temperature={temperature}", f"ebft.generate_max_len={length}", f"ebft.stride={length}"]
+    config = load_config(settings.config_file("ebft"), [*options, f"ebft.n_samples_per_prompt={max(SAMPLES)}"])
+    tokenizer = load_tokenizer(config)
+    return config, tokenizer, load_datasets(config, tokenizer)[0]
 
 
 def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any, is_held_out: bool) -> dict[str, Tensor]:

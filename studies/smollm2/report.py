@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import stored
 import tables
 import verdicts
 from cells import STARTS, TASKS, Cell, all_cells
+from intervals import difference, spread_of_seeds
 from metrics import COMPLETIONS, FEATURES
 from scale import Scale
 from sweep import chosen_rate
@@ -51,21 +53,42 @@ def write_report(results: Path, readme: Path, scale: Scale) -> Path:
 
 def notes(cells: Cells, results: Path) -> dict[tuple[str, str], str]:
     """What other measurements say of a difference from SFT, by task and metric."""
-    found = {}
+    found: dict[tuple[str, str], list[str]] = {}
+    for task in TASKS:
+        worse = [str(x) for x in tables.LENGTHS if is_higher(tables.length_differences(cells, task, "base").get(x, []))]
+        found[task, "cfm_loss_long"] = [text.SHORTER.format(" or ".join(worse))] if worse else []
     after_end = stored.read(results / "after-end-functions.json")
     if after_end:
         ends = {name: list(model["cfm_loss_to_end"].values())[-1] for name, model in after_end["models"].items()}
         values = [next((end for name, end in ends.items() if part in name), None) for part in ("-sft-", "-ebft-mean-")]
         if None not in values:
-            shown = text.TO_END.format(*values)
-            found["functions", "cfm_loss_long"] = shown
+            found["functions", "cfm_loss_long"].append(text.TO_END.format(*values))
+    sampled = ("translation", "chrf_pass@1")
+    wider = difference(
+        by_application(cells, sampled[1]), "translation-base-ebft-mean", "translation-base-sft", sampled[1]
+    )
+    found[sampled] = [text.APPLICATIONS.format(wider.half)] if wider is not None and wider.count > 1 else []
     cooler = stored.read(results / "temperatures-translation.json")
     if cooler:
         by_name = {name.split("-")[2]: model for name, model in cooler["models"].items()}
-        if {"sft", "ebft"} <= set(by_name):
-            values = by_name["sft"].get("0.9", {}).get("chrf_pass@1"), by_name["ebft"]["1.0"]["chrf_pass@1"]
-            found |= {("translation", "chrf_pass@1"): text.COOLER.format(*values)} if values[0] is not None else {}
-    return found
+        places = (("sft", "1.0"), ("sft", "0.9"), ("ebft", "1.0"))
+        values = [by_name.get(name, {}).get(temperature, {}).get(sampled[1]) for name, temperature in places]
+        found[sampled] += [text.COOLER.format(*values)] if None not in values else []
+    return {place: "; ".join(parts) for place, parts in found.items() if parts}
+
+
+def is_higher(values: list[float]) -> bool:
+    """Whether all of the interval of a difference over three seeds or more is above 0."""
+    return len(values) > 2 and statistics.mean(values) > spread_of_seeds(values)
+
+
+def by_application(cells: Cells, metric: str) -> Cells:
+    """Cells in which the documents of one application, instead of one file, are one draw."""
+    return [
+        {**cell, "files": {metric: [file.split("/")[0] for file in cell["files"][metric]]}}
+        for cell in cells
+        if metric in cell["files"]
+    ]
 
 
 def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path) -> list[str]:
@@ -99,7 +122,9 @@ def signal_part(results: Path, folder: Path) -> list[str]:
         if found:
             path = results / f"gradient-signal-{task}.png"
             parts += picture(path, folder, f"gradients of {task}", curves.draw_signal, found)
-            parts += [text.SIGNAL.format(**found), tables.signal_table(found)]
+            counts = [f"{of['train']} and {of['test']} with {length} tokens" for length, of in found["rows"].items()]
+            listed = f"of training and test rows, {', '.join(counts)} are left"
+            parts += [text.SIGNAL.format(**found, rows_of_lengths=listed), tables.signal_table(found)]
     return ["### Where the reward's gradient points", *parts] if parts else []
 
 

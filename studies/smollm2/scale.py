@@ -55,8 +55,8 @@ SCALES = {
         rows={"train": 3240, "warm": 970, "validation": 200, "test": 200, "long": 48},
         long_tokens={"functions": 128, "raw": 208, "translation": 64},
         rates=(3e-4, 1e-3, 3e-3),
-        # Raw text has 14 blocks a document where functions have 5, so that 40 steps, the length of the sweep, hold the
-        # rollouts of 120. From a warm start, as long as that start.
+        # Raw text has 12 blocks a document where functions have 5, so that 40 steps, the length of the sweep, hold the
+        # rollouts of 100. From a warm start, as long as that start.
         fewer_steps={"raw": 40, "warm": 60},
         sampling={"documents": 96, "samples": 4, "max_new_tokens": 96},
     ),

@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from cells import FLOAT32, SETTINGS
-from intervals import Estimate, difference, is_start, over_seeds, spread_of_seeds
+from intervals import Estimate, difference, is_start, over_seeds, spread_of_seeds, t_quantile
 from metrics import CORPUS, MAIN
 
 COSTS = {
@@ -28,6 +28,7 @@ METHODS = (
     *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS),
 )
 LENGTHS = (8, 16, 32, 64, 128)  # of rollouts, in tokens
+SIGNAL_STEP = 16  # documents of a step in gradient_signal.py
 AFTER_END = {"ended": "share that ended", "cfm_loss": "loss, all tokens", "cfm_loss_to_end": "loss, up to the end"}
 
 
@@ -71,11 +72,17 @@ def corpus_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
 
 
 def length_table(cells: list[dict[str, Any]], task: str, start: str) -> str:
-    """The feature-matching loss of rollouts by their length: means over seeds, with the interval over three."""
+    """The feature-matching loss of rollouts by their length: means over seeds, with the interval over three.
+
+    The last row is how much EBFT, mean, is above SFT, paired by seed.
+    """
     rows = []
     for group in groups_of(cells, task, start):
         curves = curve_of_seeds(cells, group).values()
         rows.append([label(group), *(of_seeds([curve[x] for curve in curves if x in curve]) for x in LENGTHS)])
+    if found := length_differences(cells, task, start):
+        title = "EBFT, mean − SFT, as many documents"
+        rows.append([title, *(of_seeds(found.get(x, []), signed=True) for x in LENGTHS)])
     return markdown(["model", *(f"{length} tokens" for length in LENGTHS)], rows)
 
 
@@ -98,6 +105,16 @@ def temperature_table(models: dict[str, dict[str, dict[str, float]]]) -> str:
         for temperature, found in of_model.items()
     ]
     return markdown(["model", "temperature", "chrF ↑", "distance of samples ↑"], rows)
+
+
+def length_differences(cells: list[dict[str, Any]], task: str, start: str) -> dict[int, list[float]]:
+    """By length of rollouts, how much the loss of EBFT, mean, is above that of SFT with each seed that both have."""
+    ours, theirs = (curve_of_seeds(cells, f"{task}-{start}-{method}") for method in ("ebft-mean", "sft"))
+    found: dict[int, list[float]] = {}
+    for seed in sorted(ours.keys() & theirs.keys()):
+        for length in ours[seed].keys() & theirs[seed].keys():
+            found.setdefault(length, []).append(ours[seed][length] - theirs[seed][length])
+    return found
 
 
 def curve_of_seeds(cells: list[dict[str, Any]], group: str) -> dict[int, dict[int, float]]:
@@ -137,17 +154,28 @@ def signal_table(found: dict[str, Any]) -> str:
     """What gradient_signal.py found: a row for each length, whitening and number of samples."""
     names = {"cosine": "in the long run", "step_cosine": "one step", "share_of_signal": "share of signal"}
     names["cosine_with_longest"] = f"in the long run, with the loss of {list(found['lengths'])[-1]} tokens"
-    rows = [
-        [length, setting, *(measurable(value[name], value[f"{name}_error"]) for name in names)]
-        for length, values in found["lengths"].items()
-        for setting, value in values.items()
-    ]
-    return markdown(["tokens", "reward", *names.values()], rows)
+    quantile = t_quantile(found["batches"] - 1)
+    rows = []
+    for length, values in found["lengths"].items():
+        for setting, value in values.items():
+            shown = [measurable(value[name], value[f"{name}_error"], quantile) for name in names]
+            cosine = step_cosine(value, 4 * SIGNAL_STEP / int(setting.rpartition(" = ")[2]))
+            equal = "not measurable" if math.isnan(cosine) else f"{cosine:.2f}"
+            rows.append([length, setting, *shown[:2], equal, *shown[2:]])
+    titles = list(names.values())
+    return markdown(["tokens", "reward", *titles[:2], "one step, as many rollouts", *titles[2:]], rows)
 
 
-def measurable(value: float | None, error: float | None) -> str:
+def step_cosine(value: dict[str, Any], documents: float) -> float:
+    """The cosine of a step of so many documents, from the statistics of one of 16; NaN without signal."""
+    share, cosine = value["share_of_signal"], value["cosine"]
+    is_seen = share > 0 and cosine is not None
+    return cosine / (1 + (1 / share - 1) * SIGNAL_STEP / documents) ** 0.5 if is_seen else math.nan
+
+
+def measurable(value: float | None, error: float | None, quantile: float) -> str:
     """A value with its 95% interval, or that nothing is seen, where noise leaves no signal of which there is one."""
-    return "not measurable" if value is None or error is None else f"{value:.3f} ± {1.96 * error:.3f}"
+    return "not measurable" if value is None or error is None else f"{value:.3f} ± {quantile * error:.3f}"
 
 
 def phase_table(cells: list[dict[str, Any]]) -> str:

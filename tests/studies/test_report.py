@@ -7,9 +7,10 @@ import curves
 import pytest
 import report_text as text
 import stored
+import tables
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate
-from report import write_report
+from report import by_application, write_report
 from scale import SCALES
 from tables import number
 
@@ -93,9 +94,11 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     line = next(line for line in first_screen.splitlines() if line.startswith(said))
     is_too_wide = re.search(r"functions \(3 seeds\): [^;]*cross-entropy", line)
     assert is_too_wide if expected == OPEN else f"functions, cross-entropy {-gain:+.1f}" in line
-    counted = f"in {int(expected == FAILS)} of {int(expected != OPEN)} tasks"
-    assert counted in first_screen and "1.0 times the FLOPs" in first_screen
-    assert f"in another in {int(expected == HOLDS)}" in first_screen
+    assert f"is higher in {3 * (gain < 0) + (expected == OPEN)} of 3 pairs of runs" in first_screen
+    assert "1.0 times the FLOPs" in first_screen
+    assert (
+        f"Of 1 comparisons, it is better in something and worse in nothing in {int(expected == HOLDS)}" in first_screen
+    )
     lower, higher = f"{4 - gain:.3f} | {0.3 - gain:.3f} | {0.3 - gain:.3f}", f"{0.5 + gain:.3f} | 16 | 1.0e+12"
     assert f"| EBFT, mean | 3 | {lower} |  | {higher} |" in first_screen
     assert ("no reason to prefer it" in first_screen) == (expected != HOLDS)
@@ -136,6 +139,12 @@ def test_the_report_has_all_parts(tmp_path):
         picture = re.search(rf"!\[{title}\]\((.+)\)", report).group(1)
         assert (tmp_path / picture).stat().st_size > 5000
     assert "| EBFT, mean | 0.500 | 0.400 |  |  |  |" in report, "the loss by length"
+    assert "| EBFT, mean − SFT, as many documents | +0.000 | +0.000 |  |  |  |" in report
+    for seed, more in enumerate((0.10, 0.11, 0.12)):
+        rollouts = {"cfm_loss": [[8, 0.5 + more], [16, 0.3]], "rollout_nll_base": [[0, 4.0]]}
+        metrics = {**METRICS, "cfm_loss_long": 0.1 + more / 100}
+        write_cell(results, "ebft", seed, metrics, "mean", rollouts=rollouts)
+    assert "(of the same rollouts the first 8 tokens are worse)" in report_of(tmp_path)
     assert "up to the end" not in report
     losses = {"cfm_loss": {"4": 0.3, "8": 0.2}, "cfm_loss_to_end": {"4": 0.3, "8": 0.1}}
     by_length = {"ended": {"4": 0.5, "8": 0.75}, **losses}
@@ -156,18 +165,21 @@ def test_the_report_has_all_parts(tmp_path):
     value = {"cosine": 0.8, "step_cosine": 0.4, "share_of_signal": 0.25, "cosine_with_longest": None}
     value |= {f"{name}_error": 0.1 for name in value}
     lengths = {"8": {f"unwhitened, n = {n}": value for n in (4, 8)}}
-    about = {"task": "functions", "temperature": 1, "batches": 3, "documents": 2}
+    about = {"task": "functions", "temperature": 1, "batches": 3, "documents": 2, "machine": CARD}
+    about["rows"] = {"8": {"train": 20, "test": 10}}
     stored.write_json(results / "gradient-signal-functions-1.json", {**about, "lengths": lengths})
     report = report_of(tmp_path, has_pictures=True)
-    shown = "0.800 ± 0.196 | 0.400 ± 0.196 | 0.250 ± 0.196 | not measurable"
-    assert f"| 8 | unwhitened, n = 4 | {shown} |" in report
+    shown = "0.800 ± 0.430 | 0.400 ± 0.430 | {} | 0.250 ± 0.430 | not measurable"  # t of three batches
+    assert f"| 8 | unwhitened, n = 4 | {shown.format('0.40')} |" in report
+    assert f"| 8 | unwhitened, n = 8 | {shown.format('0.30')} |" in report, "8 documents have more noise"
+    assert "20 and 10 with 8 tokens are left" in " ".join(report.split())
     assert "3 batches of 2 documents" in " ".join(report.split())
     differences = report.split("| model − SFT, as many documents |")[1]
     row = next(line for line in differences.splitlines() if line.startswith("| pretrained model |"))
     assert "¹" not in row, "a start has the same value beside every seed"
     assert (results / "gradient-signal-functions.png").stat().st_size > 5000
-    assert curves.step_cosine(value, 16) == pytest.approx(0.4), "16 documents are a step"
-    assert curves.step_cosine(value, 4) == pytest.approx(0.8 / 13**0.5), "a quarter has four times the noise"
+    assert tables.step_cosine(value, 16) == pytest.approx(0.4), "16 documents are a step"
+    assert tables.step_cosine(value, 4) == pytest.approx(0.8 / 13**0.5), "a quarter has four times the noise"
     found = {"tried": tried, "by_hand": {}, "steps": 40, "chosen": {"functions-sft": 0.001}}
     stored.write_json(results / "sweep.json", found)
     report = report_of(tmp_path)
@@ -205,6 +217,8 @@ def test_numbers_show_two_digits_of_the_interval():
     assert number(about(0.5, float("nan"), 0.02)) == "0.500 ± 0.020¹", "one seed: over files alone"
     assert text.setting("mean ce 0").endswith("`temperature=1.0`, `ce_coef=0`"), "the last value of a key"
     assert text.setting("paper") == "*paper* is that file itself"
+    (cell,) = by_application([{"files": {"chrf": ["a/x", "a/y", "b/z"]}}], "chrf")
+    assert cell["files"]["chrf"] == ["a", "a", "b"], "one application is one draw"
 
 
 def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these_changed(tmp_path):
