@@ -47,6 +47,8 @@ def test_fields_that_rows_do_not_have():
     assert batch["prompt_length"].tolist() == [2, 1, 0]
     batch = DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], "completion_mask": [0, 0, 1, 1]}])
     assert batch["labels"].tolist() == [[-100, -100, 3, 4]]
+    masks = {"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}
+    assert DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], **masks}])["labels"].tolist() == [[-100, -100, -100, 4]]
     assert Documents.from_inputs(batch).prompt_length.tolist() == [2]
     with pytest.raises(ValueError, match="row 1 of a batch has 3 input_ids, 3 attention_mask and 4 labels"):
         DocumentCollator(0)([{"input_ids": [1]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}])

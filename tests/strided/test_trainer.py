@@ -2,11 +2,12 @@
 
 import json
 import logging
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
@@ -62,6 +63,11 @@ def test_names_of_options_and_arguments_of_axolotl(tmp_path):
         StridedEBFTConfig(ebft_stride=5, stride=8, **common)
     with pytest.raises(TypeError, match="ebft_strid'"):
         StridedEBFTConfig(ebft_strid=5, **common)
+    for kind in (StridedEBFTConfig, EBFTConfig):
+        args = kind(
+            output_dir=str(tmp_path), use_cpu=True, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch"
+        )
+        assert (args.metric_for_best_model, args.greater_is_better) == ("cfm_loss", False)
 
 
 def test_a_run_logs_evaluates_and_saves(tmp_path):
@@ -93,6 +99,7 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
     assert {"eval_ce_loss", "eval_alignment", "eval_diversity", "eval_cfm_loss_plugin"} <= metrics.keys()
     of_both = make(tmp_path, evaluation={"a": HELD_OUT, "b": HELD_OUT}, max_steps=1)
     several = of_both.evaluate()
+    assert of_both.evaluate("a")["eval_cfm_loss"] == several["eval_a_cfm_loss"], "the name of a set, as in transformers"
     of_both.train()
     assert several["eval_a_cfm_loss"] == several["eval_b_cfm_loss"]
     trainer.save_model()
@@ -255,6 +262,8 @@ def test_calls_that_are_refused(tmp_path):
         StridedEBFTTrainer(tiny_model("llama"), TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ValueError, match="temperature"):
         make(tmp_path, temperature=0.0).train()
+    with pytest.raises(ValueError, match="train_dataset must be one dataset, got those of a"):
+        make(tmp_path, train=DatasetDict(a=ROWS))
     make(tmp_path, grad_norms_every=0, **checkpointing(True))
     with pytest.raises(ConfigError, match="rollout_tokens_per_pass is not supported with FSDP2"):
         make(tmp_path, grad_norms_every=0, rollout_tokens_per_pass=8, fsdp=True)
@@ -324,10 +333,21 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
         assert [len(row["input_ids"]) for row in trainer.train_dataset] == [40, 30, 29]
     bad = [{"input_ids": ids, "attention_mask": [1] * count + [0] * (40 - count)} for count in (5, 0)]
     bad += [{**good, "labels": [-100] * 38 + [5, 6]}, {"input_ids": ids, "position_ids": [0, 1, 2, 3, 4] * 8}]
-    with pytest.warns(UserWarning, match="dropped 4 of 6 rows"):
+    bad += [{**good, name: [0] * 38 + [1, 1]} for name in ("completion_mask", "assistant_masks")]
+    with pytest.warns(UserWarning, match="dropped 6 of 8 rows"):
         trainer = make(tmp_path, train=[good, *bad, good], per_device_train_batch_size=1, max_steps=3)
     assert list(trainer.train_dataset) == [good, good]
     trainer.train()
+    stream = Dataset.from_list([good, {"input_ids": [3] * 7}, good]).to_iterable_dataset()
+    changes = {"per_device_train_batch_size": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    make(tmp_path, train=stream, **changes).train()  # the stream ends after two rows
+    for step, warned in ((1, 0), (3, 1)):
+        trainer = make(tmp_path, train=stream, **{**changes, "max_steps": 4})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert sum("a stream that had ended" in str(each.message) for each in caught) == warned
+        assert trainer.state.global_step == 4
 
 
 def test_looking_at_a_step_does_not_change_training(tmp_path):

@@ -168,6 +168,27 @@ def test_a_gguf_file_is_the_name_of_model_and_tokenizer(tiny_gguf, tmp_path):
     torch.testing.assert_close(again.lm_head.weight, trainer.model.lm_head.weight)
 
 
+def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
+    """In float32 unless `model_init_kwargs` say otherwise; a reward model's tokenizer is given as TRL takes it."""
+    chat_model(chat_tokenizer).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    for given, dtype in (
+        (None, torch.float32),
+        ({"dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16),
+    ):
+        args = arguments(tmp_path, model_init_kwargs=given)
+        more = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+        trainer = EBFTTrainer(
+            str(tmp_path / "model"), args, train_dataset=rows(), reward_processing_classes=chat_tokenizer, **more
+        )
+        assert trainer.model.dtype == dtype
+        assert trainer.model.config._attn_implementation == ("sdpa" if given is None else "eager")
+    trainer.args.learning_rate = 1e-6
+    trainer.args.max_steps = 1
+    with pytest.warns(UserWarning, match="too small for 16-bit weights"):
+        trainer.train()
+
+
 def test_the_async_class_prefetches():
     args = AsyncEBFTConfig(output_dir="x", num_generations=4, per_device_train_batch_size=4)
     assert args.async_prefetch and args.uses_server and args.vllm_mode == "server"

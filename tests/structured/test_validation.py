@@ -3,7 +3,7 @@
 import copy
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig
 
 from ebft.errors import ConfigError, DataError, ModelError
@@ -32,11 +32,27 @@ def test_models_and_tokenizers_that_are_refused(chat_tokenizer, build, tmp_path)
         ({"use_vllm": True}, ConfigError, "Full fine-tuning with a vLLM server requires CUDA"),
         ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: invalid value 'sum'"),
         ({"vllm_structured_outputs_regex": "a"}, ConfigError, "requires vLLM"),
+        *(({name: value}, ConfigError, f"{name}: {value!r} is invalid") for name, value in
+          {"temperature": 0.0, "top_p": 0.0, "min_p": 2.0, "max_completion_length": None}.items()),
+        ({"top_p": None}, ConfigError, "top_p: None is not supported"),
+        ({"alignment_coef": 0.0, "diversity_coef": 0.0}, ConfigError, "the loss is always 0"),
+        ({"neftune_noise_alpha": 5.0}, ConfigError, "neftune_noise_alpha is not supported"),
+        ({"label_smoothing_factor": 0.1}, ConfigError, "label_smoothing_factor is not used"),
+        ({"use_vllm": True, "vllm_mode": "managed"}, ConfigError, "managed is for configs, where `ebft train`"),
+        ({"vllm_server_base_url": "https://a:1"}, ConfigError, "must be http://HOST:PORT, got 'https://a:1'"),
     ],
-)
+)  # fmt: skip
 def test_refused_arguments(chat_tokenizer, build, changes, error, message):
     with pytest.raises(error, match=message):
         build(chat_model(chat_tokenizer), **changes)
+
+
+def test_tokens_that_are_scored_under_another_distribution_are_named(build, tmp_path):
+    for changes in ({"top_p": 0.5, "shared_prefix": False}, {"generation_kwargs": {"typical_p": 0.5}}):
+        with pytest.warns(UserWarning, match="(top_k/top_p/min_p|typical_p): completions are sampled with this"):
+            build(**changes)
+    args = arguments(tmp_path, vllm_server_base_url="http://127.0.0.1:34565")
+    assert (args.vllm_server_host, args.vllm_server_port) == ("127.0.0.1", 34565)
 
 
 def reward(completions, **columns):
@@ -65,6 +81,7 @@ def of(*truths, **more):
         (of(*["b " * 300] * 3), r"max_position_embeddings \(512\)"),
         (of("b", completions="c"), "an argument of reward"),
         (of("b"), "1 prompts are fewer than the 3 of one generation"),
+        (DatasetDict(a=of("b"), c=of("b")), "train_dataset must be one dataset, got those of a, c"),
     ],
 )
 def test_refused_rows(chat_tokenizer, build, dataset, message):

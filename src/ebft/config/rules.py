@@ -260,6 +260,17 @@ def warn_of_reward(options: EBFTSection) -> None:
         warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=3)
 
 
+def select_by_cfm_loss(args: Any) -> None:
+    """Let a trainer's arguments select checkpoints, and lower rates, by the held-out CFM loss if they name no metric.
+
+    transformers' default is a loss that EBFT's evaluations do not have, or that of the policy, which does not fall.
+    """
+    selects = args.load_best_model_at_end or args.lr_scheduler_type == "reduce_lr_on_plateau"
+    if selects and args.metric_for_best_model is None:
+        args.metric_for_best_model = "cfm_loss"
+        args.greater_is_better = False if args.greater_is_better is None else args.greater_is_better
+
+
 def check_trainable(options: Any) -> None:
     """Raise ConfigError for options that are valid for evaluation but give no training signal."""
     if 0 < options.temperature < MIN_TEMPERATURE:

@@ -40,6 +40,12 @@ class PackedRows(Dataset):
         return {"documents": [self._rows[i] for i in self._packs[index]]}
 
 
+def _trained(row: dict[str, Any]) -> Tensor:
+    """The product of TRL's masks of a tokenised row; 1 without any."""
+    given = [torch.as_tensor(row[name]) for name in ("completion_mask", "assistant_masks") if name in row]
+    return torch.stack(given).prod(0) if given else torch.tensor(1)
+
+
 def pack_and_report(rows: Any, length: int) -> PackedRows:
     """`pack_rows`, with a line on the terminal about the result."""
     packed = pack_rows(rows, length)
@@ -131,7 +137,7 @@ class DocumentCollator:
         labels = [
             torch.as_tensor(row["labels"], dtype=torch.long)
             if "labels" in row
-            else tokens.masked_fill(mask * torch.as_tensor(row.get("completion_mask", 1)) == 0, IGNORE)
+            else tokens.masked_fill(mask * _trained(row) == 0, IGNORE)
             for row, tokens, mask in zip(rows, ids, masks)
         ]
         for row, (tokens, mask, label) in enumerate(zip(ids, masks, labels)):

@@ -91,6 +91,13 @@ class GRPO(Method):
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
         self.warn_of_idle_options(config)
+        limit = config.vllm.max_model_len
+        if config.uses_server and limit is not None and config.sequence_len > limit:
+            warnings.warn(
+                f"vllm.max_model_len: {limit} is less than sequence_len: {config.sequence_len}: completions of longer "
+                "prompts are cut at the first, and a prompt without room for one ends the run. Set both to one value.",
+                stacklevel=2,
+            )
         if FEATURE_MATCHING in self._reward_names(config):
             rules.warn_of_reward(config.ebft)
 

@@ -170,10 +170,13 @@ _SAMPLING_ROUTERS = {"PhimoeTopKRouter"}
 REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def load(model: Any, peft_config: Any = None, seed: int = 0) -> nn.Module:
-    """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given."""
+def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given.
+
+    `options` are those of `from_pretrained` for a name.
+    """
     if isinstance(model, str):
-        model = pretrained_model(find_model(model, "model"))
+        model = pretrained_model(find_model(model, "model"), **(options or {}))
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
     _check_weights(unwrap_adapter(model))

@@ -30,7 +30,7 @@ from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.models.adapter_targets import fused_experts
-from ebft.models.load import check_sequence_len, load_model, load_model_config, warn_of_lost_steps, weights_dtype
+from ebft.models.load import check_sequence_len, load_model, load_model_config, weights_dtype
 from ebft.models.quantised_experts import unpacked_size
 from ebft.models.sharding import load_on_first_process, load_whole
 from ebft.models.tokenizer import load_tokenizer
@@ -105,6 +105,8 @@ def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResul
 
 def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     """`train` until it is complete or `stop` is requested."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"train() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     with _interruptible(config, stop):
         _check(config)
         with _output_folder(config) as found, recorded(config) as files, _services(config) as server:
@@ -137,7 +139,6 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
                 say(f"Loading the model {config.base_model} ...", err=True)
             model = load_model(config, tokenizer, head, plugins)
             into_model = declare_end_of_turn(config, model, tokenizer, train_data)
-            warn_of_lost_steps(model, optimizer["learning_rate"])
             await_ready(server, config.trl.vllm_server_timeout)
             trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server, plugins)
             settings = record if completed is None else saved_keys(completed) or record

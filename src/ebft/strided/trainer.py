@@ -20,7 +20,7 @@ from transformers import TrainerControl, TrainingArguments
 from ebft.anchors import BlockOptions
 from ebft.config import rules
 from ebft.config.options import RolloutLogOption, StridedOptions
-from ebft.config.rules import check_trainable, resolve_single_sample, validate_options
+from ebft.config.rules import check_trainable, resolve_single_sample, select_by_cfm_loss, validate_options
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
 from ebft.errors import ConfigError
@@ -65,6 +65,7 @@ class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
         if self.dataloader_pin_memory is None:
             self.dataloader_pin_memory = torch.cuda.is_available()
         rename_checkpointing(self)
+        select_by_cfm_loss(self)
         super().__post_init__()
         validate_options(StridedOptions, self)
         validate_options(RolloutLogOption, self)
@@ -289,6 +290,7 @@ class StridedEBFTTrainer(OverTrainer):
     ) -> dict[str, float]:
         """Evaluate the policy on held-out documents, in the fixed feature space of held_out.py."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # its name, as in transformers
         if isinstance(dataset, dict):
             parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}

@@ -8,7 +8,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -73,10 +73,15 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
 def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     """Return the dataset without rows that are too short for a block, with a warning that reports their number.
 
-    Streaming datasets are returned unchanged. Raises DataError if the rows are not tokenised, if a row exceeds the
-    model's `max_position_embeddings`, or if no row is usable.
+    Rows of a datasets.IterableDataset are filtered as they are read; other streams are returned unchanged. Raises
+    DataError if the rows are not tokenised, if a row exceeds the model's `max_position_embeddings`, or if no row is
+    usable.
     """
     if isinstance(dataset, dict):
+        if name == "train_dataset":
+            raise DataError(
+                f"train_dataset must be one dataset, got those of {', '.join(map(str, dataset))}. Select one"
+            )
         return {key: usable_rows(f"{name}[{key!r}]", part, model, args) for key, part in dataset.items()}
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "input_ids" not in columns:
@@ -84,6 +89,9 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
             f"{name} has no column input_ids (columns: {columns}); labels, prompt_length and turn_spans are optional. "
             "Tokenise the dataset first, or define it under `datasets:` in a config for `ebft train`"
         )
+    has_block = lambda row: any(count_row_blocks(*size, args) for size in row)
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(lambda row: has_block(_documents(row)))
     sizes = _sizes(dataset)
     if sizes is None:
         return dataset
@@ -94,7 +102,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
             f"{name} has a row of {longest} tokens, which exceeds the model's max_position_embeddings ({limit}). "
             f"Truncate rows to at most {limit} tokens"
         )
-    usable = [i for i, row in enumerate(sizes) if any(count_row_blocks(*size, args) for size in row)]
+    usable = [i for i, row in enumerate(sizes) if has_block(row)]
     if not usable:
         raise DataError(
             f"{name} has no row that is long enough for a block: it has {len(sizes)} rows of at most {longest} tokens, "
@@ -119,7 +127,7 @@ def _sizes(dataset: Any) -> list[list[_Size]] | None:
         return None
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
     plain = "prompt_length" in columns or "labels" not in columns
-    if not plain or columns & {"attention_mask", "position_ids", "seq_lengths"}:
+    if not plain or columns & {"attention_mask", "position_ids", "seq_lengths", "completion_mask", "assistant_masks"}:
         return [_documents(row) for row in dataset]  # parsed as in training, one row at a time
 
     def column(name: str) -> Iterable[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
@@ -21,7 +23,7 @@ from ebft.config.options import (
 )
 from ebft.config.rules import validate_options
 from ebft.config.section import with_prefix
-from ebft.config.trl import RolloutOptions
+from ebft.config.trl import RolloutOptions, SamplingKeys
 from ebft.errors import ConfigError
 from ebft.transformers_internals import rename_checkpointing
 
@@ -83,6 +85,24 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
         raise ConfigError(f"generation_kwargs: {STOPS} must be a list of token ids, got {stops!r:.60}.")
 
 
+_SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _check_sampling(args: GRPOConfig) -> None:
+    """Raise ConfigError for values of TRL's sampling arguments out of the bounds that configs have."""
+    for name in _SAMPLING:
+        value, key = getattr(args, name), SamplingKeys.model_fields[name]
+        if value is None and name in ("top_k", "min_p"):
+            continue
+        try:
+            key_type = Annotated[key.annotation, *key.metadata] if key.metadata else key.annotation
+            found = TypeAdapter(key_type).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(f"{name}: {value!r:.50} is invalid: {error.errors()[0]['msg']}.") from None
+        if found is None:
+            raise ConfigError(f"{name}: None is not supported. Set a value, or leave it out.")
+
+
 @dataclass
 class GRPORolloutOptions(RolloutOptions, RolloutLogOption, DropoutOption, SharedPrefixOption):
     """Options of rollouts (backend, weight synchronisation) and of the forward passes of the loss."""
@@ -104,8 +124,11 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         rename_checkpointing(self)  # TRL's default has the older name
+        if self.vllm_server_base_url is not None:
+            self._set_server(self.vllm_server_base_url)
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
+        _check_sampling(self)
         check_generation_kwargs(self.generation_kwargs or {}, self.use_vllm)
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns: bool = False
@@ -119,6 +142,13 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         ):
             if found:
                 raise ConfigError(found)
+
+    def _set_server(self, address: str) -> None:
+        """Take host and port from TRL's `vllm_server_base_url`."""
+        url = urlsplit(address if "//" in address else f"//{address}")
+        if url.scheme not in ("", "http") or not url.hostname or url.port is None or url.path.strip("/"):
+            raise ConfigError(f"vllm_server_base_url must be http://HOST:PORT, got {address!r:.100}.")
+        self.vllm_server_host, self.vllm_server_port = url.hostname, url.port
 
     @property
     def uses_server(self) -> bool:
@@ -144,6 +174,7 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
         validate_options(StructuredEBFTOptions, self)
         if self.scale_rewards is None:
             self.scale_rewards = "group" if self.advantage_estimator == "group_norm" else "none"
+        rules.select_by_cfm_loss(self)
         super().__post_init__()
         if self.num_generations_eval == 1:
             raise ConfigError(

@@ -7,6 +7,7 @@ sends the weights to the server.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -81,6 +82,13 @@ class Generation:
         self.is_interactive, self.reference_limit = is_interactive, reference_limit
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
         self.sampling: Sampling = _sampling(args, end_token_ids(trainer.model, self.renderer))
+        unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
+        if unscored:
+            warnings.warn(
+                f"{', '.join(unscored)}: completions are sampled with this, but scored at the temperature alone, so "
+                "that gradients are biased. Remove it, or set use_vllm: true, whose log-probabilities correct it.",
+                stacklevel=2,
+            )
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
@@ -279,13 +287,16 @@ class Generation:
 
     def _conversation(self, row: Row) -> Conversation:
         # With GRPO, ground_truth may be whatever a reward function accepts.
-        conversation = self.renderer.of_row(row, self._compares_references)
+        try:
+            conversation = self.renderer.of_row(row, self._compares_references)
+        except DataError as error:
+            raise DataError(f"{error} The prompt is {row['prompt']!r:.120}") from error
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
                 f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
                 f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}). Remove such rows."
+                f"max_position_embeddings ({positions}). Remove such rows. The prompt is {row['prompt']!r:.120}"
             )
         return conversation
 

@@ -67,6 +67,7 @@ class RolloutGRPOTrainer(OverTRL):
     args: RolloutGRPOConfig
     rewards: Tensor
     log_completions: bool
+    _was_named: bool = False  # whether the model was given as a name
     config_class: type[RolloutGRPOConfig] = RolloutGRPOConfig
 
     def __init__(
@@ -76,7 +77,7 @@ class RolloutGRPOTrainer(OverTRL):
         args: RolloutGRPOConfig | None = None,
         *,
         peft_config: Any = None,
-        server_failure: Callable[[], str | None] = lambda: None,
+        server_failure: Callable[[], str | None] | None = None,
         agents: Agents | None = None,
         reference_limit: ReferenceLimit | None = None,
         **kwargs: Any,
@@ -84,7 +85,12 @@ class RolloutGRPOTrainer(OverTRL):
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class)
         check_reward_funcs(reward_funcs)
-        model = load(model, peft_config, args.seed)
+        if args.use_vllm and args.vllm_mode == "managed" and server_failure is None:
+            raise ConfigError(
+                "vllm_mode: managed is for configs, where `ebft train` starts the server. Start one with `ebft "
+                "vllm-serve`, and set vllm_mode: server."
+            )
+        model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         check_model(model, args)
         check_tokenizer(kwargs.get("processing_class"))
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
@@ -107,7 +113,10 @@ class RolloutGRPOTrainer(OverTRL):
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)
         needs_reference = args.beta > 0 and not hasattr(model, "disable_adapter")
         with _reference_model(frozen_copy(model) if needs_reference else None):
-            super().__init__(model, checked_functions(reward_funcs), _for_trl(args, syncs_adapter), **kwargs)
+            rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+            loads_rewards = any(isinstance(func, str) for func in rewards)
+            for_trl = _for_trl(args, syncs_adapter, is_loaded=self._was_named and not loads_rewards)
+            super().__init__(model, checked_functions(reward_funcs), for_trl, **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
         keep_output_dtype(self.accelerator)
@@ -121,8 +130,21 @@ class RolloutGRPOTrainer(OverTRL):
         self.keeps_groups = self.scorer.shares_prompts
         self.reuse: PromptReuse = PromptReuse(self)
         self.generation: Generation = Generation(
-            self, agents, is_interactive, reference_limit, syncs_adapter, server_failure
+            self, agents, is_interactive, reference_limit, syncs_adapter, server_failure or (lambda: None)
         )
+
+    def load_policy(
+        self, model: Any, peft_config: Any, args: RolloutGRPOConfig, quantization_config: Any = None
+    ) -> nn.Module:
+        """Return the model with an adapter if `peft_config` is given; a name is loaded as TRL does, in float32."""
+        options = {
+            "dtype": torch.float32,
+            "trust_remote_code": args.trust_remote_code,
+            **(args.model_init_kwargs or {}),
+        }
+        options |= {} if quantization_config is None else {"quantization_config": quantization_config}
+        self._was_named = self._was_named or isinstance(model, str)
+        return load(model, peft_config, args.seed, options)
 
     @property
     def shares_prompts(self) -> bool:
@@ -413,9 +435,13 @@ def _reference_model(copied: nn.Module | None) -> Iterator[None]:
         grpo_trainer.create_model_from_path = load_reference
 
 
-def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool) -> RolloutGRPOConfig:
-    """Return the arguments for TRL, which has no managed servers and supports servers with weight transfer only."""
+def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool, is_loaded: bool) -> RolloutGRPOConfig:
+    """Return the arguments for TRL, which has no managed servers and supports servers with weight transfer only.
+
+    `is_loaded`: the model was loaded with `model_init_kwargs`, which TRL would say are ignored.
+    """
     changed = copy.copy(args)
+    changed.model_init_kwargs = None if is_loaded else args.model_init_kwargs
     changed.use_vllm = args.use_vllm and not syncs_adapter
     changed.vllm_mode = "server" if args.uses_server else args.vllm_mode
     return changed

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from trl.trainer.utils import pad
 
 from ebft.data.conversation import Conversation
-from ebft.errors import DataError
+from ebft.errors import ConfigError, DataError
 from ebft.machine import copy_to
 from ebft.models.causal_lm import unwrap_adapter
-from ebft.models.pretrained import load, pretrained_tokenizer
+from ebft.models.pretrained import pretrained_tokenizer
 from ebft.monitor.metrics import HeldOutMeans, MeanMetrics
 from ebft.prefix.forward import last_logits
 from ebft.rewards import compute_advantages
@@ -66,12 +66,21 @@ class EBFTTrainer(RolloutGRPOTrainer):
         check_arguments(args, self.config_class)
         for name in ("train_dataset", "eval_dataset"):
             check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
-        model = load(model, peft_config, args.seed)
+        others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        if not (others or args.alignment_coef or args.diversity_coef or args.ce_coef or args.beta):
+            raise ConfigError(
+                "alignment_coef: 0 with diversity_coef: 0 and ce_coef: 0: the loss is always 0, so nothing is trained. "
+                "Set one of them above 0, or add reward_funcs."
+            )
+        model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         if processing_class is None:
-            processing_class = pretrained_tokenizer(unwrap_adapter(model).config.name_or_path)
+            name, is_trusted = unwrap_adapter(model).config.name_or_path, args.trust_remote_code
+            processing_class = pretrained_tokenizer(name, trust_remote_code=is_trusted)
+        if kwargs.get("reward_processing_classes") is not None:  # of `reward_funcs`, as in TRL
+            given = kwargs["reward_processing_classes"]
+            kwargs["reward_processing_classes"] = [None, *(given if isinstance(given, list) else [given])]
         self.feature_reward: FeatureMatchingReward = reward_of(model, processing_class, args, args)
         limit = ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
-        others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}
         super().__init__(

@@ -26,6 +26,7 @@ from ebft.errors import ConfigError, DataError, ModelError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import check_whole, load_whole, whole_shape
 from ebft.structured.reward import FeatureMatchingReward
+from ebft.transformers_internals import use_one_gpu
 
 _LISTS = ("prompt_ids", "completion_ids")
 _PER_TOKEN = {"logprobs": "log-probabilities", "env_mask": "0 and 1"}  # and what each has for a token
@@ -37,6 +38,11 @@ def check_arguments(args: Any, config_class: type) -> None:
     """Raise ConfigError for arguments that are not supported in structured mode."""
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
+    use_one_gpu(args)
+    if args.neftune_noise_alpha is not None:
+        raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it.")
+    if args.label_smoothing_factor:
+        raise ConfigError("label_smoothing_factor is not used in the policy loss. Remove it.")
     if args.torch_compile:
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python, "structured mode and GRPO"), stacklevel=3)
@@ -104,9 +110,16 @@ def check_reward_templates(reward_funcs: list[Any], tokenizers: list[Any], datas
             )
 
 
+def refuse_parts(name: str, dataset: dict[str, Any]) -> None:
+    """Raise DataError for several datasets as training data; they are parts of an evaluation."""
+    if name == "train_dataset":
+        raise DataError(f"train_dataset must be one dataset, got those of {', '.join(map(str, dataset))}. Select one.")
+
+
 def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("prompt",)) -> None:
     """Raise DataError for missing or reserved columns, rows without a reference, or too few rows."""
     if isinstance(dataset, dict):
+        refuse_parts(name, dataset)
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, columns)
         return

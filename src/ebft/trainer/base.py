@@ -21,9 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler
 from transformers import Trainer, TrainerControl
+from transformers.trainer_utils import has_length
 
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.files import STAGING, STATE, clean_staging
+from ebft.models.load import warn_of_lost_steps
 from ebft.models.sharding import (
     check_fits,
     has_other_names,
@@ -54,6 +56,8 @@ _SCHEDULE = "scheduler.pt"
 
 class OverTrainer(Trainer):
     """Trainer whose checkpoints are complete or absent, and which continues from one exactly, also after a stop.
+
+    Data without a length are continued exactly until they have ended once; after that, there is a warning.
 
     A checkpoint is published when all processes have written their files. With FSDP2 it is in parts, or has the files
     of a run without FSDP; both can be loaded with and without FSDP. An evaluation that was not finished is noted in the
@@ -89,6 +93,7 @@ class OverTrainer(Trainer):
     _evaluated_step = -1
     _completed: dict[str, Any] | None = None  # what `save_stopped` needs of the last completed step
     _loss_to_log: tuple[Tensor, int] | None = None
+    _stream_ended = False  # whether training data without a length have been read to their end
     _step_began: float | None = None  # when its first micro-batch did
     _total_loss: float | None = 0.0  # of the steps before the one resumed at, as logged; None if unknown
 
@@ -128,6 +133,7 @@ class OverTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._unchecked, self._step_began = [], None
         self.args.logging_nan_inf_filter = False  # which waits twice for every loss; those are checked below
+        warn_of_lost_steps(self.model, self.args.learning_rate)
         with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
             return super().train(*args, **kwargs)
 
@@ -292,6 +298,7 @@ class OverTrainer(Trainer):
             "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
             "total_loss": self._total_loss_scalar,
             "processes": self.args.world_size,
+            "stream_ended": self._stream_ended,
         }
 
     def save_shared(self, folder: Path) -> None:
@@ -450,6 +457,13 @@ class OverTrainer(Trainer):
     def restore_running_state(self, state: dict[str, Any]) -> None:
         """Continue from a result of `running_state`; empty if the checkpoint has none for this process."""
         self._loss_to_log, self._total_loss = state.get("loss_to_log"), state.get("total_loss")
+        self._stream_ended = state.get("stream_ended", False)
+        if self._stream_ended:
+            warnings.warn(
+                "train_dataset is a stream that had ended once before this checkpoint, so that its position is not "
+                "known: training continues from its start. Use a Dataset for an exact continuation.",
+                stacklevel=2,
+            )
 
     def load_shared(self, folder: Path) -> None:
         """Restore what `save_shared` has written; called on every process."""
@@ -494,6 +508,8 @@ class OverTrainer(Trainer):
             if self.control.should_training_stop:  # because of this evaluation
                 return
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
+        if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
+            self._stream_ended = self._stream_ended or not has_length(train_dataloader)
 
     # Pushes to the Hub
 

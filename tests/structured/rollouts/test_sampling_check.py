@@ -138,5 +138,5 @@ CHANGED = [{"repetition_penalty": 1.1}, {"regex": "a+"}, {"extra": {"logit_bias"
 @pytest.mark.parametrize("changes", [{}, {"extra": {"stop": ["x"]}}, {"top_k": -1}, *TRUNCATED, *CHANGED], ids=str)
 def test_limits_apply_where_the_trainer_scores_what_was_sampled(changes):
     sampling = Sampling(0.7, **changes)
-    assert sampling.is_scored(truncated=True) == (changes not in CHANGED)
-    assert sampling.is_scored(truncated=False) == (changes not in CHANGED + TRUNCATED)
+    assert bool(sampling.unscored(truncated=True)) == (changes in CHANGED)
+    assert bool(sampling.unscored(truncated=False)) == (changes in CHANGED + TRUNCATED)

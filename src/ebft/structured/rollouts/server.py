@@ -51,7 +51,7 @@ class ServerRollouts:
         transfer: Any,
     ) -> None:
         self._sampling, self._step, self._transfer = sampling, step, transfer
-        self._is_scored = sampling.is_scored(truncated=scores_truncated)
+        self._is_scored = not sampling.unscored(truncated=scores_truncated)
         self._interval = args.vllm_sync_interval
         self.client: VLLMClient = VLLMClient(
             args.vllm_server_host, args.vllm_server_port, args.vllm_server_timeout, failure=failure

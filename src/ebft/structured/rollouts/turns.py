@@ -132,7 +132,7 @@ def reply_messages(
 
 
 # Other parameters of a backend that do not change the distribution of a token.
-_HARMLESS = {"stop", "include_stop_str_in_output", "priority"}
+_HARMLESS = {"stop", "include_stop_str_in_output", "priority", "use_cache", "cache_implementation", "cache_config"}
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,15 @@ class Sampling:
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def is_scored(self, truncated: bool) -> bool:
-        """Whether the trainer scores tokens under the distribution that they are sampled from.
+    def unscored(self, truncated: bool) -> list[str]:
+        """Return the parameters with which tokens are sampled from another distribution than the trainer scores.
 
         `truncated`: whether it applies top-k, top-p and min-p.
         """
-        if not truncated and Truncation.of(self.top_k, self.top_p, self.min_p) is not None:
-            return False
-        return self.repetition_penalty == 1 and self.regex is None and self.extra.keys() <= _HARMLESS
+        found = [] if truncated or Truncation.of(self.top_k, self.top_p, self.min_p) is None else ["top_k/top_p/min_p"]
+        found += ["repetition_penalty"] if self.repetition_penalty != 1 else []
+        found += ["vllm_structured_outputs_regex"] if self.regex is not None else []
+        return found + sorted(self.extra.keys() - _HARMLESS)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def evaluate(
     metrics = load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
+    if isinstance(models, str):
+        models = [models]
     names = list(dict.fromkeys(models)) if models else own_models(config)
     for name in names:
         check_model(config, name, tokenizer)
