@@ -55,6 +55,7 @@ def shared(*names: str) -> dict[str, str]:
 # Those of each of our classes: its own with their meaning, and those of SHARED.
 OF_TRAINERS: dict[type, dict[str, str]] = {
     OverTrainer: {
+        **shared("_get_train_sampler"),
         "_determine_best_metric": "(metrics, trial) updates best_metric and best_global_step of the state",
         "_evaluate": "(trial, ignored keys) evaluates within training -> metrics",
         "_finalize_training": "(...) logs the summary, loads the best model, deletes checkpoints (save_total_limit: 1)",

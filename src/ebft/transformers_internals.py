@@ -12,7 +12,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields
 from inspect import signature
 from types import MethodType
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
@@ -36,6 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import (
     ModelOutput,
     is_flash_attn_2_available,
@@ -91,6 +94,31 @@ def rename_checkpointing(args: TrainingArguments) -> None:
         name = f"{checkpointing_argument()}{ending}"
         if getattr(args, name) is None:
             setattr(args, name, getattr(args, f"gradient_checkpointing{ending}"))
+
+
+def seeded_groups(sampler: Any, seed: int) -> Any:
+    """Return a sampler that groups rows by length as one whose order follows from the seed; others unchanged."""
+    return _SeededLengthGroups(sampler, seed) if type(sampler) is LengthGroupedSampler else sampler
+
+
+class _SeededLengthGroups(LengthGroupedSampler):
+    """A LengthGroupedSampler whose order follows from the seed and the epoch.
+
+    transformers draws it from the global generator, which a resumed run, or a process with its own dropout, has in
+    another state.
+    """
+
+    def __init__(self, plain: LengthGroupedSampler, seed: int) -> None:
+        super().__init__(plain.batch_size, lengths=plain.lengths)
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch whose order is next."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator: torch.Generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return super().__iter__()
 
 
 def use_one_gpu(args: TrainingArguments) -> None:

@@ -107,7 +107,7 @@ def test_packing_is_deterministic_and_nearly_full():
     lengths = torch.randint(1, 200, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"input_ids": range(n)} for n in lengths]
     first, second = pack_rows(rows, 512), pack_rows(rows, 512)
-    assert first._packs == second._packs and len(first) <= 1.02 * sum(lengths) / 512
+    assert first.packs == second.packs and len(first) <= 1.02 * sum(lengths) / 512
 
 
 def test_rows_that_come_packed_stay_packed():

@@ -12,6 +12,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
+from ebft.data.batches import PackedRows
 from ebft.errors import ConfigError, ModelError, NonFiniteLossError
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.structured import AsyncEBFTConfig, EBFTConfig
@@ -348,6 +349,90 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
             trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert sum("a stream that had ended" in str(each.message) for each in caught) == warned
         assert trainer.state.global_step == 4
+
+
+def test_packed_rows_and_datasets_of_torch_without_room_are_dropped(tmp_path):
+    """Also held-out ones that are given to `evaluate`."""
+    short, good = {"input_ids": [3] * 7}, {"input_ids": list(range(3, 43))}
+    packed = PackedRows([good, short, short], [[0], [1, 2], [0, 1]], [40, 14, 47])
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return [good, short, good][index]
+
+    for dataset in (packed, Rows()):
+        with pytest.warns(UserWarning, match="dropped 1 of 3 rows"):
+            trainer = make(tmp_path, train=dataset, per_device_train_batch_size=1, max_steps=3)
+        trainer.train()
+        with pytest.warns(UserWarning, match="eval_dataset: dropped 1 of 3 rows"):
+            assert trainer.evaluate(dataset)["eval_cfm_loss"] >= 0
+    masked = {**good, "labels": [-100] * 38 + [5, 6], "prompt_length": None}
+    with pytest.warns(UserWarning, match="dropped 1 of 2 rows"):
+        make(tmp_path, train=[{**good, "labels": good["input_ids"], "prompt_length": 0}, masked])
+
+
+def test_the_order_of_length_groups_follows_from_the_seed_and_the_epoch(tmp_path):
+    sampler = make(tmp_path, train_sampling_strategy="group_by_length")._get_train_sampler()
+    first = list(sampler)
+    torch.manual_seed(5)
+    assert list(sampler) == first and sorted(first) == list(range(len(ROWS)))
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+
+
+class Averaging(torch.optim.SGD):
+    """Its result is 1 above the weights that it trains at."""
+
+    is_at_result = False
+
+    def _move(self, is_at_result):
+        with torch.no_grad():
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.add_(float(is_at_result) - float(self.is_at_result))
+        self.is_at_result = is_at_result
+
+    def train(self):
+        self._move(False)
+
+    def eval(self):
+        self._move(True)
+
+
+def test_schedule_free_optimizers_save_and_evaluate_their_result(tmp_path):
+    model = with_lora(tiny_model("llama"))
+    name, weight = next(each for each in model.named_parameters() if "lora_B" in each[0])
+    wanted, seen = weight.detach() + 1, []
+    trainer = make(tmp_path, model, evaluation=HELD_OUT, save_strategy="steps", save_steps=2, max_steps=2)
+    trainer.optimizer = Averaging([each for each in model.parameters() if each.requires_grad], lr=0.0)
+    held_out = trainer._held_out_batches
+    trainer._held_out_batches = lambda dataset: [seen.append(weight.detach().clone()), *held_out(dataset)][1:]
+    trainer.train()
+    torch.testing.assert_close(weight.detach(), wanted)
+    trainer.optimizer.train()
+    trainer.evaluate()
+    saved = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    torch.testing.assert_close(seen, [wanted])
+    torch.testing.assert_close(saved[name.replace(".default", "")], wanted)
+
+
+@pytest.mark.parametrize("trained", ["default", "other"])
+def test_each_of_two_adapters_is_resumed_from_its_own_file(trained, tmp_path):
+    def built(steps):
+        model = with_lora(tiny_model("llama"))
+        model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+        model.set_adapter(trained)
+        return make(tmp_path, model, save_strategy="steps", save_steps=2, max_steps=steps, lr_scheduler_type="constant")
+
+    whole = built(3)
+    whole.train()
+    resumed = built(3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for (name, ours), theirs in zip(whole.model.named_parameters(), resumed.model.parameters()):
+        assert torch.equal(ours, theirs), name
 
 
 def test_looking_at_a_step_does_not_change_training(tmp_path):

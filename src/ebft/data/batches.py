@@ -27,17 +27,17 @@ class PackedRows(Dataset):
     """
 
     def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):
-        self._rows, self._packs, self.lengths = rows, packs, lengths
+        self.rows, self.packs, self.lengths = rows, packs, lengths
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return len(self.packs)
 
     def select(self, indices: list[int]) -> PackedRows:
         """Return these rows only, in this order."""
-        return PackedRows(self._rows, [self._packs[i] for i in indices], [self.lengths[i] for i in indices])
+        return PackedRows(self.rows, [self.packs[i] for i in indices], [self.lengths[i] for i in indices])
 
     def __getitem__(self, index: int) -> dict[str, list[dict[str, Any]]]:
-        return {"documents": [self._rows[i] for i in self._packs[index]]}
+        return {"documents": [self.rows[i] for i in self.packs[index]]}
 
 
 def _trained(row: dict[str, Any]) -> Tensor:

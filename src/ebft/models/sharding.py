@@ -196,7 +196,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     for name in model.peft_config:
         inside = folder / name
         place = inside if any(inside.glob(_ADAPTER)) else folder
-        if place == inside or name == model.active_adapter:
+        if place == inside or name == "default":  # as PEFT saves them
             with _files(place, _ADAPTER) as files:
                 _copy(((key, files.read(key)) for key in files.weights), _weights_of(model, name), place)
 

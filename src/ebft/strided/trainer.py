@@ -294,6 +294,9 @@ class StridedEBFTTrainer(OverTrainer):
         if isinstance(dataset, dict):
             parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            dataset = usable_rows("eval_dataset", dataset, self.model, self.args)
+        self.use_result()
         if dataset is None:
             raise ValueError("evaluation requires an eval_dataset (in a config: test_datasets or val_set_size)")
         metrics = held_out_metrics(

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import PreTrainedModel
 
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
-from ebft.data.batches import DocumentCollator
+from ebft.data.batches import DocumentCollator, PackedRows
 from ebft.data.lengths import token_counts
 from ebft.errors import ConfigError, DataError
 from ebft.features import FeatureNetwork
@@ -114,7 +115,9 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     warnings.warn(
         f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block", stacklevel=3
     )
-    return dataset.select(usable) if isinstance(dataset, Dataset) else [dataset[i] for i in usable]
+    if hasattr(dataset, "select"):
+        return dataset.select(usable)
+    return [dataset[i] for i in usable] if isinstance(dataset, list) else Subset(dataset, usable)
 
 
 # Tokens, prompt tokens and turns of a document.
@@ -122,9 +125,12 @@ _Size = tuple[int, int, list[list[int]]]
 
 
 def _sizes(dataset: Any) -> list[list[_Size]] | None:
-    """Return the size of every document of every row, or None unless `dataset` is a Dataset or list."""
+    """Return the size of every document of every row, or None if `dataset` has no length."""
+    if isinstance(dataset, PackedRows):
+        sizes = _sizes(dataset.rows)
+        return sizes and [[size for i in pack for size in sizes[i]] for pack in dataset.packs]
     if not isinstance(dataset, (list, Dataset)):
-        return None
+        return [_documents(dataset[i]) for i in range(len(dataset))] if hasattr(dataset, "__len__") else None
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
     plain = "prompt_length" in columns or "labels" not in columns
     if not plain or columns & {"attention_mask", "position_ids", "seq_lengths", "completion_mask", "assistant_masks"}:
@@ -136,7 +142,11 @@ def _sizes(dataset: Any) -> list[list[_Size]] | None:
         return [row.get(name) for row in dataset] if isinstance(dataset, list) else dataset[name]
 
     sizes = zip(token_counts(dataset), column("prompt_length"), column("turn_spans"))
-    return [[(length, prompt or 0, turns or [])] for length, prompt, turns in sizes]
+    has_labels = "labels" in columns
+    return [
+        _documents(dataset[i]) if prompt is None and has_labels else [(length, prompt or 0, turns or [])]
+        for i, (length, prompt, turns) in enumerate(sizes)
+    ]
 
 
 def _documents(row: dict[str, Any]) -> list[_Size]:

@@ -19,9 +19,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
 from transformers import Trainer, TrainerControl
-from transformers.trainer_utils import has_length
 
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.files import STAGING, STATE, clean_staging
@@ -44,7 +43,7 @@ from ebft.monitor.metrics import maxima_over_ranks, read_numbers
 from ebft.monitor.run_files import PENDING_EVALUATION
 from ebft.trainer import checkpoints
 from ebft.trainer.pushing import Pushing
-from ebft.transformers_internals import check_tied_weights
+from ebft.transformers_internals import check_tied_weights, seeded_groups
 
 _HINT = (
     "The update was not applied, and saved checkpoints are valid. Check these documents and resume training, or "
@@ -135,7 +134,17 @@ class OverTrainer(Trainer):
         self.args.logging_nan_inf_filter = False  # which waits twice for every loss; those are checked below
         warn_of_lost_steps(self.model, self.args.learning_rate)
         with self.budget.meter.watching([] if self.args.torch_compile else self.computing_models()):
-            return super().train(*args, **kwargs)
+            found = super().train(*args, **kwargs)
+        self.use_result()
+        return found
+
+    def use_result(self) -> None:
+        """Give the model the weights that are the optimizer's result until the next step.
+
+        Those that schedule-free optimizers train at are others.
+        """
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         self._step_began = time.perf_counter() if self._step_began is None else self._step_began
@@ -319,6 +328,7 @@ class OverTrainer(Trainer):
         folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         staged = folder.parent / STAGING / folder.name
         could_stop, self.may_stop = self.may_stop, False
+        self.use_result()
         evaluates_later = self.is_evaluation_due and not self.has_pending_evaluation
         if evaluates_later:
             self.leave_evaluation_pending()
@@ -419,7 +429,8 @@ class OverTrainer(Trainer):
         """Whether transformers cannot load the weights of a checkpoint into the model of this run."""
         if self.is_deepspeed_enabled:
             return False
-        return self.is_fsdp_enabled or is_in_parts(folder) or has_other_names(self.model, folder)
+        has_several = isinstance(self.model, PeftModel) and set(self.model.peft_config) != {"default"}
+        return has_several or self.is_fsdp_enabled or is_in_parts(folder) or has_other_names(self.model, folder)
 
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
@@ -436,9 +447,6 @@ class OverTrainer(Trainer):
         if not self.is_deepspeed_enabled:
             check_fits(target, folder)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        has_others = any(folder.glob("*/adapter_model.*"))  # then transformers loads them, and not the one beside them
-        if has_others and any(folder.glob("adapter_model.*")) and isinstance(target, PeftModel):
-            target.load_adapter(resume_from_checkpoint, target.active_adapters[0], is_trainable=True)
 
     # Resuming, in the order in which transformers calls these
 
@@ -492,6 +500,10 @@ class OverTrainer(Trainer):
                 stacklevel=2,
             )
 
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        found = super()._get_train_sampler(*args, **kwargs)
+        return seeded_groups(found, self.args.seed if self.args.data_seed is None else self.args.data_seed)
+
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **others: Any) -> None:
         sampler = getattr(train_dataloader, "batch_sampler", None)
         while hasattr(sampler, "batch_sampler"):  # accelerate's wrappers, which do not all pass on the epoch
@@ -509,7 +521,7 @@ class OverTrainer(Trainer):
                 return
         super()._run_epoch(epoch=epoch, train_dataloader=train_dataloader, **others)
         if self.state.global_step < self.state.max_steps and not self.control.should_training_stop:
-            self._stream_ended = self._stream_ended or not has_length(train_dataloader)
+            self._stream_ended = self._stream_ended or not hasattr(self.train_dataset, "__len__")
 
     # Pushes to the Hub
 
