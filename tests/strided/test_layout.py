@@ -118,13 +118,13 @@ def test_positions_part_a_row_into_documents():
     }
     documents = Documents.from_inputs(inputs)
     assert documents.lengths.tolist() == [3, 2, 4, 2]
-    assert documents.prompt_length.tolist() == [1, 0, 2, 0]
+    assert documents.prompt_length.tolist() == [1, 2, 2, 0]
     assert documents.ce_mask.int().tolist() == [0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1]
     given = Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0, 0, 1])})
     assert given.ce_mask.int().tolist() == [0, 0, 1, 0, 0, 0, 0, 1, 1, 0, 1]
     turns = Documents.from_inputs({**inputs, "turn_spans": torch.tensor([[[1, 2]], [[0, 0]], [[3, 4]], [[0, 0]]])})
     assert turns.ce_mask.int().tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 1]
-    assert StridedLayout.place(turns, BlockOptions(1, 1, 1, 1)).anchors == [[1], [1], [3], [1]]
+    assert StridedLayout.place(turns, BlockOptions(1, 1, 1, 1)).anchors == [[1], [], [3], [1]]
     with pytest.raises(ValueError, match="one non-negative value per document, .* for 4 documents"):
         Documents.from_inputs({**inputs, "prompt_length": torch.tensor([2, 0])})
     inputs["position_ids"][0, 1] = 5

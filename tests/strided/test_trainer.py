@@ -335,7 +335,8 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
     bad = [{"input_ids": ids, "attention_mask": [1] * count + [0] * (40 - count)} for count in (5, 0)]
     bad += [{**good, "labels": [-100] * 38 + [5, 6]}, {"input_ids": ids, "position_ids": [0, 1, 2, 3, 4] * 8}]
     bad += [{**good, name: [0] * 38 + [1, 1]} for name in ("completion_mask", "assistant_masks")]
-    with pytest.warns(UserWarning, match="dropped 6 of 8 rows"):
+    bad += [{**good, "labels": [-100] * 40}]  # a prompt that was cut before its completion
+    with pytest.warns(UserWarning, match="dropped 7 of 9 rows"):
         trainer = make(tmp_path, train=[good, *bad, good], per_device_train_batch_size=1, max_steps=3)
     assert list(trainer.train_dataset) == [good, good]
     trainer.train()

@@ -181,9 +181,9 @@ def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
 
 
 def _leading_masked(labels: Tensor) -> int:
-    """Index of the first label of a row without `prompt_length`; 0 for a row without labels."""
+    """Index of the first label of a row without `prompt_length`; its length if all are masked."""
     trained = labels.ne(IGNORE).nonzero()
-    return int(trained[0]) if len(trained) else 0
+    return int(trained[0]) if len(trained) else len(labels)
 
 
 def _padded(rows: list[Tensor], value: int) -> Tensor:

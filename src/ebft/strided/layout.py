@@ -155,10 +155,9 @@ def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
 
 
 def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths: Tensor) -> Tensor:
-    """Return the number of masked labels at the start of each document, 0 if all or none are masked: (B,)."""
+    """Return the number of masked labels at the start of each document, its length if all are masked: (B,)."""
     first = torch.where(target, position, lengths[document])
-    leading = torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
-    return torch.where(leading < lengths, leading, 0)
+    return torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
 
 
 def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tensor:
