@@ -6,7 +6,7 @@ trainer argument, `in_config` as a config key.
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ from ebft.config.section import option_names, section_of_options
 from ebft.config.trl import TRLSection
 from ebft.config.user_functions import call_problem
 from ebft.config.validation_errors import raise_config_error
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, DataError
 
 Key = Callable[[str], str]
 
@@ -258,6 +258,12 @@ def warn_of_reward(options: EBFTSection) -> None:
         )
     if "whitening_space" in options.model_fields_set and not options.use_whitening:
         warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=3)
+
+
+def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
+    """Raise DataError for several datasets as training data; they are parts of an evaluation."""
+    if name == "train_dataset":
+        raise DataError(f"train_dataset must be one dataset, got those of {', '.join(map(str, datasets))}. Select one.")
 
 
 def select_by_cfm_loss(args: Any) -> None:

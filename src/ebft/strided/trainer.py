@@ -292,7 +292,8 @@ class StridedEBFTTrainer(OverTrainer):
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # its name, as in transformers
         if isinstance(dataset, dict):
-            parts = {f"{metric_key_prefix}_{name}": part for name, part in dataset.items()}
+            is_own = dataset is self.eval_dataset  # whose rows are checked
+            parts = {f"{metric_key_prefix}_{name}": name if is_own else part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             dataset = usable_rows("eval_dataset", dataset, self.model, self.args)

@@ -79,10 +79,7 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     usable.
     """
     if isinstance(dataset, dict):
-        if name == "train_dataset":
-            raise DataError(
-                f"train_dataset must be one dataset, got those of {', '.join(map(str, dataset))}. Select one"
-            )
+        rules.check_parts(name, dataset)
         return {key: usable_rows(f"{name}[{key!r}]", part, model, args) for key, part in dataset.items()}
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "input_ids" not in columns:

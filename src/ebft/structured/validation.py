@@ -110,16 +110,10 @@ def check_reward_templates(reward_funcs: list[Any], tokenizers: list[Any], datas
             )
 
 
-def refuse_parts(name: str, dataset: dict[str, Any]) -> None:
-    """Raise DataError for several datasets as training data; they are parts of an evaluation."""
-    if name == "train_dataset":
-        raise DataError(f"train_dataset must be one dataset, got those of {', '.join(map(str, dataset))}. Select one.")
-
-
 def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("prompt",)) -> None:
     """Raise DataError for missing or reserved columns, rows without a reference, or too few rows."""
     if isinstance(dataset, dict):
-        refuse_parts(name, dataset)
+        rules.check_parts(name, dataset)
         for key, part in dataset.items():
             check_rows(f"{name}[{key!r}]", part, args, columns)
         return
