@@ -32,6 +32,7 @@ import torch
 from job import without_paths
 from options import scale_and_place, study_options
 from run_cell import machine_card
+from tables import SIGNAL_STEP
 from torch import Tensor
 
 from ebft.tools.quickstart.run import console, fingerprint
@@ -39,7 +40,6 @@ from ebft.tools.quickstart.run import console, fingerprint
 SPACES = {"unwhitened": None, "whitened": "feature", "whitened by sample": "sample"}  # the last as the paper has it
 SAMPLES = (4, 8, 16, 32)
 LENGTHS = (8, 16, 32)
-STEP = 16  # documents of a step of training
 DIVERSITY = 0.5  # of the rewards that are trained; 1 makes the gradient that of the feature-matching loss itself
 HELD_OUT = "held-out loss"
 
@@ -220,7 +220,7 @@ def estimates(own: Tensor, target: Tensor, longest: Tensor, documents: int) -> d
     """`statistics` without errors, from gradients (batches, parameters)."""
     signal, of_target = unbiased_product(own, own), unbiased_product(target, target)
     # Noise falls with the number of documents, which are independent.
-    squares = signal + (own.square().sum(1).mean().item() - signal) * documents / STEP
+    squares = signal + (own.square().sum(1).mean().item() - signal) * documents / SIGNAL_STEP
     product = (own.mean(0) @ target.mean(0)).item()  # of other documents, so without bias
     return {
         "cosine": cosine(product, signal, of_target),

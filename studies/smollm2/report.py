@@ -108,10 +108,26 @@ def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path)
     found += picture(path, folder, f"rollouts of {task} from {start}", curves.draw_rollouts, cells, task, start)
     if f"{task}-{start}-sft" in tables.groups_of(cells, task, start):
         found += [tables.difference_table(cells, task, start, FEATURES | COMPLETIONS[task])]
+        found += [without_copies(cells, start, results)] if task == "raw" else []
     found += [text.COSTS, tables.cost_table(cells, task, start)]
     if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
         found += [text.PHASES, tables.phase_table(cells)]
     return [part for part in (*found, *samples(cells, task, start)) if part]
+
+
+def without_copies(cells: Cells, start: str, results: Path) -> str:
+    """The differences in cross-entropy on pieces of raw text that are no near copies of training; empty without any."""
+    copies = stored.read(results / "documents.json").get("near_copies", [])
+    metric, kept = "ce_loss", []
+    for cell in cells:
+        if cell["cell"]["task"] == "raw" and metric in cell["sums"]:
+            values = {key: list(cell[key][metric]) for key in ("sums", "weights")}
+            for number in copies:
+                values["sums"][number] = values["weights"][number] = 0.0
+            kept.append({**cell, **{key: {metric: value} for key, value in values.items()}})
+    groups = [f"raw-{start}-{method}" for method in ("ebft-mean", "sft", "none")]
+    ours, sft = (tables.number(difference(kept, *pair, metric), signed=True) for pair in zip(groups, groups[1:]))
+    return text.NEAR_COPIES.format(count=len(copies), ours=ours, sft=sft) if copies and ours and sft else ""
 
 
 def signal_part(results: Path, folder: Path) -> list[str]:

@@ -26,7 +26,7 @@ MAKERS = [
     project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "catalogs.py",
 ]
 
-WARM_THREADS = 2  # those of the stored results: sums, and so the adapter's weights, depend on their number
+WARM_THREADS = 2  # whatever the machine has: the order of sums, and so the weights, depend on their number
 
 
 def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
@@ -50,9 +50,19 @@ def write_documents(data: Path, results: Path, made_from: dict[str, str]) -> Non
     names = [f"{task}_{part}" for task in TASKS for part in ("validation", "test", "long")]
     sources_of = {name: [row["file"] for row in read_rows(data / f"{name}.jsonl")] for name in names}
     rows = {path.stem: len(read_rows(path)) for path in sorted(data.glob("*.jsonl"))}
+    copies = near_copies(read_rows(data / "raw_train.jsonl"), read_rows(data / "raw_test.jsonl"))
     found = {"rows": rows, "made_from": {name: made_from[name] for name in sources_of}, "sources": sources_of}
+    found["near_copies"] = copies
     if stored.read(results / "documents.json") != found:
         stored.write_json(results / "documents.json", found)
+
+
+def near_copies(train: list[dict[str, Any]], test: list[dict[str, Any]]) -> list[int]:
+    """The numbers of the test pieces that share more than half of their longer lines with training, as licences do."""
+    lines = lambda row: [line.strip() for line in row["text"].splitlines() if len(line.strip()) > 25]
+    known = {line for row in train for line in lines(row)}
+    shares = [[line in known for line in lines(row)] for row in test]
+    return [number for number, share in enumerate(shares) if sum(share) > len(share) / 2]
 
 
 def make_warm(place: Place, scale: Scale, task: str, made_from: dict[str, str]) -> None:

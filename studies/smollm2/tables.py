@@ -28,7 +28,7 @@ METHODS = (
     *(f"ebft-{name.replace(' ', '_')}" for name in SETTINGS),
 )
 LENGTHS = (8, 16, 32, 64, 128)  # of rollouts, in tokens
-SIGNAL_STEP = 16  # documents of a step in gradient_signal.py
+SIGNAL_STEP = 16  # documents of a step in the statistics of gradient_signal.py
 AFTER_END = {"ended": "share that ended", "cfm_loss": "loss, all tokens", "cfm_loss_to_end": "loss, up to the end"}
 
 

@@ -10,8 +10,9 @@ import stored
 import tables
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate
-from report import by_application, write_report
+from report import by_application, without_copies, write_report
 from scale import SCALES
+from starts import near_copies
 from tables import number
 
 SCALE = SCALES["smollm2"]
@@ -245,6 +246,23 @@ def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these
     with pytest.raises(ValueError, match="x.json cannot be read"):
         stored.read(tmp_path / "x.json")
     assert stored.read(tmp_path / "y.json") is None
+
+
+def test_near_copies_are_left_out_of_a_difference(tmp_path):
+    copied, own = "c" * 30, "o" * 30
+    test = [{"text": f"{copied}\n{own}\n{copied}\nshort"}, {"text": own}, {"text": f"{copied}\n{own}"}]
+    assert near_copies([{"text": f"a\n  {copied}"}], test) == [0]
+    cells = []
+    for method, value in (("none", 4.0), ("sft", 3.0), ("ebft-mean", 3.5)):
+        for seed in (0, 1):
+            cell = {"task": "raw", "group": f"raw-base-{method}", "seed": seed}
+            sums = [100 * value, value + seed, value + seed]
+            cells.append({"cell": cell, "sums": {"ce_loss": sums}, "weights": {"ce_loss": [1.0] * 3}})
+            cells[-1]["files"] = {"ce_loss": ["a", "b", "c"]}
+    stored.write_json(tmp_path / "documents.json", {"near_copies": [0]})
+    found = without_copies(cells, "base", tmp_path)
+    assert found.startswith("1 of the test pieces") and "cross-entropy of +0.500" in " ".join(found.split())
+    assert without_copies(cells[:4], "base", tmp_path) == ""
 
 
 def test_checkpoints_of_something_else_are_removed(tmp_path):
