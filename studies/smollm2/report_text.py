@@ -5,7 +5,7 @@ from typing import Any
 
 import sources
 from cells import SETTINGS
-from scale import Scale
+from scale import WARM_THREADS, Scale
 
 COMMANDS = {
     "run": "python studies/smollm2/run.py --hours 2",
@@ -199,8 +199,11 @@ def state(cells: list[dict[str, Any]], names: list[str]) -> str:
     every = lambda key: ", ".join(sorted({str(cell["machine"][key]) for cell in cells}))
     spent = sum(sum(cell["seconds"].values()) for cell in cells)
     missing = [name for name in names if name not in {cell["cell"]["name"] for cell in cells}]
+    threads = {f"`{cell['cell']['name']}`": cell["machine"]["threads"] for cell in cells}
+    more = {"the warm start": WARM_THREADS} | {name: count for name, count in threads.items() if count > 1}
     lines = [
-        f"{len(cells)} of {len(names)} runs are done, on {every('device')}, one thread each (two in the warm start), "
+        f"{len(cells)} of {len(names)} runs are done, on {every('device')}, one thread each "
+        f"(but {', '.join(f'{name} with {count}' for name, count in more.items())}), "
         f"Python {every('python')}, torch {every('torch')}, transformers {every('transformers')}, "
         f"commits {every('commit')}: {spent / 3600:.1f} "
         "process hours of training and measuring, without those of processes that were stopped."

@@ -37,7 +37,8 @@ from workers import run_all  # noqa: E402
 
 from ebft.tools.quickstart.run import console  # noqa: E402
 
-# Of worker processes: one core each, and freed memory kept, as a fifth of the time would go into getting it again.
+# Of worker processes, unless set: one core each, and freed memory kept, as a fifth of the time would go into getting
+# it again.
 ON_CORES = {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_THRESHOLD_": str(2**36)}
 
 
@@ -65,7 +66,7 @@ def study(arguments: argparse.Namespace) -> dict[str, str]:
     cells = sweep_cells(scale) if arguments.sweep else all_cells()
     cells = chosen(cells, arguments.only, arguments.task)
     if not has_accelerator():
-        os.environ |= ON_CORES
+        os.environ |= ON_CORES | {name: os.environ[name] for name in ON_CORES if name in os.environ}
     from starts import make_data, make_warm
 
     place, made_from = make_data(place, scale, arguments.results)

@@ -16,7 +16,7 @@ from cells import TASKS
 from corpus import PARTS, token_counter, write_corpus
 from job import without_paths
 from rows import read_rows, write_rows
-from scale import Scale
+from scale import WARM_THREADS, Scale
 from settings import Place
 
 from ebft.tools.quickstart.run import console, fingerprint, make_once
@@ -25,8 +25,6 @@ MAKERS = [
     *(project.HERE / f"{name}.py" for name in ("corpus", "rows", "python_code", "sources", "verifiers")),
     project.ROOT / "src" / "ebft" / "tools" / "quickstart" / "catalogs.py",
 ]
-
-WARM_THREADS = 2  # whatever the machine has: the order of sums, and so the weights, depend on their number
 
 
 def make_data(place: Place, scale: Scale, results: Path) -> tuple[Place, dict[str, str]]:
