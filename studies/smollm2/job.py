@@ -11,7 +11,7 @@ import settings
 import stored
 import yaml
 from budget import matched_steps
-from cells import Cell, flops_of
+from cells import SHARES, Cell, flops_of
 from scale import Scale
 from settings import Place
 from sweep import chosen_rate
@@ -55,7 +55,9 @@ class Job:
     @property
     def flops(self) -> float | None:
         """FLOPs after which training ends; None where its steps are known. Raises ValueError as `steps` does."""
-        return self._costs()[-1]["cost"]["flops"] if self.cell.method == "sdft" else None
+        if self.cell.method != "sdft":
+            return None
+        return self._costs()[-1]["cost"]["flops"] * SHARES.get(self.cell.group, 1)
 
     @property
     def changes(self) -> list[str]:

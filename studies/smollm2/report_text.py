@@ -84,8 +84,9 @@ How to read it:
 - **distance of samples** is 1 - chrF, on average over the pairs of samples of a prompt; **distinct samples** and
   **distinct-2** are shares of samples that differ, and of pairs of adjacent words that do.
 - SFT is there twice: with as many documents as EBFT, and with as many as take the FLOPs of EBFT. **Self-distillation**
-  (`rl: sdft`) has those too: it samples whole completions, and a teacher, the pretrained model that has read a prompt
-  with its reference, says how likely each token is. Its rate is that of SFT and EBFT; there was no sweep.
+  (`rl: sdft`) has those too, on functions half of them: it samples whole completions, and a teacher, the pretrained
+  model that has read a prompt with its reference, says how likely each token is. Its rate is that of SFT and EBFT;
+  there was no sweep.
 - Raw text is trained on for {raw_steps} steps, in which it has as many rollouts as functions in about 100. Runs from
   the warm start take {warm_steps}, as long as that start.
 - **EBFT, structured** trains on translations for {structured_steps} steps of 16 prompts with 4 completions each, on

@@ -7,7 +7,7 @@ import statistics
 from fnmatch import fnmatch
 from typing import Any
 
-from cells import FLOAT32, SETTINGS
+from cells import FLOAT32, SETTINGS, SHARES
 from intervals import Estimate, difference, is_start, over_seeds, spread_of_seeds, t_quantile
 from metrics import CORPUS, MAIN
 
@@ -236,7 +236,8 @@ def label(group: str) -> str:
     _, start, method, *setting = group.split("-", 3)
     starts = {"base": "pretrained model", "warm": "warm start"}
     names = {"none": starts[start], "sft": "SFT, as many documents", "sft_flops": "SFT, same FLOPs", "rlvr": "RLVR"}
-    names |= {"structured": "EBFT, structured", "sdft": "self-distillation, same FLOPs"}
+    share = f"{SHARES[group]:g} of the" if group in SHARES else "same"
+    names |= {"structured": "EBFT, structured", "sdft": f"self-distillation, {share} FLOPs"}
     return names[method] if method != "ebft" else f"EBFT, {setting[0].replace('_', ' ')}"
 
 

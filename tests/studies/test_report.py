@@ -16,7 +16,8 @@ from starts import near_copies
 from tables import number
 
 SCALE = SCALES["smollm2"]
-CARD = {"device": "cpu: a test", "python": "3.12", "torch": "2", "transformers": "5", "commit": "abc", "date": "today"}
+VERSIONS = {"python": "3.12", "torch": "2", "transformers": "5", "commit": "abc"}
+CARD = {**VERSIONS, "device": "cpu: a test", "threads": 1, "date": "today"}
 FILES = {"functions_test": ["a.py", "b.py", "b.py", "c.py"]}
 DOCUMENTS = {"rows": {"functions_test": 4}, "made_from": {"functions_test": "x"}, "sources": FILES}
 METRICS = {"ce_loss": 4.0, "cfm_loss": 0.3, "cfm_loss_long": 0.3, "alignment": 1.3, "substance_pass@1": 0.5}
@@ -276,4 +277,5 @@ def test_a_difference_between_precisions_is_marked(tmp_path):
     write_results(tmp_path / "results", 0.2)
     write_cell(tmp_path / "results", "sdft", 0, METRICS)
     report = report_of(tmp_path)
-    assert "| self-distillation, same FLOPs² | " in report and "| EBFT, mean | -0.2" in report
+    assert "one thread each (but the warm start with 2)" in report
+    assert "| self-distillation, 0.5 of the FLOPs² | " in report and "| EBFT, mean | -0.2" in report

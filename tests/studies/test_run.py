@@ -64,6 +64,8 @@ def test_every_kind_of_cell_is_measured(first_run):
         assert wanted in cell["per_document"]
         if cell["cell"]["method"] != "none":
             assert cell["cost"]["documents"] > 0 and cell["seconds"]["train"] > 0, name
+    ebft, distilled = (found[f"functions-base-{method}-seed0"]["cost"] for method in ("ebft-mean", "sdft"))
+    assert 0 <= distilled["flops"] - ebft["flops"] / 2 < distilled["flops"] / distilled["steps"], "ends at half of them"
     assert "corpus_bleu_greedy" in found["translation-base-none-seed0"]["metrics"]
 
 
