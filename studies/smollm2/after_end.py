@@ -20,7 +20,7 @@ import settings
 import stored
 import torch
 from cells import planned
-from options import scale_and_place, study_options
+from options import parsed, scale_and_place, study_options
 from run_cell import machine_card
 from scale import Scale
 from settings import Place
@@ -130,7 +130,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", required=True, help="folders of trained adapters, or the pretrained model"
     )
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

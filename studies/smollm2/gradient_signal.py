@@ -30,7 +30,7 @@ import settings
 import stored
 import torch
 from job import without_paths
-from options import scale_and_place, study_options
+from options import parsed, scale_and_place, study_options
 from run_cell import machine_card
 from tables import SIGNAL_STEP
 from torch import Tensor
@@ -251,7 +251,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=40, help="gradients of each loss (default 40)")
     parser.add_argument("--documents", type=int, default=2, help="documents of a gradient (default 2)")
     parser.add_argument("--longest", type=int, choices=LENGTHS, default=LENGTHS[-1], help="tokens of the longest")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.batches < 3:
         parser.error(f"--batches {arguments.batches} is below 3: errors of estimates without bias need three batches")
     return arguments

@@ -6,7 +6,7 @@
     python studies/smollm2/run.py --sweep                # learning rates, by short runs: results/sweep.json
     python studies/smollm2/run.py --list                 # cells in their order, and which are done
     python studies/smollm2/run.py --report               # README.md again, from results/
-    python studies/smollm2/run.py --scale tiny           # minutes: a random model, a few rows
+    python studies/smollm2/run.py --scale tiny           # minutes: a random model, a few rows; in outputs/study/tiny
 
 Each finished cell is a file in results/cells. A stopped run goes on where it was: the same command again. Exit status 1
 where a cell failed, 2 for wrong usage.
@@ -25,11 +25,10 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import project  # noqa: E402
 import stored  # noqa: E402
 from cells import TASKS, all_cells, chosen, needs  # noqa: E402
 from job import Job, finished  # noqa: E402
-from options import scale_and_place, study_options  # noqa: E402
+from options import parsed, scale_and_place, study_options  # noqa: E402
 from run_cell import run_cell  # noqa: E402
 from scale import SCALES  # noqa: E402
 from sweep import BY_HAND, best_rates, sweep_cells, tried  # noqa: E402
@@ -50,7 +49,8 @@ def main() -> int:
         if not arguments.sweep and not arguments.list:
             from report import write_report
 
-            console.print(f"Report: {write_report(arguments.results, arguments.readme, SCALES[arguments.scale])}")
+            readme = arguments.results.parent / "README.md"
+            console.print(f"Report: {write_report(arguments.results, readme, SCALES[arguments.scale])}")
     except KeyboardInterrupt:
         console.print("\n[yellow]Stopped. What is finished is kept: run the same command to go on.")
         return 130
@@ -141,8 +141,7 @@ def read_arguments() -> argparse.Namespace:
     what.add_argument("--sweep", action="store_true", help="only choose learning rates, on the validation part")
     what.add_argument("--list", action="store_true", help="only list the cells")
     what.add_argument("--report", action="store_true", help="only write the report again")
-    parser.add_argument("--readme", type=Path, default=project.HERE / "README.md", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.workers is None:
         arguments.workers = default_workers()
     if arguments.workers < 0:

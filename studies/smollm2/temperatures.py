@@ -18,7 +18,7 @@ from typing import Any
 import measure
 import sampling
 import stored
-from options import scale_and_place, study_options
+from options import parsed, scale_and_place, study_options
 from rows import read_rows
 from run_cell import machine_card
 from scale import Scale
@@ -72,7 +72,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=("functions", "translation"), default="translation")
     parser.add_argument("--model", nargs="+", required=True, help="folders of trained adapters, or a pretrained model")
     parser.add_argument("--temperatures", nargs="+", type=float, default=list(TEMPERATURES), metavar="T")
-    return parser.parse_args()
+    return parsed(parser)
 
 
 if __name__ == "__main__":

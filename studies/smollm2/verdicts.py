@@ -106,7 +106,9 @@ def rival_table(cells: list[dict[str, Any]]) -> str:
             found = [[difference(cells, ours, group, metric) for metric in metrics] for metrics in MAIN.values()]
             values = [number(next(filter(None, of_metric), None), signed=True) for of_metric in found]
             if any(values):
-                ratio = flops(cells, group) / flops(cells, ours)
+                seeds = by_seed(cells, group, "ce_loss").keys() & by_seed(cells, ours, "ce_loss").keys()
+                paired = [cell for cell in cells if cell["cell"]["seed"] in seeds]
+                ratio = flops(paired, group) / flops(paired, ours)
                 name = label(group) + precision_mark(cells, group, ours)
                 rows.append([name, where(task, start), f"{ratio:.2f}", *values])
     return markdown(["EBFT, mean, less", "task", "its FLOPs / EBFT's", *MAIN], rows) if rows else ""
