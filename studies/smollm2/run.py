@@ -55,7 +55,8 @@ def main() -> int:
         console.print("\n[yellow]Stopped. What is finished is kept: run the same command to go on.")
         return 130
     except (ValueError, OSError) as error:
-        console.print("\n[bold red]Error:[/]", str(error), markup=False, highlight=False)
+        console.print("\n[bold red]Error:[/]", end=" ")
+        console.print(str(error), markup=False, highlight=False)
         return 2
     return 1 if failed else 0
 

@@ -81,8 +81,8 @@ def advice(cells: list[dict[str, Any]]) -> str:
     return (
         f"**To take from it:** EBFT takes {times} times the FLOPs of SFT on as many documents, and more where SFT's "
         f"rows are not padded. Its cross-entropy, which is what SFT minimises, is higher in {pairs(cells, 'ce_loss')} "
-        f"pairs of runs, and its CFM loss of 8 tokens, which is its own aim, in {pairs(cells, 'cfm_loss')}. Of "
-        f"{len(places)} comparisons, it is better in something and worse in nothing in {len(is_better)}: {reason}, at "
+        f"pairs of runs, and its CFM loss of 8 tokens, which is its own aim, in {pairs(cells, 'cfm_loss')}. In "
+        f"{len(is_better)} of {len(places)} comparisons, it is better in something and worse in nothing: {reason}, at "
         "this size, rate and length of training. What is undecided may still differ."
     )
 

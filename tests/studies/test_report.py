@@ -99,7 +99,7 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     assert f"is higher in {3 * (gain < 0) + (expected == OPEN)} of 3 pairs of runs" in first_screen
     assert "1.0 times the FLOPs" in first_screen
     assert (
-        f"Of 1 comparisons, it is better in something and worse in nothing in {int(expected == HOLDS)}" in first_screen
+        f"In {int(expected == HOLDS)} of 1 comparisons, it is better in something and worse in nothing" in first_screen
     )
     lower, higher = f"{4 - gain:.3f} | {0.3 - gain:.3f} | {0.3 - gain:.3f}", f"{0.5 + gain:.3f} | 16 | 1.0e+12"
     assert f"| EBFT, mean | 3 | {lower} |  | {higher} |" in first_screen
