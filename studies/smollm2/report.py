@@ -13,7 +13,7 @@ import stored
 import tables
 import verdicts
 from cells import STARTS, TASKS, Cell, all_cells
-from intervals import difference, spread_of_seeds
+from intervals import difference, over_seeds, spread_of_seeds
 from metrics import COMPLETIONS, FEATURES
 from scale import Scale
 from sweep import chosen_rate
@@ -56,7 +56,10 @@ def notes(cells: Cells, results: Path) -> dict[tuple[str, str], str]:
     found: dict[tuple[str, str], list[str]] = {}
     for task in TASKS:
         worse = [str(x) for x in tables.LENGTHS if is_higher(tables.length_differences(cells, task, "base").get(x, []))]
-        found[task, "cfm_loss_long"] = [text.SHORTER.format(" or ".join(worse))] if worse else []
+        ours, start = (over_seeds(cells, f"{task}-base-{name}", "cfm_loss_long") for name in ("ebft-mean", "none"))
+        no_gain = ours is not None and start is not None and ours.mean >= start.mean
+        found[task, "cfm_loss_long"] = [text.START.format(start.mean)] if no_gain else []
+        found[task, "cfm_loss_long"] += [text.SHORTER.format(" or ".join(worse))] if worse else []
     after_end = stored.read(results / "after-end-functions.json")
     if after_end:
         ends = {name: list(model["cfm_loss_to_end"].values())[-1] for name, model in after_end["models"].items()}

@@ -31,6 +31,7 @@ function bodies, translations, raw source code; one setting of our own, *mean* (
 0.6, `ce_coef` 0.03 and rate 1e-6. **CFM loss** is the distance of rollouts from the text in the pretrained model's
 features, **names** the overlap of the names that a body uses with its reference's (no test is run), **chrF** that of
 characters."""
+START = "the pretrained model has {:.3f}"
 SHORTER = "of the same rollouts the first {} tokens are worse"
 TO_END = "up to the end token, half-way through the one pair of runs tried, SFT has {:.3f} and EBFT {:.3f}"
 APPLICATIONS = "± {:.3f} with applications instead of files as the unit"

@@ -147,6 +147,8 @@ def test_the_report_has_all_parts(tmp_path):
         metrics = {**METRICS, "cfm_loss_long": 0.1 + more / 100}
         write_cell(results, "ebft", seed, metrics, "mean", rollouts=rollouts)
     assert "(of the same rollouts the first 8 tokens are worse)" in report_of(tmp_path)
+    write_cell(results, "none", 0, {**METRICS, "cfm_loss_long": 0.05})
+    assert "(the pretrained model has 0.050; of the same" in report_of(tmp_path)
     assert "up to the end" not in report
     losses = {"cfm_loss": {"4": 0.3, "8": 0.2}, "cfm_loss_to_end": {"4": 0.3, "8": 0.1}}
     by_length = {"ended": {"4": 0.5, "8": 0.75}, **losses}
