@@ -40,7 +40,7 @@ PLAN = (
 )
 
 # Of the FLOPs of EBFT, where not all: with half of them, self-distillation on functions has more than SFT on as many
-# documents, and all of them take 41 steps of four minutes.
+# documents, and all of them take 42 steps of three to four minutes.
 SHARES = {"functions-base-sdft": 0.5}
 
 # In float32: runs planned for processors without bfloat16 instructions, where bfloat16 takes ten times as long.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-WARM_THREADS = 2  # whatever the machine has: the order of sums, and so the weights, depend on their number
+WARM_THREADS = 2  # whatever the machine has, as the order of sums may depend on their number
 
 
 @dataclass(frozen=True)
