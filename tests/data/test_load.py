@@ -65,10 +65,10 @@ def test_report_counts_what_was_dropped(load, tokenizer, capsys, monkeypatch, ty
 
 
 def test_nothing_left_names_counts_and_way_out(load):
-    with pytest.raises(
-        DataError, match=r"1 without text, 1 too short.*Decrease the first three, increase sequence_len"
-    ):
+    with pytest.raises(DataError, match=r"1 without text, 1 too short.*Decrease the first three, or use longer texts"):
         load(["a", ""])
+    with pytest.raises(DataError, match=r"ends of long documents.*Decrease the first three, or increase sequence_len"):
+        load([TEXT], sequence_len=6)
 
 
 def test_a_warning_if_most_rows_are_too_short(load):

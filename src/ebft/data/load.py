@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.keys import DataSettings
 from ebft.data.lengths import cut_and_drop, without_repeated
-from ebft.data.row_counts import TOO_LONG, RowCounts, SectionReport
+from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
 from ebft.data.sources import Documents, place_of, read_source
 from ebft.data.tables import discard, shuffle_rows
 from ebft.errors import DataError, shortened
@@ -144,16 +144,16 @@ def _load_section(
     found = counts.report(section, joined["document"], documents)
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
-        raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config)}")
+        raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config, counts)}")
     if is_main_process():
         say(found.with_example(), err=True)
         if (dropped := found.mostly_dropped()) is not None:
-            warnings.warn(f"{section}: {dropped}: {_advice(config)}", stacklevel=2)
+            warnings.warn(f"{section}: {dropped}: {_advice(config, counts)}", stacklevel=2)
     return joined, found, documents
 
 
-def _advice(config: DataSettings) -> str:
-    """What to change if no rows are left."""
+def _advice(config: DataSettings, counts: RowCounts) -> str:
+    """What to change if no rows are left, or few; `counts`: rows by reason."""
     required, length = config.required_rows, f"sequence_len: {config.sequence_len}"
     completions = f"provide rows whose prompt and completions are not empty, and fit within {length} together"
     rows = {
@@ -171,10 +171,12 @@ def _advice(config: DataSettings) -> str:
     block = required.block
     if block is None:
         return "provide rows with text and a reference, or increase sequence_len."
+    is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, TOO_LONG, SPLIT))
+    longer = "increase sequence_len" if is_cut else "use longer texts, or ebft.mode: structured for short completions"
     return (
         f"a block needs context_length: {block.context_length} (or the prompt plus min_completion_prefix: "
         f"{block.min_completion_prefix}) plus generate_max_len: {block.generate_max_len} tokens within {length}. "
-        "Decrease the first three, increase sequence_len, or use longer texts."
+        f"Decrease the first three, or {longer}."
     )
 
 
