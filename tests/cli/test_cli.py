@@ -55,6 +55,7 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
     ("config", 0, ["base_model", "ebft.stride = 8", "trl.num_generations", "datasets.N.path = required"]),
     ("config stride", 0, ["ebft.stride", "-learning_rate"]),
     ("config strde", 2, ["No key contains 'strde'"]),
+    ("config run.yaml", 2, ["`ebft config --check run.yaml`"]),
     ("config --josn-schema", 2, ["'--josn-schema'. Did you mean --json-schema?"]),
     ("config --json-schema stride", 2, ["Leave out"]),
     ("config --check run.yaml", 0, ["max_steps: 7", "is valid"]),

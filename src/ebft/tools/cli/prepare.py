@@ -191,7 +191,9 @@ def config(
         search = " ".join(words or [])
         found = list(option_listing(search))
         if not found:
-            raise ConfigError(f"No key contains {search!r}. Run `ebft config` to list all keys.")
+            is_file = search.endswith((".yaml", ".yml"))
+            way = f"check a file with `ebft config --check {search}`" if is_file else "list all keys with `ebft config`"
+            raise ConfigError(f"No key contains {search!r}: {way}.")
         for part in found:
             console.print(part)
         return
