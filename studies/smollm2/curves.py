@@ -56,7 +56,7 @@ def trained(cells: list[dict[str, Any]], place: str) -> str:
     """How many seeds and steps EBFT, mean, has in a place."""
     group = f"{place}-ebft-mean"
     steps = sorted({cell["cost"]["steps"] for cell in of_group(cells, group)})
-    seeds = seeds_of(cells, group)
+    seeds = len(seeds_of(cells, group))
     return f"{seeds} seed{'s' if seeds > 1 else ''}, {' or '.join(map(str, steps))} steps"
 
 

@@ -52,14 +52,15 @@ def write_report(results: Path, readme: Path, scale: Scale) -> Path:
 
 
 def notes(cells: Cells, results: Path) -> dict[tuple[str, str], str]:
-    """What other measurements say of a difference from SFT, by task and metric."""
+    """What other measurements say of a difference from SFT, by place and metric."""
     found: dict[tuple[str, str], list[str]] = {}
     for task in TASKS:
+        long = verdicts.where(task, "base"), "cfm_loss_long"
         worse = [str(x) for x in tables.LENGTHS if is_higher(tables.length_differences(cells, task, "base").get(x, []))]
         ours, start = (over_seeds(cells, f"{task}-base-{name}", "cfm_loss_long") for name in ("ebft-mean", "none"))
         no_gain = ours is not None and start is not None and ours.mean >= start.mean
-        found[task, "cfm_loss_long"] = [text.START.format(start.mean)] if no_gain else []
-        found[task, "cfm_loss_long"] += [text.SHORTER.format(" or ".join(worse))] if worse else []
+        found[long] = [text.START.format(start.mean)] if no_gain else []
+        found[long] += [text.SHORTER.format(" or ".join(worse))] if worse else []
     after_end = stored.read(results / "after-end-functions.json")
     if after_end:
         ends = {name: list(model["cfm_loss_to_end"].values())[-1] for name, model in after_end["models"].items()}

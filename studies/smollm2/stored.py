@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 CELLS, SWEEP = "cells", "sweep"  # folders of results
+RESULT = {"cell", "documents", "measured_on", "per_document"}  # keys of a cell's result that all readers need
 
 
 def write_cell(folder: Path, result: dict[str, Any]) -> Path:
@@ -54,6 +55,8 @@ def load_cells(results: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((results / CELLS).glob("*.json")):
         cell = read(path)
+        if missing := RESULT - cell.keys():
+            raise ValueError(f"{path} has no {', '.join(sorted(missing))}: delete it, and run its cell again.")
         if not cell["documents"].items() <= documents["made_from"].items():
             continue
         parts = {name: unpacked(part) for name, part in cell.pop("per_document").items()}

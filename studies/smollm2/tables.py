@@ -38,7 +38,7 @@ def model_table(cells: list[dict[str, Any]], task: str, start: str, columns: dic
     for group in groups_of(cells, task, start):
         values = [number(over_seeds(cells, group, metric)) for metric in columns]
         name = label(group) + precision_mark(cells, group, f"{task}-{start}-sft")
-        rows.append([name, str(seeds_of(cells, group)), *values])
+        rows.append([name, str(len(seeds_of(cells, group))), *values])
     return markdown(["model", "seeds", *columns.values()], rows)
 
 
@@ -50,7 +50,7 @@ def main_table(cells: list[dict[str, Any]], tasks: dict[str, str]) -> str:
             found = [[over_seeds(cells, group, metric) for metric in metrics] for metrics in MAIN.values()]
             values = [next((f"{each.mean:.3f}" for each in of_metric if each), "") for of_metric in found]
             costs_of = [cell["cost"] for cell in of_group(cells, group) if "cost" in cell]
-            seeds = "" if is_start(group) else str(seeds_of(cells, group))
+            seeds = "" if is_start(group) else str(len(seeds_of(cells, group)))
             documents, flops = (
                 f"{statistics.mean(cost[name] for cost in costs_of):{form}}" if costs_of else ""
                 for name, form in (("documents", ".0f"), ("flops", ".1e"))
@@ -226,9 +226,9 @@ def of_group(cells: list[dict[str, Any]], group: str) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell"]["group"] == group]
 
 
-def seeds_of(cells: list[dict[str, Any]], group: str) -> int:
-    """How many seeds a group has."""
-    return len({cell["cell"]["seed"] for cell in of_group(cells, group)})
+def seeds_of(cells: list[dict[str, Any]], group: str) -> set[int]:
+    """The seeds of a group."""
+    return {cell["cell"]["seed"] for cell in of_group(cells, group)}
 
 
 def label(group: str) -> str:

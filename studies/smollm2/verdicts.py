@@ -9,7 +9,7 @@ from claims import FAILS, HOLDS, MEAN, OPEN, ROUNDING, judged
 from intervals import Estimate, by_seed, difference
 from metrics import MAIN, columns
 from sweep import OBJECTIVES
-from tables import label, markdown, number, precision_mark
+from tables import label, markdown, number, precision_mark, seeds_of
 
 RIVALS = ("sft_flops", "sdft", "rlvr", "structured", "ebft-paper")
 OF_TASK = {"functions": "functions", "translation": "translation", "raw": "raw text"}
@@ -18,7 +18,7 @@ OF_TASK = {"functions": "functions", "translation": "translation", "raw": "raw t
 def sentences(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) -> list[str]:
     """Where EBFT is better than SFT, where worse, and where undecided, a sentence each.
 
-    `notes`: by (task, metric) what else is known of a difference that is decided.
+    `notes`: by (place, metric) what else is known of a difference that speaks for EBFT, or is undecided.
     """
     said: dict[str, list[str]] = {HOLDS: [], FAILS: [], OPEN: [], "one seed": []}
     wide: dict[str, list[str]] = {}
@@ -27,6 +27,7 @@ def sentences(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) ->
             continue
         heading, place = columns(task)[metric].rstrip(" ↑↓"), where(task, start)
         shown = f"{place}, {heading} {number(found, signed=True)}"
+        note = f" ({notes[place, metric]})" if (place, metric) in notes else ""
         if found.count == 1:
             said["one seed"].append(shown)
         elif outcome == OPEN:
@@ -34,10 +35,9 @@ def sentences(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) ->
             if change is not None and found.half > abs(change.mean) / 2:
                 wide.setdefault(f"{place} ({found.count} seeds)", []).append(heading)
             else:
-                said[OPEN].append(f"{place} ({found.count} seeds), {heading} {interval(found)}")
+                said[OPEN].append(f"{place} ({found.count} seeds), {heading} {interval(found)}{note}")
         else:
-            note = notes.get((task, metric)) if outcome == HOLDS else None
-            said[outcome].append(shown + (f" ({note})" if note else ""))
+            said[outcome].append(shown + (note if outcome == HOLDS else ""))
     count = sum(map(len, (*said.values(), *wide.values())))
     too_wide = "; ".join(f"{place}: {' / '.join(headings)}" for place, headings in wide.items())
     lines = [
@@ -106,7 +106,7 @@ def rival_table(cells: list[dict[str, Any]]) -> str:
             found = [[difference(cells, ours, group, metric) for metric in metrics] for metrics in MAIN.values()]
             values = [number(next(filter(None, of_metric), None), signed=True) for of_metric in found]
             if any(values):
-                seeds = by_seed(cells, group, "ce_loss").keys() & by_seed(cells, ours, "ce_loss").keys()
+                seeds = seeds_of(cells, group) & seeds_of(cells, ours)
                 paired = [cell for cell in cells if cell["cell"]["seed"] in seeds]
                 ratio = flops(paired, group) / flops(paired, ours)
                 name = label(group) + precision_mark(cells, group, ours)
@@ -125,7 +125,7 @@ def claim_table(cells: list[dict[str, Any]], notes: dict[tuple[str, str], str]) 
     rows = []
     for claim, task, start, metric, found, said in judged(cells):
         outcome = said if said == OPEN else f"**{said}**"
-        if said == HOLDS and claim.than == "sft" and (task, metric) in notes:
+        if said == HOLDS and claim.than == "sft" and (where(task, start), metric) in notes:
             outcome += ", with the note above"
         rows.append([claim.text, where(task, start), metric, number(found, signed=True), outcome])
     for above, row in zip(reversed(rows[:-1]), reversed(rows[1:])):

@@ -243,6 +243,9 @@ def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these
     assert all(stored.unpacked(stored.packed(part)) == part for part in parts.values())
     stored.write_cell(tmp_path / stored.CELLS, {**result, "documents": {"raw_test": "earlier"}})
     assert stored.load_cells(tmp_path) == []
+    path.write_text('{"cell": {}, "per_document": {}}')
+    with pytest.raises(ValueError, match="raw-base-sft-seed0.json has no documents, measured_on"):
+        stored.load_cells(tmp_path)
     rounded = stored.rounded({"a": [1 / 3, {"b": 123456789.0}], "c": "x", "d": 7})
     assert rounded == {"a": [0.333333, {"b": 123457000.0}], "c": "x", "d": 7}
     (tmp_path / "x.json").write_text("{")

@@ -85,6 +85,9 @@ def test_costs_rates_and_the_report(first_run, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--report"))
     assert run.main() == 0 and (first_run / "README.md").read_text() == report
+    monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--list", "--only", "functions-base-sft-*"))
+    capsys.readouterr()
+    assert run.main() == 0 and capsys.readouterr().out.split("\n")[0] == "done  functions-base-sft-seed0"
     monkeypatch.setattr(sys, "argv", arguments_of(first_run, "--only", "translation-base-sft-seed0", "--hours", "0"))
     assert run.main() == 0 and "0 of 1 cells are finished already" in capsys.readouterr().out
     assert "translation-base-sft-seed0" not in results(first_run), "no cell starts after the hours"
