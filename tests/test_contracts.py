@@ -109,6 +109,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
     },
     RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
     SDFTTrainer: {
+        "_forward_logits": "(model, ...) -> the logits of student or teacher in the loss, over the temperature",
         "_generate": "(token ids of prompts) -> (those, token ids of completions)",
         "_prepare_training_batch": "(rows) -> the inputs of the loss, sampled, with the lengths of completions",
         "_setup_teacher_model": "sets teacher_model, the model itself with an adapter, which is disabled for it",

@@ -143,6 +143,10 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
         with only_config(unwrap_adapter(self.model), self.generation_config):
             return super()._generate(prompt_ids)
 
+    def _forward_logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's, in float32: in bfloat16, a small divergence is no more than rounding, and may be below 0."""
+        return super()._forward_logits(*args, **kwargs).float()
+
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
