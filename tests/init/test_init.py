@@ -284,6 +284,8 @@ def test_a_model_with_a_chat_template_reads_pairs_as_chats(ebft, refused, data, 
     for name, kind in kinds.items():
         done = ebft("init", data(name), "--model", folder, "--overwrite")
         assert done.exit_code == 0 and "is replaced with" not in done.output
+        for others in (["ebft.mode=structured"], ["rl=sdft"], ["rl="]) if name != "labels" else ():
+            assert ebft("config", "--check", "run.yaml", *others).exit_code == 0, "one file for every method"
         assert load_config("run.yaml").datasets[0].type == kind
     write_rows(here / "tools.jsonl", lambda i: {"conversations": chat(i, "from", "value", "gpt"), "functions": TOOLS})
     assert ebft("init", "tools.jsonl", "--model", folder, "--overwrite").exit_code == 0

@@ -272,7 +272,8 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
 def _without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a section that are not those of its keys; the numbers of completions are always written."""
     default = RunConfig.model_fields[section].get_default(call_default_factory=True)
-    return {key: value for key, value in values.items() if section == "trl" or value != getattr(default, key)}
+    kept = lambda key: section == "trl" or key == "n_samples_per_prompt"
+    return {key: value for key, value in values.items() if kept(key) or value != getattr(default, key)}
 
 
 def _add_data(found: Draft, method: str, sources: list[Source], shapes: list[Shape]) -> None:
