@@ -188,7 +188,7 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
     said = plain(ended.stderr)
     assert "(steps 1 and 2):\n  eval_" in said and f"Report: {out / 'report.html'}" in said
     (line,) = [line for line in said.splitlines() if line.startswith("Next: ")]
-    assert line == f"Next: ebft show '{out}'; ebft inference '{out}' --completion; ebft merge-lora '{out}'"
+    assert line == f"Next: ebft show '{out}'; ebft inference '{out}'; ebft merge-lora '{out}'"
     for command in line.removeprefix("Next: ").split("; "):
         words = shlex.split(command)[1:]
         done = ebft(*words, *(["--prompt", "question", "--max-new-tokens", "2"] if words[0] == "inference" else []))
@@ -201,10 +201,8 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
 
 
 def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
-    entries = [{"path": "some/data", "type": "completion"}, {"path": "other/data", "type": "chat_template"}]
-    for data, option in ((entries[:1], " --completion"), (entries, "")):
-        config = RunConfig.from_dict({"base_model": "some/model", "datasets": data})
-        assert what_next(config, tmp_path, []) == [f"Next: ebft inference {tmp_path}{option}"]
+    config = RunConfig.from_dict({"base_model": "some/model", "datasets": [{"path": "data", "type": "completion"}]})
+    assert what_next(config, tmp_path, []) == [f"Next: ebft inference {tmp_path}"]
     config.adapter, config.load_in_8bit = "lora", True
     assert what_next(config, tmp_path, ["run.yaml", "a=b"])[0].endswith("; ebft merge-lora run.yaml a=b")
 

@@ -40,6 +40,19 @@ def test_a_prompt_from_the_command_line_and_from_standard_input(folders, config_
     assert plain.stdout.strip("\n") == greedy(folders["adapter"], "say 3")
 
 
+def test_a_prompt_is_continued_as_text_if_the_model_was_trained_on_text(folders, config_file, ebft, tmp_path):
+    """By the config, or by the run.json of a folder."""
+    of_text = config_file(datasets=[{"path": "unused", "type": "ebft_strided_structured.transform"}])
+    run = shutil.copytree(folders["adapter"], tmp_path / "run")
+    (run / "run.json").write_text(json.dumps(description(load_config(of_text))))
+    text, answer = (greedy(folders["adapter"], asked) for asked in ("say 3", [{"role": "user", "content": "say 3"}]))
+    assert text != answer
+    for source in (of_text, run):
+        result = ebft("inference", source, "--prompt", "say 3", *OPTIONS)
+        assert result.stdout.strip("\n") == text and "as plain text" in result.stderr
+        assert ebft("inference", source, "--prompt", "say 3", "--chat", *OPTIONS).stdout.strip("\n") == answer
+
+
 def test_base_and_tuned_side_by_side(folders, ebft, refused):
     result = ebft("inference", folders["adapter"], "--prompt", "say 3", "--compare", *OPTIONS)
     assert result.exit_code == 0 and " base " in result.stdout and " tuned " in result.stdout

@@ -15,7 +15,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
@@ -124,7 +124,7 @@ TRANSFORMS: dict[str, BuiltIn] = {
 MODULES = list(
     dict.fromkeys(name.partition(".")[0] for name, found in TRANSFORMS.items() if found.file != "preferences")
 )
-PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
+_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
 
 # Names of transforms in axolotl that are different here.
 OTHER_TYPES = {
@@ -265,6 +265,11 @@ def equivalent_transform(name: Type, kind: Rows) -> str | None:
         return None
     found = TRANSFORMS.get(name if "." in name else f"{name}.transform")
     return None if found is None or kind in found.rows else found.twin
+
+
+def is_plain_text(names: Iterable[Any]) -> bool:
+    """Whether the rows of all these transforms are text without a chat format, so that a model learns none."""
+    return all(str(name).partition(".")[0] in _PLAIN_TEXT for name in names)
 
 
 def reads_lines(name: Type) -> bool:

@@ -228,8 +228,13 @@ def inference(
     overrides: Overrides = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
     completion: Annotated[
-        bool, typer.Option("--completion", help="Continue the prompt as plain text, without the chat template.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--completion/--chat",
+            help="Continue the prompt as plain text, or answer it with the chat template. Default: as the rows that "
+            "the model was trained on, where the config or the run in the folder says so, or else the chat template.",
+        ),
+    ] = None,
     base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
     base_model: BaseModel = None,
@@ -260,7 +265,7 @@ def inference(
     """Sample from a trained model, its adapter on or off.
 
     Without --prompt, prompts are read from the terminal, or one prompt from the standard input if that is no terminal.
-    The model answers in its chat format if its tokenizer has a chat template.
+    The model answers in its chat format if its tokenizer has a chat template and it was not trained on plain text.
 
     Examples:
 
@@ -296,7 +301,10 @@ def inference(
         with loaded.model(base=True):  # fails now if there is no base model
             pass
     sampler = Sampler(loaded, SamplingOptions(max_new_tokens, temperature, top_p, top_k, seed))
-    chats = loaded.tokenizer.chat_template is not None and not completion
+    has_template = loaded.tokenizer.chat_template is not None
+    if completion is None and has_template and loaded.is_plain:
+        say("The prompt is continued as plain text, as the model was trained; --chat asks in chat format.", err=True)
+    chats = has_template and not (loaded.is_plain if completion is None else completion)
     scorer = Scorer(sampler, samples) if reference is not None else None
     if scorer is not None:
         say(f"Reward settings: {loaded.reward_settings}", err=True)

@@ -16,7 +16,6 @@ import typer
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
-from ebft.data.transforms import PLAIN_TEXT
 from ebft.errors import ConfigError, RunError
 from ebft.printed import print_table, say
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
@@ -312,10 +311,8 @@ def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
     """Where the report of the run in `folder` is, and the commands that show, sample from and merge its results."""
     commands = [["show", str(folder)]] if rollout_files(folder) else []
     if config.method.generates_text:
-        # A model that has learned from text alone does not answer in a chat format.
-        is_plain = all(str(entry.type).partition(".")[0] in PLAIN_TEXT for entry in config.datasets or [])
-        asking = ["inference", str(folder), *(["--completion"] if is_plain else [])]
-        commands += [asking, *(_merging(config, folder, typed) if config.adapter is not None else [])]
+        commands.append(["inference", str(folder)])
+        commands += _merging(config, folder, typed) if config.adapter is not None else []
     report = folder / REPORT
     following = "; ".join(shlex.join(["ebft", *command]) for command in commands)
     return [*([f"Report: {report}"] if report.is_file() else []), *([f"Next: {following}"] if following else [])]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ebft.catalog import base_name, lasting_name
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
+from ebft.data.transforms import is_plain_text
 from ebft.errors import ModelError, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
@@ -39,7 +40,7 @@ class Loaded:
     """A trained model in eval mode, with its tokenizer; the base model is loaded when it is first needed.
 
     `reward`: options of `FeatureMatchingReward`, and where they are from; `template`: extra arguments of the chat
-    template.
+    template; `is_plain`: whether it was trained on text without a chat format.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Loaded:
     reward: dict[str, Any] = field(default_factory=dict)
     template: dict[str, Any] | None = None
     reward_origin: str = "defaults"
+    is_plain: bool = False
 
     @property
     def reward_settings(self) -> str:
@@ -94,6 +96,7 @@ def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
         {name: getattr(config.ebft, name) for name in option_names(RewardOptions)},
         config.chat_template_kwargs,
         "from the config",
+        is_plain_text(entry.type for entry in config.datasets or []),
     )
 
 
@@ -124,17 +127,18 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
             raise ModelError(f"{name} does not name the model that it was trained from. Give it with {OPTION}.")
         return load_base_model(ModelSettings(base_model=base, **of_base), tokenizer)
 
-    return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_reward_of(folder))
+    return Loaded(str(folder), _open(settings, folder, tokenizer), tokenizer, load_base, *_of_run(folder))
 
 
-def _reward_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
-    """The options of the reward, extra arguments of the chat template, and origin of both, for a model in a folder."""
+def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, bool]:
+    """Of a model in a folder: options of the reward, arguments of the chat template, the origin of both, is_plain."""
     found = run_of_model(folder)
     if found is None:
         return (
             {},
             None,
             f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings",
+            False,
         )
     path, config = found
     given, trl = config.get("ebft") or {}, config.get("trl") or {}
@@ -143,9 +147,11 @@ def _reward_of(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str
             {name: given[name] for name in option_names(RewardOptions) if name in given}
         )
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
+        types = [entry.get("type") for entry in config.get("datasets") or ()]
     except (ValidationError, AttributeError, TypeError) as error:
-        return {}, None, f"defaults: the settings in {path} cannot be read ({error.__class__.__name__})"
-    return {name: getattr(section, name) for name in option_names(RewardOptions)}, template, f"from {path}"
+        return {}, None, f"defaults: the settings in {path} cannot be read ({error.__class__.__name__})", False
+    reward = {name: getattr(section, name) for name in option_names(RewardOptions)}
+    return reward, template, f"from {path}", bool(types) and is_plain_text(types)
 
 
 def _is_model(folder: Path) -> bool:

@@ -217,6 +217,9 @@ COMMANDS = {
 }
 
 
+EMPTY = "(The reply is empty: the model ended it at once.)"
+
+
 class _Printed(TextStreamer):
     """Prints a reply while it is generated; in a terminal with control characters as visible symbols."""
 
@@ -254,7 +257,7 @@ class Session:
         else:
             streamer = _Printed(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if not self._reply(text, self.base, streamer).strip():
-                say("(The reply is empty: the model ended it at once.)", err=True)
+                say(EMPTY, err=True)
 
     def run(self, read: Callable[[str], str] = input) -> None:
         """Read prompts and answer them until the end of input, /exit or Ctrl-C."""
@@ -307,7 +310,8 @@ class Session:
     def _show_both(self, text: str) -> None:
         replies = {"base": self._reply(text, True), "tuned": self._reply(text, False)}
         width = self._console.width // 2 - 1
-        panels = [Panel(Text(reply), title=title, width=width) for title, reply in replies.items()]
+        shown = {title: reply if reply.strip() else EMPTY for title, reply in replies.items()}
+        panels = [Panel(Text(reply), title=title, width=width) for title, reply in shown.items()]
         self._console.print(Columns(panels))
 
     def _show_scores(self, text: str) -> None:
