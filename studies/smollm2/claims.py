@@ -47,6 +47,8 @@ CLAIMS = (
         "higher",
         ("substance_greedy", "substance_pass@1", "chrf_greedy", "chrf_pass@1"),
     ),
+    Claim("EBFT's rollouts are closer to the text than SFT's", "sft", "higher", ("alignment",)),
+    Claim("EBFT's rollouts are less alike than SFT's", "sft", "lower", ("diversity",)),
 )
 
 

@@ -39,7 +39,9 @@ def draw_overview(cells: list[dict[str, Any]], places: dict[str, str], path: Pat
         axis.set_yticks(range(len(shown)), runs[::-1])
         axis.margins(y=0.3)
         _finish(axis, title, "EBFT − SFT")
-    figure.suptitle("Green: EBFT better, red: worse, grey: undecided (diamonds: one seed)", fontsize=10)
+    one_seed = any(found.count == 1 for place in shown for _, found in _differences(cells, place).values())
+    diamonds = " (diamonds: one seed)" if one_seed else ""
+    figure.suptitle(f"Green: EBFT better, red: worse, grey: undecided{diamonds}", fontsize=10)
     return _save(figure, path)
 
 

@@ -67,7 +67,7 @@ class Job:
     def _costs(self) -> list[dict[str, Any]]:
         """The results whose FLOPs this job takes."""
         others = flops_of(self.cell)
-        found = [stored.read(self.folder / f"{cell.name}.json") for cell in others]
+        found = [stored.read_cell(self.folder / f"{cell.name}.json") for cell in others]
         missing = [cell.name for cell, result in zip(others, found) if result is None]
         if missing:
             raise ValueError(f"its steps follow from the FLOPs of {' and '.join(missing)}: run these first")
@@ -101,7 +101,7 @@ class Job:
 def finished(job: Job) -> dict[str, Any] | None:
     """The result of an earlier run of this very job, if there is one."""
     try:
-        result = stored.read(job.folder / f"{job.cell.name}.json")
+        result = stored.read_cell(job.folder / f"{job.cell.name}.json")
         return result if result is not None and result.get("stamp") == job.stamp else None
     except ValueError:  # a broken file, or steps that nothing says yet
         return None

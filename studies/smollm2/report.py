@@ -27,7 +27,9 @@ def write_report(results: Path, readme: Path, scale: Scale) -> Path:
     found = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in planned]
     cells = [cell for cell in found if has_chosen_rate(cell, planned[cell["cell"]["name"]], results)]
     if not cells:
-        raise ValueError(f"{results} has no results to report. Run the study first: {text.COMMANDS['run']}")
+        others = len(list((results / stored.CELLS).glob("*.json")))
+        there = f" ({others} are of other documents, cells or learning rates than those of today)" if others else ""
+        raise ValueError(f"{results} has no results to report{there}. Run the study first.")
     titles = {f"{task}-{start}": verdicts.where(task, start) for task in TASKS for start in STARTS}
     parts = [
         text.TITLE,

@@ -146,6 +146,8 @@ def read_arguments() -> argparse.Namespace:
     arguments = parsed(parser)
     if arguments.workers is None:
         arguments.workers = default_workers()
+    if arguments.hours is not None and not arguments.hours >= 0:
+        parser.error("--hours must be a number from 0 on")
     if arguments.workers < 0:
         parser.error("--workers cannot be below 0")
     return arguments

@@ -7,10 +7,67 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, ValidationError, model_validator
 
 CELLS, SWEEP = "cells", "sweep"  # folders of results
-RESULT = {"cell", "documents", "measured_on", "per_document"}  # keys of a cell's result that all readers need
+MEND = "Restore it, or delete it and run its cell again."
+
+
+class _Cell(BaseModel):
+    name: str
+    group: str
+    task: str
+    start: str
+    method: str
+    seed: int
+
+
+class _Machine(BaseModel):
+    device: str
+    threads: int
+    python: str
+    torch: str
+    transformers: str
+    commit: str
+
+
+class _Cost(BaseModel):
+    steps: int
+    documents: float | None
+    generated_tokens: float | None
+    flops: float
+
+
+class _Part(BaseModel):
+    document: int | list[int]
+    sum: list[float]
+    weight: float | list[float]
+
+
+class _Result(BaseModel):
+    """What readers need of a cell's result; there may be more."""
+
+    cell: _Cell
+    machine: _Machine
+    seconds: dict[str, float]
+    metrics: dict[str, float | None]
+    measured_on: dict[str, str]
+    documents: dict[str, str]
+    per_document: dict[str, _Part]
+    learning_rate: float | None = None
+    cost: _Cost | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.cell.method != "none" and self.cost is None:
+            raise ValueError("has no cost of its training")
+        for name, part in self.per_document.items():
+            lengths = {len(part.sum), *(len(each) for each in (part.document, part.weight) if isinstance(each, list))}
+            if len(lengths) > 1 or name not in self.measured_on:
+                raise ValueError(f"per_document.{name} is not a number for each document")
+        return self
 
 
 def write_cell(folder: Path, result: dict[str, Any]) -> Path:
@@ -51,12 +108,12 @@ def load_cells(results: Path) -> list[dict[str, Any]]:
 
     Cells that were measured on other documents than those of documents.json are left out.
     """
-    documents = read(results / "documents.json") or {"made_from": {}, "sources": {}}
+    paths, documents = sorted((results / CELLS).glob("*.json")), read(results / "documents.json")
+    if paths and not documents:
+        raise ValueError(f"{results} has cells but no documents.json, which says what they were measured on")
     found = []
-    for path in sorted((results / CELLS).glob("*.json")):
-        cell = read(path)
-        if missing := RESULT - cell.keys():
-            raise ValueError(f"{path} has no {', '.join(sorted(missing))}: delete it, and run its cell again.")
+    for path in paths:
+        cell = read_cell(path)
         if not cell["documents"].items() <= documents["made_from"].items():
             continue
         parts = {name: unpacked(part) for name, part in cell.pop("per_document").items()}
@@ -65,6 +122,22 @@ def load_cells(results: Path) -> list[dict[str, Any]]:
         cell["weights"] = {name: part["weight"] for name, part in parts.items()}
         cell["files"] = {name: [sources[name][number] for number in part["document"]] for name, part in parts.items()}
         found.append(cell)
+    return found
+
+
+def read_cell(path: Path) -> dict[str, Any] | None:
+    """A cell's result; None where there is no file. Raises ValueError for one that is broken, or of another cell."""
+    found = read(path)
+    if found is None and not path.is_file():
+        return None
+    try:
+        name = _Result.model_validate(found).cell.name
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{path} is no result: {f'{where}: ' if where else ''}{first['msg']}. {MEND}") from error
+    if name != path.stem:
+        raise ValueError(f"{path} is the result of {name}. {MEND}")
     return found
 
 
@@ -106,4 +179,4 @@ def read(file: Path) -> Any | None:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} cannot be read: {error}. Restore it, or delete it and run its cell again.") from error
+        raise ValueError(f"{file} cannot be read: {error}. {MEND}") from error

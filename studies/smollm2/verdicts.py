@@ -79,11 +79,11 @@ def advice(cells: list[dict[str, Any]]) -> str:
     is_better = found[HOLDS] - found[FAILS]
     reason = "a reason to try it there" if is_better else "no reason to prefer it so far"
     return (
-        f"**To take from it:** EBFT takes {times} times the FLOPs of SFT on as many documents, and more where SFT's "
-        f"rows are not padded. Its cross-entropy, which is what SFT minimises, is higher in {pairs(cells, 'ce_loss')} "
-        f"pairs of runs, and its CFM loss of 8 tokens, which is its own aim, in {pairs(cells, 'cfm_loss')}. In "
-        f"{len(is_better)} of {len(places)} comparisons, it is better in something and worse in nothing: {reason}, at "
-        "this size, rate and length of training. What is undecided may still differ."
+        f"**To take from it:** EBFT takes {times} times the FLOPs of SFT on as many documents. Its cross-entropy, "
+        f"which is what SFT minimises, is higher in {pairs(cells, 'ce_loss')} pairs of runs, and its CFM loss of 8 "
+        f"tokens in {pairs(cells, 'cfm_loss')}. In {len(is_better)} of {len(places)} places, it is better in something "
+        f"and worse in nothing: {reason}, at this size, rate and length of training. What is undecided may still "
+        "differ."
     )
 
 

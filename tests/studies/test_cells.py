@@ -105,10 +105,19 @@ def test_a_stamp_depends_on_data_model_and_settings_and_not_on_places(tmp_path):
     assert job(warm, tmp_path, made_from=changed("functions_warm")).stamp != job(warm, tmp_path).stamp
 
 
+def result_of(cell, flops=1.0, stamp="s"):
+    """The least that counts as the result of a cell."""
+    about = {key: getattr(cell, key) for key in ("name", "group", "task", "start", "method", "seed")}
+    machine = dict.fromkeys(("device", "python", "torch", "transformers", "commit"), "x") | {"threads": 1}
+    cost = {"steps": 10, "documents": 160, "generated_tokens": 0, "flops": flops}
+    return {"cell": about, "stamp": stamp, "machine": machine, "cost": cost,
+            **{key: {} for key in ("seconds", "metrics", "measured_on", "documents", "per_document")}}  # fmt: skip
+
+
 def test_a_stored_result_counts_where_its_stamp_is_the_jobs(tmp_path):
     one = job(Cell("raw", "base", "sft"), tmp_path)
     assert finished(one) is None
-    result = {"cell": {"name": one.cell.name}, "stamp": one.stamp, "per_document": {}}
+    result = result_of(one.cell, stamp=one.stamp)
     path = write_cell(one.folder, result)
     assert finished(one) == result
     assert finished(replace(one, cell=replace(one.cell, seed=1))) is None
@@ -120,8 +129,8 @@ def test_matched_steps_come_from_stored_cells_with_flops(tmp_path):
     one = job(Cell("raw", "base", "sft_flops"), tmp_path)
     with pytest.raises(ValueError, match="run these first"):
         _ = one.steps
-    for name, flops in (("raw-base-sft-seed0", 100.0), ("raw-base-ebft-mean-seed0", 450.0)):
-        write_cell(one.folder, {"cell": {"name": name}, "cost": {"flops": flops, "steps": 10}, "per_document": {}})
+    for cell, flops in ((Cell("raw", "base", "sft"), 100.0), (planned("raw", "base", "ebft mean", 0), 450.0)):
+        write_cell(one.folder, result_of(cell, flops))
     assert one.steps == 45 == matched_steps([{"flops": 100.0, "steps": 10}], [{"flops": 450.0, "steps": 10}])
     with pytest.raises(ValueError, match="budget/flops"):
         matched_steps([{"flops": None, "steps": 10}], [{"flops": 5.0, "steps": 10}])

@@ -8,12 +8,15 @@ import pytest
 import report_text as text
 import stored
 import tables
+from cells import Cell
 from claims import FAILS, HOLDS, OPEN, verdict
 from intervals import Estimate
 from report import by_application, without_copies, write_report
 from scale import SCALES
 from starts import near_copies
 from tables import number
+
+from tests.studies.test_cells import result_of
 
 SCALE = SCALES["smollm2"]
 VERSIONS = {"python": "3.12", "torch": "2", "transformers": "5", "commit": "abc"}
@@ -98,9 +101,7 @@ def test_verdicts_and_headlines_follow_the_numbers(tmp_path, gain, expected):
     assert is_too_wide if expected == OPEN else f"functions, cross-entropy {-gain:+.1f}" in line
     assert f"is higher in {3 * (gain < 0) + (expected == OPEN)} of 3 pairs of runs" in first_screen
     assert "1.0 times the FLOPs" in first_screen
-    assert (
-        f"In {int(expected == HOLDS)} of 1 comparisons, it is better in something and worse in nothing" in first_screen
-    )
+    assert f"In {int(expected == HOLDS)} of 1 places, it is better in something and worse in nothing" in first_screen
     lower, higher = f"{4 - gain:.3f} | {0.3 - gain:.3f} | {0.3 - gain:.3f}", f"{0.5 + gain:.3f} | 16 | 1.0e+12"
     assert f"| EBFT, mean | 3 | {lower} |  | {higher} |" in first_screen
     assert ("no reason to prefer it" in first_screen) == (expected != HOLDS)
@@ -146,7 +147,7 @@ def test_the_report_has_all_parts(tmp_path):
         rollouts = {"cfm_loss": [[8, 0.5 + more], [16, 0.3]], "rollout_nll_base": [[0, 4.0]]}
         metrics = {**METRICS, "cfm_loss_long": 0.1 + more / 100}
         write_cell(results, "ebft", seed, metrics, "mean", rollouts=rollouts)
-    assert "(of the same rollouts the first 8 tokens are worse)" in report_of(tmp_path)
+    assert "(of the same rollouts the first 8 tokens are worse, by intervals over seeds alone)" in report_of(tmp_path)
     write_cell(results, "none", 0, {**METRICS, "cfm_loss_long": 0.05})
     assert "(the pretrained model has 0.050; of the same" in report_of(tmp_path)
     assert "up to the end" not in report
@@ -232,7 +233,7 @@ def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these
     part = {"document": [0, 2], "sum": [1 / 3, 2.0], "weight": [4.0, 4.0]}
     whole = {"document": [0, 1, 2], "sum": [1.0, 2.0, 3.0], "weight": [1.0, 2.0, 3.0]}
     parts = {"names": part, "ce_loss": whole}
-    result = {"cell": {"name": "raw-base-sft-seed0"}, "measured_on": dict.fromkeys(parts, "raw_test")}
+    result = {**result_of(Cell("raw", "base", "sft")), "measured_on": dict.fromkeys(parts, "raw_test")}
     result["per_document"] = {name: stored.packed(one) for name, one in parts.items()}
     path = stored.write_cell(tmp_path / stored.CELLS, {**result, "documents": {"raw_test": "now"}})
     (cell,) = stored.load_cells(tmp_path)
@@ -243,8 +244,18 @@ def test_a_stored_cell_comes_back_with_the_sources_of_its_documents_unless_these
     assert all(stored.unpacked(stored.packed(part)) == part for part in parts.values())
     stored.write_cell(tmp_path / stored.CELLS, {**result, "documents": {"raw_test": "earlier"}})
     assert stored.load_cells(tmp_path) == []
-    path.write_text('{"cell": {}, "per_document": {}}')
-    with pytest.raises(ValueError, match="raw-base-sft-seed0.json has no documents, measured_on"):
+    stored_result = json.loads(path.read_text())
+    for change, said in (
+        ({"cost": None}, "has no cost of its training"),
+        ({"machine": {}}, "machine.device: Field required"),
+        ({"cell": stored_result["cell"] | {"name": "raw-base-sft-seed1"}}, "is the result of raw-base-sft-seed1"),
+        ({"per_document": {"names": {"document": 1, "sum": [1.0], "weight": [1, 1]}}}, "a number for each document"),
+    ):
+        path.write_text(json.dumps(stored_result | change))
+        with pytest.raises(ValueError, match=f"raw-base-sft-seed0.json .*{said}"):
+            stored.load_cells(tmp_path)
+    (tmp_path / "documents.json").unlink()
+    with pytest.raises(ValueError, match="has cells but no documents.json"):
         stored.load_cells(tmp_path)
     rounded = stored.rounded({"a": [1 / 3, {"b": 123456789.0}], "c": "x", "d": 7})
     assert rounded == {"a": [0.333333, {"b": 123457000.0}], "c": "x", "d": 7}
