@@ -102,12 +102,12 @@ How to read it:
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
 anew. These runs have `constraints.txt` of commit 80db764d (transformers 5.19): for their data and numbers, run
-`make install` in a checkout of it, and run.py of this folder with its `.venv/bin/python` and `PYTHONPATH=src`. Three runs
-were repeated in this way to identical numbers (raw text: the pretrained model, and SFT with both seeds). Some commits
-named below were put together into others later, so that the code of their runs is not kept: of one of these runs, the
-warm start, 1,118 of 3,025 values differ when it is repeated (cross-entropy 1.62202 instead of 1.62203). The pretrained
-model has very likely seen much of this source code, as any model of its kind has: differences between methods count
-here, not levels.
+`make install` in a checkout of it, and run.py of this folder with its `.venv/bin/python` and `PYTHONPATH=src`. Three
+runs were repeated in this way to identical numbers (raw text: the pretrained model, and SFT with both seeds).
+Some commits named below were put together into others later, so that the code of their runs is not kept: of one of
+these runs, the warm start, 1,118 of 3,025 values differ when it is repeated (cross-entropy 1.62202 instead of
+1.62203). The pretrained model has very likely seen much of this source code, as any model of its kind has:
+differences between methods count here, not levels.
 
 Sources. Python files: the standard library, and the installed packages {packages}, under their own licences.
 French catalogs, read from wheels of the package index: {applications}.
