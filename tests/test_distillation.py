@@ -138,6 +138,8 @@ def test_contradictions_are_errors(changes, words, tmp_path):
 def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="trl.beta, log_rollouts: all, sample_packing: true: no effect with rl: sdft"):
         config_of(tmp_path, log_rollouts="all", sample_packing=True, trl={"beta": 0.1})
+    with pytest.warns(UserWarning, match="sdft.distillation_topk with distillation_mode: full_logits: no effect"):
+        config_of(tmp_path, sdft={"distillation_mode": "full_logits", "distillation_topk": 5})
     write_inputs(tmp_path)
     turns = [{"messages": [*row["messages"], *row["messages"]]} for row in CHATS]
     long = [{"input": "one " * 25, "output": "two " * 5}] * 4

@@ -46,7 +46,9 @@ class Distillation(Section):
     distillation_alpha: Annotated[float, Field(ge=0, le=1)] = Field(
         0.5, description="Divergence: 0 for KL(teacher, student), 1 for KL(student, teacher), between for mixtures."
     )
-    distillation_topk: Annotated[int, Field(ge=1)] = Field(100, description="Number of tokens of topk_logits.")
+    distillation_topk: Annotated[int, Field(ge=1)] = Field(
+        100, description="Number of tokens of topk_logits; the probability of the others is left out."
+    )
     num_loss_tokens_to_skip: Annotated[int, Field(ge=0)] = Field(
         0, description="Number of tokens at the start of a completion that are not trained on."
     )
@@ -111,6 +113,9 @@ class SDFT(Method):
         idle += ["vllm"] if "vllm" in config.model_fields_set else []
         idle += ["log_rollouts: all"] if config.log_rollouts == "all" else []
         idle += [f"{key}: true" for key in ("sample_packing", "train_on_inputs") if getattr(config, key)]
+        mode = config.sdft.distillation_mode
+        if mode != "topk_logits" and "distillation_topk" in config.sdft.model_fields_set:
+            idle.append(f"sdft.distillation_topk with distillation_mode: {mode}")
         if idle:
             warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
 
