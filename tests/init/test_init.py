@@ -366,7 +366,7 @@ def test_a_given_type_is_used_for_columns_of_other_names(ebft, here, tiny_llama_
 
 def test_a_model_of_the_hub_that_is_not_here_gives_lengths_from_characters(ebft, data, monkeypatch):
     monkeypatch.setattr("ebft.catalog._ask_hub", lambda *_: None)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at the import
     done = ebft("init", data("input/output"), "--model", "owner/name", "--method", "sft")
     assert done.exit_code == 0 and "lengths and memory are estimates" in done.stdout
     assert load_config("run.yaml").sequence_len == 64
