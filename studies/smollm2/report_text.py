@@ -1,4 +1,4 @@
-"""The words of the report. Its numbers and verdicts come from the results."""
+"""The words of the report. Its numbers and verdicts come from the results, but for those of runs that are not stored."""
 
 from collections import Counter
 from typing import Any
@@ -45,12 +45,12 @@ seed, with an interval over files alone: what seeds change is not in it, which i
 (`rl: sdft`) samples and reads references without a verifier, as EBFT does. On functions, the steps of SFT at the same
 FLOPs were counted from padded rows, so that it has fewer."""
 LEVELS = """Means over seeds, from the pretrained model. Rows of one seed are not to be compared with means of three:
-differences paired by seed are below. SFT's rows are padded on functions and with seed 0 of translation: without
-padding, a document of EBFT takes 2.7 and 2.9 times the FLOPs of one of SFT. ² float32, where SFT of its task is
-bfloat16. RLVR has a verifier as its reward, which is *names*. Rates were searched for on functions alone, for SFT and
-EBFT *mean*, by one run of 40 steps each: others are carried over or set by hand. *paper* has the paper's reward for
-code (last token, temperature 0.6, `ce_coef` 0.03) with LoRA and a rate set by hand, and is measured in the features
-that *mean* trains for; for translations the authors have mean pooling and 4 tokens."""
+differences paired by seed are below. SFT's rows are padded on functions and with seed 0 of translation, which those of
+SFT at the same FLOPs are not. ² float32, where SFT of its task is bfloat16. RLVR has a verifier as its reward, which is
+*names*. Rates were searched for on functions alone, for SFT and EBFT *mean*, by one run of 40 steps each: others are
+carried over or set by hand. *paper* has the paper's reward for code (last token, temperature 0.6, `ce_coef` 0.03) with
+LoRA and a rate set by hand, and is measured in the features that *mean* trains for; for translations the authors have
+mean pooling and 4 tokens."""
 
 HEAD = """## How it was done
 
@@ -101,13 +101,14 @@ How to read it:
   model, SFT and EBFT (seed 0) solved 4 to 6% of HumanEval, and no difference was decided.
 
 Another Python, or other versions of the packages below, have other source and so give other data: a study then starts
-anew. These runs have `constraints.txt` of commit 80db764d (transformers 5.19): for their data and numbers, run
-`make install` in a checkout of it, and run.py of this folder with its `.venv/bin/python` and `PYTHONPATH=src`. Three
-runs were repeated in this way to identical numbers (raw text: the pretrained model, and SFT with both seeds).
-Some commits named below were put together into others later, so that the code of their runs is not kept: of one of
-these runs, the warm start, 1,118 of 3,025 values differ when it is repeated (cross-entropy 1.62202 instead of
-1.62203). The pretrained model has very likely seen much of this source code, as any model of its kind has:
-differences between methods count here, not levels.
+anew. These runs have `constraints.txt` of commit 80db764d (transformers 5.19): for their data and numbers, take a
+checkout of it, run `make install`, and then run.py of this folder with its `.venv/bin/python` and `PYTHONPATH=src`. A
+run whose file in `results/cells` was deleted is made again, and `git diff` shows what differs: of three (raw text:
+the pretrained model, and SFT with both seeds) only machine and seconds did. Some commits named below were put
+together into others later, so that the code of their runs is not kept: of one of these, the warm start, more than a
+third of the values differ, which leaves the cross-entropy at 1.62202 instead of 1.62203. The pretrained model has
+very likely seen much of this source code, as any model of its kind has: differences between methods count here, not
+levels.
 
 Sources. Python files: the standard library, and the installed packages {packages}, under their own licences.
 French catalogs, read from wheels of the package index: {applications}.

@@ -270,9 +270,9 @@ def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
     first = ("before loading", "model", "trainer setup", "optimizer")
     peaks = {name: peak + (0 if name in first else state) for name, peak in memory.peaks.items()}
     highest = max(peaks, key=lambda name: peaks[name])
-    is_estimated = needed is not None and not torch.cuda.is_available()
-    kind = "allocated on the GPU" if torch.cuda.is_available() else "resident memory of the process"
-    kind += ", of which libraries, loading and freed memory are not in the estimate" if is_estimated else ""
+    kind = "allocated on the GPU"
+    if not torch.cuda.is_available():
+        kind = "resident memory of the process, with libraries, loading and freed memory"
     text = f"{gib(peaks[highest])} in {highest} ({kind}"
     if state and highest not in first:
         text += f", with {gib(state)} of optimizer state, which is there from the second step on"
