@@ -1,4 +1,4 @@
-"""The words of the report. Its numbers and verdicts come from the results, but for those of runs that are not stored."""
+"""The words of the report. Its numbers and verdicts come from the results, but for those of runs not stored."""
 
 from collections import Counter
 from typing import Any
