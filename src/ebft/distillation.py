@@ -20,10 +20,9 @@ from torch.utils.data import Sampler
 
 from ebft.data.conversation import Renderer
 from ebft.errors import DataError
-from ebft.models.causal_lm import backbone_of, frozen_copy, positions_of, unwrap_adapter
+from ebft.models.causal_lm import backbone_of, end_token_ids, frozen_copy, positions_of, unwrap_adapter
 from ebft.models.pretrained import disable_dropout
 from ebft.structured.config import STOPS, check_generation_kwargs
-from ebft.structured.reward import end_token_ids
 from ebft.structured.rollouts.local import only_config
 from ebft.structured.trl import EpochSampler, positions_from_mask
 from ebft.structured.validation import check_rows
@@ -75,7 +74,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
                 check_rows(name, rows, args, ("prompt", "ground_truth"))
         disable_dropout(model)
         args.distillation_topk = min(args.distillation_topk, unwrap_adapter(model).config.get_text_config().vocab_size)
-        ends = end_token_ids(model, self.renderer, options.pop(STOPS, ()))
+        ends = end_token_ids(model, {*self.renderer.end_ids(), *options.pop(STOPS, ())})
         args.generation_kwargs = options | {"eos_token_id": sorted(ends)}
         args.max_prompt_length = None  # rows fit into sequence_len
         # TRL warns that an adapter may be older than the run, with which `rl: sdft` has no teacher `base`.

@@ -35,22 +35,25 @@ def token_features(hidden_states: list[Tensor]) -> Tensor:
     return torch.cat([F.normalize(states.float(), dim=-1) for states in hidden_states], dim=-1)
 
 
-def pool(features: Tensor, embed_method: str) -> Tensor:
+def pool(features: Tensor, embed_method: str, lengths: Tensor | None = None) -> Tensor:
     """Pool the features of a block's tokens, (..., G, D), to an L2-normalised embedding: (..., D), or (..., 3 D).
 
-    The latter is the shape for `concat`. In strided mode, a block contains generated (or reference) tokens only, so
-    `mean_pooling` and `completion_mean` are equal. Raises ValueError for an unknown `embed_method`.
+    The latter is the shape for `concat`. `lengths` (...): the number of tokens of each block, the first ones; all G if
+    None. In strided mode, a block contains generated (or reference) tokens only, so `mean_pooling` and
+    `completion_mean` are equal. Raises ValueError for an unknown `embed_method`.
     """
-    g = features.shape[-2]
-    if embed_method == "last_token":
-        pooled = features[..., -1, :]
-    elif embed_method in ("mean_pooling", "completion_mean"):
-        pooled = features.mean(-2)
-    elif embed_method == "concat":
-        pooled = torch.cat([features[..., g * quarter // 4, :] for quarter in (1, 2, 3)], dim=-1)
-    else:
+    if embed_method not in EMBED_METHODS:
         raise ValueError(f"invalid embed_method {embed_method!r}; expected one of {', '.join(EMBED_METHODS)}")
-    return F.normalize(pooled, dim=-1)
+    g = features.shape[-2]
+    if embed_method in ("mean_pooling", "completion_mean"):
+        if lengths is not None:
+            is_token = torch.arange(g, device=features.device) < lengths.unsqueeze(-1)
+            features = torch.where(is_token.unsqueeze(-1), features, 0.0)
+        return F.normalize(features.mean(-2), dim=-1)  # of the same direction as the mean of the tokens alone
+    lengths = torch.full(features.shape[:-2], g, device=features.device) if lengths is None else lengths
+    places = [lengths - 1] if embed_method == "last_token" else [lengths * quarter // 4 for quarter in (1, 2, 3)]
+    index = torch.stack(places, -1).unsqueeze(-1).expand(*lengths.shape, len(places), features.shape[-1])
+    return F.normalize(features.gather(-2, index).flatten(-2), dim=-1)
 
 
 class FeatureNetwork:

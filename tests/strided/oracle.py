@@ -1,7 +1,8 @@
 """The naive twin of strided EBFT: every short sequence through the plain model, one at a time, in loops.
 
-Imports nothing from ebft. Written from the definitions: anchors per row, nested prefixes, features of each sequence
-from its own forward pass, float64 whitening by SVD, leave-one-out baselines by leaving out.
+Imports nothing from ebft. Written from the definitions: anchors per row, texts and rollouts that stop at their first
+end token (`o.ends`), nested prefixes, features of each sequence from its own forward pass, float64 whitening by SVD,
+leave-one-out baselines by leaving out.
 """
 
 import contextlib
@@ -10,15 +11,22 @@ from types import SimpleNamespace
 import torch
 
 
-def anchors_of(length, prompt, o):
-    """`prompt` is the length of the prompt, or a list of turns (start, end), each with its own anchors."""
-    found = []
-    for begin, end in prompt if isinstance(prompt, list) else [(prompt, length)]:
+def blocks_of(ids, prompt, o):
+    """The (anchor, end of the reference) of each block; `prompt` is its length, or a list of turns (start, end)."""
+    found, ids = [], ids.tolist()
+    for begin, end in prompt if isinstance(prompt, list) else [(prompt, len(ids))]:
         anchor = max(begin + o.min_completion_prefix, o.context_length) if begin else o.context_length
-        while anchor + o.generate_max_len <= end:
-            found.append(anchor)
-            anchor += o.stride
+        for anchor in range(anchor, end, o.stride):
+            full = anchor + o.generate_max_len
+            ends_later = any(token in o.ends for token in ids[anchor:end])
+            if full <= end or (ends_later and full <= (o.max_length or full)):
+                found.append((anchor, anchor + stopped(ids[anchor : min(full, end)], o)))
     return found
+
+
+def stopped(tokens, o):
+    """The number of tokens up to the first that ends a text."""
+    return next((number for number, token in enumerate(tokens, 1) if token in o.ends), len(tokens))
 
 
 def plain_logits(model, ids):
@@ -118,11 +126,13 @@ def oracle_step(model, rows, rollouts, o):
     out = SimpleNamespace(anchors=[], logps={}, alignment={}, diversity={}, rewards={}, advantages={}, cfm={})
     rl_terms, ce_terms = [], []
     for r, (ids, prompt, targets) in enumerate(rows):
-        out.anchors.append(anchors_of(len(ids), prompt, o))
-        for b, a in enumerate(out.anchors[-1]):
-            sequences = [torch.cat([ids[:a], rollouts[r, j, b]]) for j in range(o.n_samples_per_prompt)]
+        blocks = blocks_of(ids, prompt, o)
+        out.anchors.append([anchor for anchor, _ in blocks])
+        for b, (a, end) in enumerate(blocks):
+            samples = [rollouts[r, j, b] for j in range(o.n_samples_per_prompt)]
+            sequences = [torch.cat([ids[:a], sample[: stopped(sample.tolist(), o)]]) for sample in samples]
             x = torch.stack([block_feature(model, seq, a, o) for seq in sequences])
-            ys = [block_feature(model, ids[: a + o.generate_max_len], a, o)] * len(x)
+            ys = [block_feature(model, ids[:end], a, o)] * len(x)
             if o.use_whitening:
                 x, ys = whitened(x, ys[0], o.whitening_space)
             alignment, diversity, rewards = rewards_of(x, ys, o)
@@ -132,7 +142,7 @@ def oracle_step(model, rows, rollouts, o):
             out.cfm[r, b] = (x.mean(0) - sum(ys) / len(ys)).square().sum()
             for j, seq in enumerate(sequences):
                 logits = plain_logits(model, seq)
-                scored = [sampled_logp(logits[a + t - 1], seq[a + t], o) for t in range(o.generate_max_len)]
+                scored = [sampled_logp(logits[t - 1], seq[t], o) for t in range(a, len(seq))]
                 out.logps[r, b, j] = torch.stack(scored)
                 rl_terms.append(-advantages[j].float() * out.logps[r, b, j])
         logp = plain_logits(model, ids).log_softmax(-1)

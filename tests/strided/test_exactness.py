@@ -3,6 +3,7 @@
 import copy
 import itertools
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,16 +21,25 @@ BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_
 BASE |= {"temperature": 0.7, "feature_layers": [0.0, 0.5, 0.75], "ce_coef": 0.3, "use_whitening": False}
 
 
+# Many, so that rollouts and references often end within a block.
+ENDS = [2, 5, 11, 17, 23, 31, 41, 53, 67, 83]
+
+
 def make_trainer(model, tmp_path, **changes):
+    (model.get_base_model() if isinstance(model, PeftModel) else model).generation_config.eos_token_id = ENDS
     args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], seed=3, **{**BASE, **changes})
     return StridedEBFTTrainer(model=model, args=args)
 
 
 def unequal_batch(seed=0):
-    """Three rows: plain text, prompt and completion, and a short text; right-padded, with padding ids that matter."""
+    """Rows of a text that is cut, of a prompt and a completion that ends, and of a short text that ends.
+
+    Right-padded, with padding ids that matter.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths, prompts = [27, 22, 13], [0, 7, 0]
     input_ids = torch.randint(3, VOCAB, (3, 27), generator=generator)
+    input_ids[[0, 1, 2], [26, 21, 12]] = torch.tensor([4, 5, 11])
     mask = torch.arange(27) < torch.tensor(lengths)[:, None]
     labels = input_ids.masked_fill(~mask, -100)
     labels[1, :7] = -100
@@ -48,6 +58,8 @@ def chat_batch(seed=0):
     turns = [[(3, 11), (14, 17), (19, 31)], [], [(2, 9), (9, 15), (18, 24)], []]
     masked = [{4, 5, 20}, {0, 1, 2, 3, 4, 5, 6, 9}, {10}, set()]  # labels outside of turns are not trained on either
     input_ids = torch.randint(3, VOCAB, (4, 31), generator=generator)
+    # Turns that end with an end token, with one and another token after it, and without one; a text that ends.
+    input_ids[[0, 0, 0, 2, 2, 2, 3], [10, 16, 30, 8, 13, 14, 12]] = torch.tensor([5, 4, 11, 6, 17, 7, 23])
     mask = torch.arange(31) < torch.tensor(lengths)[:, None]
     labels, rows = input_ids.masked_fill(~mask, -100), []
     for r, length in enumerate(lengths):
@@ -119,7 +131,8 @@ def compare(trainer, plain, inputs, rows, grads=True):
     trainer.model.train()
     plain.eval()
     loss, out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
-    options = trainer.args
+    ends = ENDS if trainer.args.stop_at_end else []
+    options = SimpleNamespace(**vars(trainer.args), ends=ends)
     # A copy of the policy that no strided code has touched; features come from the frozen base.
     expected = oracle_step(plain, rows, out.rollouts, options)
     blocks = [len(a) for a in expected.anchors]
@@ -129,7 +142,11 @@ def compare(trainer, plain, inputs, rows, grads=True):
         assert out.anchors[r, blocks[r] :].eq(0).all()
         for b in range(blocks[r]):
             for j in range(options.n_samples_per_prompt):
-                torch.testing.assert_close(out.logps[r, j, b], expected.logps[r, b, j].detach(), atol=1e-4, rtol=0)
+                logps, length = expected.logps[r, b, j].detach(), int(out.lengths[r, j, b])
+                assert length == len(logps)
+                torch.testing.assert_close(out.logps[r, j, b, :length], logps, atol=1e-4, rtol=0)
+                assert out.logps[r, j, b, length:].eq(0).all()
+                assert out.rollouts[r, j, b, length:].eq(out.rollouts[r, j, b, length - 1]).all()
             for name in ("alignment", "diversity", "rewards", "advantages"):
                 ours, theirs = getattr(out, name)[r, :, b], getattr(expected, name)[r, b].float()
                 torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
@@ -203,6 +220,8 @@ PASSES = {
     "stride beyond the block": {"stride": 9, "generate_max_len": 2},
     "stride one": {"stride": 1, "generate_max_len": 3, "n_samples_per_prompt": 2},
     "long context": {"context_length": 10},
+    "no ends": {"stop_at_end": False, "stride": 3},
+    "cut near an end": {"max_length": 24, "stride": 3},
     "no cross-entropy": {"ce_coef": 0.0},
     "no policy gradient": {"rl_coef": 0.0},
     "nucleus": {"top_p": 0.8},
@@ -259,7 +278,8 @@ def test_turns(name, tmp_path):
 def test_turns_with_full_fine_tuning(family, tmp_path):
     out = exact(tmp_path, tiny_model(family, seed=5), chat_batch(3), **TURNS)
     anchors = [row[mask].tolist() for row, mask in zip(out.anchors, out.block_mask)]
-    assert anchors == [[5, 21, 24, 27], [9, 12, 15, 18], [4, 11, 20], [4, 7]]  # written out by hand
+    # Written out by hand; without ends they would stop at 27, 18, 20 and 7.
+    assert anchors == [[5, 8, 21, 24, 27, 30], [9, 12, 15, 18], [4, 11, 20], [4, 7, 10]]
 
 
 FEW = ["second forward", "five blocks in a pass", "passes and reentrant checkpointing"]
@@ -322,10 +342,11 @@ def test_bfloat16_stays_near_float32(tmp_path):
     inputs, rows = unequal_batch()
     loss, out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
     loss.backward()
-    expected = oracle_step(plain.eval(), rows, out.rollouts, trainer.args)
-    rounded = oracle_step(half, rows, out.rollouts, trainer.args)
-    ours = torch.stack([out.logps[r, j, b] - logps for (r, b, j), logps in expected.logps.items()]).abs()
-    plain_bf16 = torch.stack([rounded.logps[key] - logps for key, logps in expected.logps.items()]).abs()
+    options = SimpleNamespace(**vars(trainer.args), ends=ENDS)
+    expected = oracle_step(plain.eval(), rows, out.rollouts, options)
+    rounded = oracle_step(half, rows, out.rollouts, options)
+    ours = torch.cat([out.logps[r, j, b, : len(logps)] - logps for (r, b, j), logps in expected.logps.items()]).abs()
+    plain_bf16 = torch.cat([rounded.logps[key] - logps for key, logps in expected.logps.items()]).abs()
     assert 0 < ours.mean() < 1.5 * plain_bf16.mean() and ours.max() < 2 * plain_bf16.max()
     assert out.logps.dtype == torch.float32
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ebft.anchors import BlockOptions, turn_anchors
-from ebft.strided.layout import Documents, StridedLayout, generated_token_count, split
+from ebft.strided.layout import Documents, StridedLayout, split
 
 OPTIONS = {"stride": 4, "context_length": 3, "generate_max_len": 2, "n_samples_per_prompt": 2,
            "min_completion_prefix": 1}  # fmt: skip
@@ -21,7 +21,7 @@ def test_anchors_by_hand():
     assert layout.spans == [(0, 13), (13, 22), (22, 26), (26, 39)]
     assert layout.for_users(layout.block_anchors).tolist() == [[3, 7, 11], [3, 7, 0], [0, 0, 0], [7, 11, 0]]
     assert layout.block_mask().tolist() == [[True] * 3, [True, True, False], [False] * 3, [True, True, False]]
-    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, BlockOptions(**OPTIONS))
+    assert layout.num_blocks == 7
     assert layout.reference_index().tolist() == [[3, 4], [7, 8], [11, 12], [16, 17], [20, 21], [33, 34], [37, 38]]
     assert [int(part.sum()) for part in documents.ce_mask.split([13, 9, 4, 13])] == [12, 8, 3, 13 - 6]
 
@@ -35,7 +35,7 @@ def test_anchors_of_turns_by_hand():
     # From 3 to 5 and 13 to 17, but not from 10 to 9; from 6 to 10 and 13 to 13; from 15 to 17.
     assert layout.anchors == [[3, 13, 17], [6, 10, 13], [15]]
     assert layout.block_mask().tolist() == [[True] * 3, [True] * 3, [True, False, False]]
-    assert layout.num_generated == 7 * 2 * 2 == generated_token_count(documents, BlockOptions(**OPTIONS))
+    assert layout.num_blocks == 7
     counted = [sum(own) for own in documents.ce_mask.view(3, 19).int().tolist()]
     assert counted == [5 + 2 + 7, 7 + 3, 5]
     parts = split(documents, layout, 8)
@@ -78,10 +78,9 @@ def test_wrong_inputs(given, match):
 
 def test_first_anchors_and_the_last_that_just_fits():
     options = BlockOptions(4, 8, 2, 2, 5)
-    assert [turn_anchors(start, 40, options).start for start in (0, 20, 2)] == [8, 25, 8]  # text has no prompt to pass
+    assert [turn_anchors(start, 40, 0, options).start for start in (0, 20, 2)] == [8, 25, 8]  # text has no prompt to pass
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
-        assert generated_token_count(documents, BlockOptions(**OPTIONS)) == blocks * 4
         if blocks:
             assert StridedLayout.place(documents, BlockOptions(**OPTIONS)).num_blocks == blocks
         else:

@@ -131,7 +131,7 @@ def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, monkeypatch):
 
 def test_training_moves_the_policy_towards_the_reference(tmp_path):
     """On one short document that is seen over and over, alignment rises and the feature-matching loss falls."""
-    options = {"stride": 4, "context_length": 4, "generate_max_len": 3, "temperature": 1.0, "max_steps": 40}
+    options = {"stride": 4, "context_length": 4, "generate_max_len": 3, "temperature": 1.0, "max_steps": 60}
     options |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant"}
     trainer = make(tmp_path, tiny_model("llama", seed=2), [{"input_ids": [5, 6, 7, 8, 9, 10] * 4}] * 8, **options)
     trainer.train()

@@ -201,6 +201,15 @@ class StridedOptions(FeatureOptions):
             description="Minimum number of completion tokens before the first anchor of a prompt/completion row.",
         ),
     ] = 0
+    stop_at_end: Annotated[
+        bool,
+        Field(
+            description="End rollouts and references at the first token that ends a text (of the tokenizer, the "
+            "generation config, or a turn of the chat template), so that texts have blocks up to their ends. false, as "
+            "in published trainers: only blocks with generate_max_len reference tokens; the model then unlearns to end "
+            "texts."
+        ),
+    ] = True
     rl_coef: Annotated[float, Field(ge=0, description="Weight of the policy-gradient term in the loss.")] = 1.0
     rollout_tokens_per_pass: Annotated[
         int | None,

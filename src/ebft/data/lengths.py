@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ebft.anchors import count_row_blocks
-from ebft.config.options import EBFTSection
+from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.data.apply import FEATURES
+from ebft.data.conversation import Renderer
+from ebft.data.keys import DataSettings
 from ebft.data.row_counts import (
     EMPTY,
     NO_PROMPT,
@@ -36,23 +37,28 @@ from ebft.data.transforms.rows import IGNORE
 _TOKENS = ("input_ids", "labels")
 
 
-def fits_one_block(row: dict[str, Any], ebft: Any) -> bool:
-    """Whether a turn of a row has room for one anchor and its reference: a_0 + generate_max_len <= end of the turn."""
-    return count_row_blocks(len(row["input_ids"]), row["prompt_length"], row["turn_spans"], ebft) > 0
+def block_options(config: DataSettings, ebft: Any, tokenizer: Any) -> BlockOptions:
+    """The options `ebft` of blocks, with the tokens that end a text, and the length at which texts are cut."""
+    are_cut = config.excess_length_strategy not in ("drop", "raise")
+    ends = Renderer(tokenizer, config.required_rows.chat_template_kwargs).end_ids()
+    return BlockOptions.of(ebft, ends, config.sequence_len if are_cut else None)
 
 
-def cut_and_drop(
-    rows: Dataset, sequence_len: int, block: EBFTSection | None, counts: RowCounts, too_long: str | None = None
-) -> Dataset:
+def has_block(row: dict[str, Any], options: BlockOptions) -> bool:
+    """Whether a turn of a row has an anchor."""
+    return count_row_blocks(row["input_ids"], row["prompt_length"], row["turn_spans"], options) > 0
+
+
+def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: RowCounts) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
-    `too_long` is the value of `excess_length_strategy`; if None, text without a prompt is cut into consecutive windows,
-    and rows with a prompt are truncated; "raise" drops them, for the caller to raise an error. Rows without room for
-    `block` are dropped, or those without a token to predict if it is None.
+    Without `excess_length_strategy`, text without a prompt is cut into consecutive windows, and rows with a prompt are
+    truncated; "raise" drops them, for the caller to raise an error. If the method samples blocks, rows without one are
+    dropped, else those without a token to predict.
     """
     kept = map_rows(
         rows.with_format("arrow"),
-        _Cutter(sequence_len, block, too_long, counts),  # it counts rows, so this runs in one process
+        _Cutter(config, tokenizer, counts),  # it counts rows, so this runs in one process
         batched=True,
         batch_size=rows_at_once(rows),
         remove_columns=rows.column_names,
@@ -66,15 +72,17 @@ def cut_and_drop(
 class _Cutter:
     """A batched map function that counts cut and dropped rows."""
 
-    def __init__(self, sequence_len: int, block: EBFTSection | None, too_long: str | None, counts: RowCounts) -> None:
-        self.sequence_len, self.block, self.strategy, self.counts = sequence_len, block, too_long, counts
-        self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if self.block is None else (TOO_SHORT, TAIL)
+    def __init__(self, config: DataSettings, tokenizer: Any, counts: RowCounts) -> None:
+        self.sequence_len, self.strategy, self.counts = config.sequence_len, config.excess_length_strategy, counts
+        ebft = config.required_rows.block
+        self.block = None if ebft is None else block_options(config, ebft, tokenizer)
+        self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if ebft is None else (TOO_SHORT, TAIL)
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
-        self.needs_labels = self.block is None or not self.block.mask_thinking_ce
+        self.needs_labels = ebft is None or not ebft.mask_thinking_ce
 
     def __call__(self, batch: pa.Table) -> dict[str, list]:
         out: dict[str, list] = {field: [] for field in FEATURES}
-        columns = [_arrays(batch[field]) if field in _TOKENS else batch[field].to_pylist() for field in FEATURES]
+        columns = [arrays_of(batch[field]) if field in _TOKENS else batch[field].to_pylist() for field in FEATURES]
         for values in zip(*columns):
             for row in self._pieces(dict(zip(FEATURES, values))):
                 for field in FEATURES:
@@ -83,7 +91,7 @@ class _Cutter:
 
     def fits(self, row: dict[str, Any]) -> bool:
         """Strided mode needs room for one block, cross-entropy a token that has a successor."""
-        return len(row["input_ids"]) > 1 if self.block is None else fits_one_block(row, self.block)
+        return len(row["input_ids"]) > 1 if self.block is None else has_block(row, self.block)
 
     def _pieces(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
@@ -126,7 +134,7 @@ class _Cutter:
         return []
 
 
-def _arrays(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
+def arrays_of(column: pa.ChunkedArray) -> Iterator[np.ndarray]:
     """The rows of a column of lists of numbers, without copies: Python's numbers would take ten times the memory."""
     return (row.values.to_numpy() for row in column)
 

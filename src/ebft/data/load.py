@@ -71,10 +71,9 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
     def load_entry(source: Source, counts: RowCounts) -> Dataset:
         entry, raw, first_document, _ = source
         rows = tokenise(source, config, tokenizer, counts)
-        too_long = config.excess_length_strategy
-        kept = cut_and_drop(rows, config.sequence_len, config.required_rows.block, counts, too_long)
+        kept = cut_and_drop(rows, config, tokenizer, counts)
         discard(rows)
-        if too_long == "raise" and counts[TOO_LONG]:
+        if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
             row, others = counts.documents[TOO_LONG][0] - first_document, counts[TOO_LONG] - 1
             where = place_of(raw[row], row, f"{entry.path}, {entry.split}")
             so_do = "does 1 other row" if others == 1 else f"do {others:,} other rows"
@@ -172,11 +171,11 @@ def _advice(config: DataSettings, counts: RowCounts) -> str:
     if block is None:
         return "provide rows with text and a reference, or increase sequence_len."
     is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, TOO_LONG, SPLIT))
-    longer = "increase sequence_len" if is_cut else "use longer texts, or ebft.mode: structured for short completions"
+    longer = "increase sequence_len" if is_cut else "use longer texts"
     return (
-        f"a block needs context_length: {block.context_length} (or the prompt plus min_completion_prefix: "
-        f"{block.min_completion_prefix}) plus generate_max_len: {block.generate_max_len} tokens within {length}. "
-        f"Decrease the first three, or {longer}."
+        f"a block needs context_length: {block.context_length} tokens (or the prompt and min_completion_prefix: "
+        f"{block.min_completion_prefix}), followed by the end of the text or generate_max_len: "
+        f"{block.generate_max_len} tokens, within {length}. Decrease the first three, or {longer}."
     )
 
 

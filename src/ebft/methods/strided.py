@@ -114,13 +114,15 @@ class Strided(Method):
         return pack_and_report(train, config.sequence_len) if config.sample_packing else train
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
+        from ebft.data.lengths import block_options
         from ebft.methods.views import StridedView
 
-        return StridedView(config.ebft, tokenizer)
+        return StridedView(config.ebft, block_options(config, config.ebft, tokenizer), tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         options = {name: getattr(config.ebft, name) for name in option_names(StridedOptions)}
-        return options | {"log_rollouts": config.log_rollouts}
+        are_cut = config.excess_length_strategy not in ("drop", "raise")
+        return options | {"log_rollouts": config.log_rollouts, "max_length": config.sequence_len if are_cut else None}
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator

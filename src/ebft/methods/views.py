@@ -154,15 +154,17 @@ CONTEXT = 8  # tokens shown before an anchor
 class StridedView(View):
     """Shows a row, or each document of a packed row, with the collator and the layout of the trainer."""
 
-    def __init__(self, options: EBFTSection, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, options: EBFTSection, blocks: BlockOptions, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(tokenizer)
-        self.options = options
+        self.options, self.blocks = options, blocks
         self.collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=True)
 
     def __call__(self, row: dict[str, Any]) -> RowView:
         documents = Documents.from_inputs(self.collator([row]))
-        layout = StridedLayout.place(documents, BlockOptions.of(self.options))
-        references = documents.tokens[layout.reference_index()].split([len(anchors) for anchors in layout.anchors])
+        layout = StridedLayout.place(documents, self.blocks)
+        tokens = documents.tokens[layout.reference_index()]
+        of_blocks = [ids[:length] for ids, length in zip(tokens.tolist(), layout.lengths(tokens).tolist())]
+        references = [[of_blocks.pop(0) for _ in anchors] for anchors in layout.anchors]
         shown = zip(row.get("documents", [row]), layout.spans, layout.anchors, references, strict=True)
         parts = []
         for number, (document, (start, stop), anchors, blocks) in enumerate(shown):
@@ -174,7 +176,7 @@ class StridedView(View):
                     "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}",
                     tokens,
                     [*self._facts(turns, anchors), *counted(tokens, self.options.ce_coef)],
-                    [self._block(ids, *block) for block in zip(anchors, blocks.tolist())],
+                    [self._block(ids, *block) for block in zip(anchors, blocks)],
                     self.roles.of_document(document),
                 )
             )
@@ -193,8 +195,8 @@ class StridedView(View):
             ("prompt", f"{prompt:,} tokens" if prompt else "none"),
             *([("turns", ", ".join(blocks))] if len(turns) > 1 else []),
             ("first anchor", f"{anchors[0]}" if anchors else "none: too short for a block"),
-            ("blocks", f"{len(anchors):,}, stride {options.stride}, {options.generate_max_len} tokens each"),
-            ("sampled", f"{sampled:,} tokens: {options.n_samples_per_prompt} rollouts per anchor"),
+            ("blocks", f"{len(anchors):,}, stride {options.stride}, up to {options.generate_max_len} tokens each"),
+            ("sampled", f"up to {sampled:,} tokens: {options.n_samples_per_prompt} rollouts per anchor"),
         ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,17 @@ from transformers import (
 
 from ebft.errors import ModelError
 from ebft.models.files import TASKS
+
+
+def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
+    """Return all tokens that end a text: those of the generation config, and those that are `known`.
+
+    The others are those of the tokenizer and its chat template, `ebft.data.conversation.Renderer.end_ids`.
+    """
+    generation_config = unwrap_adapter(model).generation_config
+    declared = generation_config.eos_token_id if generation_config is not None else None
+    declared = [declared] if isinstance(declared, int) else declared or []
+    return {*declared, *known}
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:

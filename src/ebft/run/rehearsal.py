@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ebft.anchors import count_row_blocks
+from ebft.anchors import BlockOptions, turn_anchors
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, EBFTError, SaveError, save_problem, save_remedy
 from ebft.files import STAGING, remove_staged
@@ -129,7 +129,10 @@ def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
         return
     blocks = 1
     if method.samples_blocks:
-        counts = sorted(sum(_num_blocks(config, document) for document in row.get("documents", [row])) for row in data)
+        counts = sorted(
+            sum(most_blocks(config, document, config.sequence_len) for document in row.get("documents", [row]))
+            for row in data
+        )
         seen = planned_steps(config, this_machine(), len(data))
         seen *= config.micro_batch_size * config.gradient_accumulation_steps
         blocks = counts[min(len(counts), max(1, seen)) - 1]
@@ -143,6 +146,9 @@ def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
         )
 
 
-def _num_blocks(config: RunConfig, document: dict[str, Any]) -> int:
-    length = min(len(document["input_ids"]), config.sequence_len)
-    return count_row_blocks(length, document["prompt_length"], document.get("turn_spans"), config.ebft)
+def most_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
+    """Return the blocks of a document that is cut at `sequence_len` tokens, if each of its turns has an end token."""
+    length, options = min(len(document["input_ids"]), sequence_len), BlockOptions.of(config.ebft, (), sequence_len)
+    turns = document.get("turn_spans") or [(document["prompt_length"], length)]
+    ends = [(start, min(end, length)) for start, end in turns]
+    return sum(len(turn_anchors(start, end, end * config.ebft.stop_at_end, options)) for start, end in ends)

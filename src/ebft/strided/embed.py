@@ -26,7 +26,8 @@ def embed_blocks(
     """Return the embeddings of the rollouts, (M, N, D), and of the reference blocks, (M, D), in float32.
 
     `rollouts` is (M, N, G). Runs one forward pass over [documents | rollouts]. The states of a reference block are
-    those of the document, which attend to the same prefix as the rollouts.
+    those of the document, which attend to the same prefix as the rollouts. Embeddings are those of the tokens up to the
+    end of the text.
     """
     lengths = [rollouts.shape[-1]]
     return embed_prefixes(network, documents, layout, rollouts, lengths, tokens_per_pass=tokens_per_pass)[0]
@@ -41,7 +42,7 @@ def embed_prefixes(
     *,
     tokens_per_pass: int | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return `embed_blocks` of the first `lengths[i]` tokens of every block, for each i, from a single pass.
+    """Return `embed_blocks` of at most the first `lengths[i]` tokens of every block, for each i, from a single pass.
 
     A token's states do not depend on later tokens, so the states of a shorter rollout are a prefix of those of a
     longer one.
@@ -51,11 +52,16 @@ def embed_prefixes(
     for part in split(documents, layout, tokens_per_pass):
         tokens = rollouts[part.blocks]
         features = token_features(layout_states(network, part.documents, part.layout, tokens))
-        of_reference = features[part.layout.to(features.device).reference_index()]
-        of_rollouts = features[len(part.documents.tokens) :].unflatten(0, tokens.shape)
-        for index, length in enumerate(lengths):
-            reference[index].append(pool(of_reference[..., :length, :], network.embed_method))
-            generated[index].append(pool(of_rollouts[..., :length, :], network.embed_method))
+        of_documents, of_rollouts = features.split([len(part.documents.tokens), tokens.numel()])
+        references = part.layout.reference_index()
+        for found, states, ids in (
+            (reference, of_documents[references.to(features.device)], part.documents.tokens[references]),
+            (generated, of_rollouts.unflatten(0, tokens.shape), tokens),
+        ):
+            until_end = part.layout.lengths(ids).to(features.device) if part.layout.end_ids else None
+            for index, length in enumerate(lengths):
+                kept = None if until_end is None else until_end.clamp_max(length)
+                found[index].append(pool(states[..., :length, :], network.embed_method, kept))
     home = rollouts.device  # the feature network may be on another device
     found = [[torch.cat(phi), torch.cat(phi_ref)] for phi, phi_ref in zip(generated, reference)]
     if network.device.type == "cpu":

@@ -24,7 +24,7 @@ from ebft.prefix.forward import prepare
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
 from ebft.strided.embed import embed_prefixes
-from ebft.strided.layout import IGNORE_INDEX, Documents, StridedLayout
+from ebft.strided.layout import IGNORE_INDEX, Documents, StridedLayout, mask_of
 from ebft.strided.loss import score
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
 
@@ -116,7 +116,7 @@ class HeldOutMeasure:
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
     ) -> None:
-        """Add the cross-entropy at each position of a block, at temperature 1.
+        """Add the cross-entropy at each position of a block, at temperature 1, of those that have not ended before.
 
         It is computed for the reference, and for the rollouts under both the policy and the base model.
         """
@@ -126,14 +126,18 @@ class HeldOutMeasure:
                 logps = self._logps(self.causal_lm, documents, layout, rollouts.tokens)
         with self.network.frozen() as base:
             by_base = self._logps(base, documents, layout, rollouts.tokens)
+        index = layout.reference_index()
+        of_references = mask_of(layout.lengths(documents.tokens[index]), index.shape[-1])
+        of_rollouts = mask_of(layout.lengths(rollouts.tokens), index.shape[-1])
         found = {
-            "reference_nll": nll_S[layout.reference_index()],
-            "rollout_nll": -logps.mean(1),
-            "rollout_nll_base": -by_base.mean(1),
+            "reference_nll": (nll_S[index][:, None], of_references[:, None]),
+            "rollout_nll": (-logps, of_rollouts),
+            "rollout_nll_base": (-by_base, of_rollouts.to(by_base.device)),
         }
-        for name, values_MG in found.items():
-            for t, values_M in enumerate(values_MG.unbind(-1)):
-                self.scores.add(f"{CURVE}/{name}/{t}", blocks, values_M)
+        for name, (values_MNG, is_token_MNG) in found.items():
+            totals_GM, counts_GM = ((values_MNG * is_token_MNG).sum(1).T, is_token_MNG.sum(1).T)
+            for t, (total_M, count_M) in enumerate(zip(totals_GM, counts_GM)):
+                self.scores.add(f"{CURVE}/{name}/{t}", blocks, total_M, count_M)
 
     def _logps(self, model: nn.Module, documents: Documents, layout: StridedLayout, tokens: Tensor) -> Tensor:
         """Return the log-probabilities (M, N, G) of the rollouts at temperature 1, on the model's device."""

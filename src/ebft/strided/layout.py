@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebft.anchors import BlockOptions, turn_anchors
+from ebft.anchors import BlockOptions, row_anchors
 from ebft.machine import copy_to
 
 IGNORE_INDEX = -100
@@ -118,6 +118,15 @@ class Documents:
         """Indices of the tokens in `ce_mask` among the S tokens, ascending."""
         return self._on_device[2]
 
+    def anchors(self, options: BlockOptions) -> list[list[range]]:
+        """Return the anchors of each turn of each document."""
+        tokens = self.host_tokens.numpy()
+        ends = [0, *self.lengths.cumsum(0).tolist()]
+        return [
+            row_anchors(tokens[start:end], turns, options)
+            for start, end, turns in zip(ends, ends[1:], self.turns.tolist())
+        ]
+
     def to(self, device: torch.device | str) -> Documents:
         """Return the same documents for passes on another device."""
         return self if torch.device(device) == self.device else replace(self, device=torch.device(device))
@@ -194,7 +203,8 @@ class StridedLayout:
 
     `spans[d]` is the (start, end) of document d among the S tokens; `anchors[d]` lists the anchors of its blocks and
     is empty if the document is too short for a block. `merge_rollouts`: whether tokens that rollouts of a block begin
-    with in common are computed once. Tensors returned to users are (B, N, NB, ...), see `for_users`.
+    with in common are computed once. `end_ids`: the tokens that end a text and a rollout. Tensors returned to users are
+    (B, N, NB, ...), see `for_users`.
     """
 
     spans: list[tuple[int, int]]
@@ -203,16 +213,17 @@ class StridedLayout:
     generate_max_len: int
     merge_rollouts: bool
     device: torch.device
+    end_ids: tuple[int, ...] = ()
 
     @classmethod
     def place(cls, documents: Documents, options: BlockOptions) -> StridedLayout:
-        """Place anchors `a_b = a_0 + b * stride` for every b with `a_b + generate_max_len <= end`, per turn.
+        """Place the anchors `a_b = a_0 + b * stride` of each turn where it goes on, see `ebft.anchors.turn_anchors`.
 
-        `a_0` follows the start of the turn, and `end` is its end: no reference reaches into the text after the turn.
-        Raises ValueError if every turn is too short for a block.
+        `a_0` follows the start of the turn: no reference reaches into the text after the turn. Raises ValueError if
+        every turn is too short for a block.
         """
         lengths, turns = documents.lengths.tolist(), documents.turns.tolist()
-        of_turns = [[turn_anchors(start, end, options) for start, end in row] for row in turns]
+        of_turns = documents.anchors(options)
         anchors = [list(chain(*row)) for row in of_turns]
         if not any(anchors):
             several = f", turns {turns}" if documents.turns.shape[1] > 1 else ""
@@ -225,7 +236,8 @@ class StridedLayout:
         spans = [(end - length, end) for end, length in zip(ends, lengths)]
         device = documents.device
         merge = device.type == "cpu" if options.merge_rollouts is None else options.merge_rollouts
-        return cls(spans, anchors, options.n_samples_per_prompt, options.generate_max_len, merge, device)
+        sizes = options.n_samples_per_prompt, options.generate_max_len
+        return cls(spans, anchors, *sizes, merge, device, options.end_ids)
 
     def to(self, device: torch.device | str) -> StridedLayout:
         """Return the same layout on another device."""
@@ -256,18 +268,40 @@ class StridedLayout:
         """Document of every block: (M,)."""
         return self._blocks[2]
 
+    @cached_property
+    def tokens_beyond(self) -> int:
+        """How many tokens after the S tokens the last block would need, if no text ended within it."""
+        starts = (start + row[-1] for (start, _), row in zip(self.spans, self.anchors) if row)
+        return max(0, max(starts) + self.generate_max_len - self.spans[-1][1])
+
     @property
     def num_blocks(self) -> int:
         return sum(len(row) for row in self.anchors)
 
-    @property
-    def num_generated(self) -> int:
-        """Number of generated tokens, over which `rl_loss` is averaged."""
-        return self.num_blocks * self.num_samples * self.generate_max_len
+    @cached_property
+    def _ends(self) -> Tensor:
+        return copy_to(self.device, torch.tensor(self.end_ids, dtype=torch.long))[0]
+
+    def ends(self, tokens: Tensor) -> Tensor:
+        """Return which of the tokens end a text: bool, of the same shape."""
+        return torch.isin(tokens, self._ends)
+
+    def lengths(self, tokens: Tensor) -> Tensor:
+        """Return the number of tokens up to the first that ends a text, which it includes: (..., G) -> (...)."""
+        ends = self.ends(tokens).int()
+        return (ends.cumsum(-1) - ends == 0).sum(-1)
+
+    def up_to_end(self, values: Tensor, tokens: Tensor) -> Tensor:
+        """Return values of the tokens, (..., G), with 0 after the first that ends a text."""
+        return torch.where(mask_of(self.lengths(tokens), tokens.shape[-1]), values, 0.0) if self.end_ids else values
 
     def reference_index(self) -> Tensor:
-        """Return the indices of each block's reference tokens x[a_b : a_b + G) among the S tokens: (M, G)."""
-        return self.block_index[:, None] + torch.arange(self.generate_max_len, device=self.device)
+        """Return the indices of each block's reference tokens x[a_b : a_b + G) among the S tokens: (M, G).
+
+        Only the first `lengths` of them belong to the reference; others may be of another turn or document.
+        """
+        index = self.block_index[:, None] + torch.arange(self.generate_max_len, device=self.device)
+        return index.clamp_max(self.spans[-1][1] - 1)
 
     def block_mask(self) -> Tensor:
         """Return which of the NB blocks each document has, existing blocks first: (B, NB) bool."""
@@ -317,7 +351,6 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
     return parts
 
 
-def generated_token_count(documents: Documents, options: BlockOptions) -> int:
-    """Return the number of tokens a batch will generate; 0 if every document is too short for a block."""
-    blocks = sum(len(turn_anchors(start, end, options)) for row in documents.turns.tolist() for start, end in row)
-    return blocks * options.n_samples_per_prompt * options.generate_max_len
+def mask_of(lengths: Tensor, size: int) -> Tensor:
+    """Return which of `size` tokens are among the first `lengths`: (...) -> (..., size) bool."""
+    return torch.arange(size, device=lengths.device) < lengths.unsqueeze(-1)

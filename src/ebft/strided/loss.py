@@ -40,9 +40,9 @@ def score(
     holds its activations in memory.
 
     Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, under the distribution that `truncation`
-    leaves, to which their tokens belong (rounding could exclude them); and those of the reference tokens selected by
-    `documents.ce_mask` at temperature 1. Both are in float32. The last token of a rollout is scored but is not an input
-    of the forward pass.
+    leaves, to which their tokens belong (rounding could exclude them), and 0 after the end of a rollout; and those of
+    the reference tokens selected by `documents.ce_mask` at temperature 1. Both are in float32. The last token of a
+    rollout is scored but is not an input of the forward pass.
     """
     parts = split(documents, layout, tokens_per_pass)
 
@@ -54,8 +54,8 @@ def score(
                 scored.append(checkpoint(_score_part, *args, use_reentrant=False))
             else:
                 scored.append(_score_part(*args))
-        logps, text = zip(*scored)
-        return torch.cat(logps), torch.cat(text)
+        logps, text = (torch.cat(values) for values in zip(*scored))
+        return layout.up_to_end(logps, rollouts), text
 
     return run_wrapped(model, forward)
 

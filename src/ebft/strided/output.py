@@ -20,13 +20,17 @@ from ebft.strided.layout import Documents, StridedLayout
 class StridedOutput:
     """The results of one step, all detached. Entries of masked-out blocks are zero.
 
-    anchors (B, NB) long; block_mask (B, NB) bool; rollouts (B, N, NB, G) long; logps (B, N, NB, G) float32;
-    alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB) float32; scalars rl_loss, ce_loss, loss.
+    anchors (B, NB) long; block_mask (B, NB) bool; reference_lengths (B, NB) long; rollouts (B, N, NB, G) long, the end
+    token repeated after their end; lengths (B, N, NB) long: their tokens, including the one that ends them; logps
+    (B, N, NB, G) float32, 0 after the end; alignment, diversity, rewards, advantages (B, N, NB) float32; cfm (B, NB)
+    float32; scalars rl_loss, ce_loss, loss.
     """
 
     anchors: Tensor
     block_mask: Tensor
+    reference_lengths: Tensor
     rollouts: Tensor
+    lengths: Tensor
     logps: Tensor
     alignment: Tensor
     diversity: Tensor
@@ -40,6 +44,7 @@ class StridedOutput:
     @classmethod
     def of(
         cls,
+        documents: Documents,
         layout: StridedLayout,
         tokens: Tensor,
         logps: Tensor,
@@ -57,7 +62,9 @@ class StridedOutput:
         return cls(
             anchors=layout.for_users(layout.block_anchors),
             block_mask=layout.block_mask(),
+            reference_lengths=layout.for_users(layout.lengths(documents.tokens[layout.reference_index()])),
             rollouts=samples_first(tokens),
+            lengths=samples_first(layout.lengths(tokens)),
             logps=samples_first(logps.detach()),
             alignment=samples_first(match.alignment),
             diversity=samples_first(match.diversity),
@@ -80,16 +87,20 @@ class StridedOutput:
         def texts(ids: list[list[int]]) -> list[Any]:
             return ids if tokenizer is None else tokenizer.batch_decode(ids)
 
-        samples, length = self.rollouts.shape[1], self.rollouts.shape[-1]
+        samples = self.rollouts.shape[1]
         names = ("alignment", "diversity", "rewards", "advantages")
         per_sample = dict(zip(names, torch.stack([getattr(self, name) for name in names]).cpu()))
-        rollouts, anchors_of_all, is_block = (x.cpu() for x in (self.rollouts, self.anchors, self.block_mask))
+        of_blocks = self.rollouts, self.lengths, self.anchors, self.reference_lengths, self.block_mask
+        rollouts, sampled, anchors_of_all, of_references, is_block = (x.cpu() for x in of_blocks)
         for number, ids in enumerate(documents.host_tokens.split(documents.lengths.tolist())):
             anchors = anchors_of_all[number][is_block[number]].tolist()
             if not anchors:
                 continue
-            completions = texts(rollouts[number, :, : len(anchors)].flatten(0, 1).tolist())
-            references = texts([ids[anchor : anchor + length].tolist() for anchor in anchors])
+            lengths = sampled[number, :, : len(anchors)].flatten().tolist()
+            of_samples = rollouts[number, :, : len(anchors)].flatten(0, 1).tolist()
+            completions = texts([tokens[:length] for tokens, length in zip(of_samples, lengths)])
+            of_anchors = zip(anchors, of_references[number].tolist())
+            references = texts([ids[anchor : anchor + length].tolist() for anchor, length in of_anchors])
             offsets = anchors if tokenizer is None else _characters_before(anchors, ids.tolist(), tokenizer)
             values = {name: value[number].tolist() for name, value in per_sample.items()}
             yield {
@@ -104,7 +115,7 @@ class StridedOutput:
                         "samples": [
                             {
                                 "completion": completions[sample * len(anchors) + block],
-                                "tokens": length,
+                                "tokens": lengths[sample * len(anchors) + block],
                                 **{name: value[sample][block] for name, value in values.items()},
                             }
                             for sample in range(samples)
@@ -137,7 +148,7 @@ class StepMetrics(MeanMetrics):
     ) -> None:
         """Accumulate the sums of the logged means, over samples, blocks and tokens (masked-out blocks are zero)."""
         blocks = layout.num_blocks
-        samples, generated = blocks * layout.num_samples, layout.num_generated
+        samples, generated = blocks * layout.num_samples, output.lengths.sum()
         add = self.add
         add("ebft/alignment", output.alignment.sum(), samples)
         add("ebft/diversity", output.diversity.sum(), samples)

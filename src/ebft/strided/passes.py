@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ebft.prefix import gpu
@@ -272,7 +272,7 @@ class StridedPass(PrefixPass):
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         spans, nodes = self.layout.spans, self.nodes
         if nodes is None:
-            self.cache[call] = (key, value)
+            self.cache[call] = _with_room(self.layout, key, value)
             return document_attention(spans, query, key, value, pattern, scores, sinks)
         if isinstance(nodes, Level):
             document, own = _cached(self, call, key, value)
@@ -284,13 +284,20 @@ class StridedPass(PrefixPass):
         output = document_attention(spans, queries[0], *document, pattern, scores, sinks)
         if not c:  # rollouts of one token are scored from the document's states
             return output
-        return torch.cat([output, _node_attention(self, queries[1], document, own, pattern, scores, sinks)])
+        with_room = _with_room(self.layout, *document)
+        return torch.cat([output, _node_attention(self, queries[1], with_room, own, pattern, scores, sinks)])
+
+
+def _with_room(layout: StridedLayout, *shared: Tensor) -> tuple[Tensor, ...]:
+    """Return keys and values (K, S, D) of the documents, followed by others as far as tiles need it, see `Tile`."""
+    room = layout.tokens_beyond
+    return tuple(nn.functional.pad(x, (0, 0, 0, room)) for x in shared) if room else shared
 
 
 def _cached(run, call, key, value):
     """Append the newest tokens to the cache and return the cached keys and values.
 
-    Returns those of the documents, (K, S, D), and those of the nodes, each with those that it continues, (K, C, U, D).
+    Returns those of the documents, (K, S, D), with room, and those of the nodes, each with those that it continues, (K, C, U, D).
     """
     document_key, document_value, *own = run.cache[call]
     newest, step = (key, value), run.nodes.step

@@ -31,9 +31,10 @@ from ebft.strided.passes import Draws, Level, Nodes, RegularDraws, RolloutTree, 
 class Rollouts:
     """Sampled tokens with their entropy and log-probabilities under the distribution they were sampled from.
 
-    tokens (M, N, G) long; entropy (M, N, G) float32, in nats; logps (M, N, G) float32; text_logps: log-probabilities of
-    the reference tokens selected by `documents.ce_mask`, at temperature 1 and without truncation. The last two carry
-    gradients if gradients were enabled during sampling.
+    tokens (M, N, G) long, the end token repeated after the end of a rollout; entropy (M, N, G) float32, in nats; logps
+    (M, N, G) float32; both are 0 after the end. text_logps: log-probabilities of the reference tokens selected by
+    `documents.ce_mask`, at temperature 1 and without truncation. The last two carry gradients if gradients were enabled
+    during sampling.
     """
 
     tokens: Tensor
@@ -112,7 +113,7 @@ def _sample_part(
         values.view(by_step.shape).movedim(0, -1)
         for values in (torch.cat(sampler.tokens), torch.cat(sampler.entropies), logps)
     )
-    return tokens, entropy, logps, scored_text
+    return tokens, part.layout.up_to_end(entropy, tokens), part.layout.up_to_end(logps, tokens), scored_text
 
 
 class Sampler:
@@ -179,7 +180,10 @@ class Sampler:
         slopes = self.reuse is not None and few and self.head.gives_slopes(draws.shape[1])
         scored = choose_tokens(states, choose, self.head, self.temperature, slopes, self.truncation)
         self.steps.append((draws, scored))
-        self.tokens.append(draws.collect(scored.tokens))
+        tokens = draws.collect(scored.tokens)
+        if self.tokens and self.part.layout.end_ids:  # an ended rollout stays where it is
+            tokens = torch.where(self.part.layout.ends(self.tokens[-1]), self.tokens[-1], tokens)
+        self.tokens.append(tokens)
         self.entropies.append(draws.collect(torch.cat(entropies)))
         self.tree.grow(self.tokens[-1])
 

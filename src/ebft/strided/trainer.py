@@ -23,10 +23,10 @@ from ebft.config.options import RolloutLogOption, StridedOptions
 from ebft.config.rules import check_trainable, resolve_single_sample, select_by_cfm_loss, validate_options
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
+from ebft.data.conversation import Renderer
 from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
-from ebft.machine import copy_to
-from ebft.models.causal_lm import evaluating, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import Throughput
@@ -36,7 +36,7 @@ from ebft.prefix.sampling import Truncation
 from ebft.rewards import FeatureMatch, compute_advantages, first_equal, match_features
 from ebft.strided.embed import embed_blocks
 from ebft.strided.held_out import held_out_metrics
-from ebft.strided.layout import Documents, StridedLayout, generated_token_count
+from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
@@ -44,7 +44,8 @@ from ebft.strided.validation import check_arguments, check_grad_norms, check_par
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import rename_checkpointing
 
-_PARSED = "documents"  # the key of a batch's Documents, once they are parsed
+# Keys of a batch: its Documents, once they are parsed, and Rollouts that were sampled ahead of its loss.
+_PARSED, _SAMPLED = "documents", "rollouts"
 
 
 @with_prefix
@@ -55,6 +56,14 @@ class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
     logging_steps: float = field(
         default=10,
         metadata={"help": "Number of steps between logs, or a fraction of all steps; 10 as in TRL and EBFTConfig."},
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens at which longer rows were cut (sequence_len in a config). Near it, only texts "
+            "that end could have a block, and training on them would teach the model to end there; so there are no "
+            "blocks within generate_max_len tokens of it. If unset, the model's max_position_embeddings."
+        },
     )
     dataloader_pin_memory: bool | None = field(
         default=None,
@@ -108,9 +117,11 @@ class StridedEBFTTrainer(OverTrainer):
         check_whole(model)
         check_supported(unwrap_adapter(model))
         check_adapter(model)
+        #: Where the blocks of documents are, and what is sampled at each.
+        self.block_options: BlockOptions = _block_options(args, model, kwargs.get("processing_class"))
         kwargs |= {} if train_dataset is None else {"train_dataset": train_dataset}
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
-            kwargs[name] = usable_rows(name, kwargs[name], model, args)
+            kwargs[name] = usable_rows(name, kwargs[name], model, self.block_options)
         options = args.feature_layers, args.embed_method, args.feature_device
         self.feature_network: FeatureNetwork = FeatureNetwork(model, *options)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
@@ -148,12 +159,14 @@ class StridedEBFTTrainer(OverTrainer):
         args = self.args
         documents = self._documents(inputs)
         layout = StridedLayout.place(documents, self.block_options)
-        single_pass = self._trains_on_the_sampling_pass()
+        rollouts = inputs.get(_SAMPLED)
+        single_pass = rollouts is None and self._trains_on_the_sampling_pass()
 
         # A call from outside a training step must not change what training samples and logs.
         is_training_step = num_items_in_batch is not None
         noise = self._noise if is_training_step else DocumentNoise(args.seed)
-        rollouts = self._sample(model, documents, layout, noise, single_pass)
+        if rollouts is None:
+            rollouts = self._sample(model, documents, layout, noise, single_pass)
         phi, phi_ref = self._embed(model, documents, layout, rollouts.tokens)
         match = self._match(phi, phi_ref, rollouts.tokens)
         advantages = compute_advantages(
@@ -167,12 +180,12 @@ class StridedEBFTTrainer(OverTrainer):
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)
-        generated_tokens, reference_tokens = self._token_counts(documents, layout, num_items_in_batch)
+        generated_tokens, reference_tokens = self._token_counts(documents, layout, rollouts.tokens, num_items_in_batch)
         rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
         ce_loss = cross_entropy_loss(text_logps, reference_tokens)
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
 
-        output = StridedOutput.of(layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
+        output = StridedOutput.of(documents, layout, rollouts.tokens, logps, match, advantages, rl_loss, ce_loss, loss)
         if is_training_step:
             self._record(output, rollouts.entropy, text_logps, documents, layout, rl_loss, ce_loss)
             # DDP averages over ranks, whereas these losses are to be summed; output.loss remains this rank's share.
@@ -192,7 +205,7 @@ class StridedEBFTTrainer(OverTrainer):
         """Record a training step: metrics, budget, the log of rollouts, and the gradients of the two terms."""
         self._metrics.record(output, entropy, text_logps, documents, layout)
         for counter in (self._throughput, self.budget):
-            counter.add(documents=len(documents.lengths), generated_tokens=layout.num_generated)
+            counter.add(documents=len(documents.lengths), generated_tokens=output.lengths.sum())
         entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
         self.scored_rollouts(entries, output.rewards)
         if self._measures_gradients():
@@ -296,7 +309,7 @@ class StridedEBFTTrainer(OverTrainer):
             parts = {f"{metric_key_prefix}_{name}": name if is_own else part for name, part in dataset.items()}
             return {k: v for prefix, part in parts.items() for k, v in self.evaluate(part, None, prefix).items()}
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            dataset = usable_rows("eval_dataset", dataset, self.model, self.args)
+            dataset = usable_rows("eval_dataset", dataset, self.model, self.block_options)
         self.use_result()
         if dataset is None:
             raise ValueError("evaluation requires an eval_dataset (in a config: test_datasets or val_set_size)")
@@ -341,24 +354,40 @@ class StridedEBFTTrainer(OverTrainer):
         super().log(logs, start_time)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,)."""
-        counts = torch.zeros(2, dtype=torch.long)
+        """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,).
+
+        Rollouts end where their texts do, so the first number is known when those of all micro-batches are sampled.
+        With a single micro-batch it is 0, and `compute_loss` counts them.
+        """
+        counts = torch.zeros(2, dtype=torch.long, device=device)
         for inputs in batch_samples:
             documents = inputs[_PARSED] = Documents.from_inputs(inputs, device)
-            counts[0] += generated_token_count(documents, self.block_options)
-            counts[1] += documents.ce_mask.sum()
-        return counts if self.args.world_size == 1 else self.accelerator.reduce(*copy_to(device, counts), "sum")
+            counts[1] += documents.ce_mask.sum().item()
+            if len(batch_samples) > 1:
+                layout = StridedLayout.place(documents, self.block_options)
+                self.begin_seconds()
+                with torch.no_grad(), self.budget.meter.counting():
+                    inputs[_SAMPLED] = self._sample(self.model_wrapped, documents, layout, self._noise, False)
+                counts[0] += layout.lengths(inputs[_SAMPLED].tokens).sum()
+        return counts if self.args.world_size == 1 else self.accelerator.reduce(counts, "sum")
 
-    def _token_counts(self, documents: Documents, layout: StridedLayout, counts: Tensor | None) -> Tensor:
-        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero: (2,)."""
+    def _token_counts(
+        self, documents: Documents, layout: StridedLayout, tokens: Tensor, counts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero."""
+        generated = layout.lengths(tokens).sum()
         if counts is None:
-            counts = torch.tensor([layout.num_generated, documents.ce_mask.sum()])
-        elif not isinstance(counts, Tensor) or counts.shape != (2,):
+            return generated, documents.ce_mask.sum().clamp_min(1)
+        if not isinstance(counts, Tensor) or counts.shape != (2,):
             raise ValueError(
                 f"num_items_in_batch must be a tensor with the numbers of generated tokens and of cross-entropy tokens "
                 f"of the optimizer step, got {counts!r}. Omit it to normalise by this batch alone"
             )
-        return counts.clamp_min(1)
+        if counts[0] == 0:
+            generated = generated if self.args.world_size == 1 else self.accelerator.reduce(generated, "sum")
+        else:
+            generated = counts[0]
+        return generated, counts[1].clamp_min(1)
 
     def _trains_on_the_sampling_pass(self) -> bool:
         """Whether the loss uses the computation of the sampling pass instead of a second forward pass.
@@ -385,10 +414,16 @@ class StridedEBFTTrainer(OverTrainer):
         """Return which tokens are sampled, and scored; greedy rollouts are scored among all."""
         return Truncation.of(None, self.args.top_p, None) if self.args.temperature else None
 
-    @property
-    def block_options(self) -> BlockOptions:
-        """Where the blocks of documents are, and what is sampled at each."""
-        return BlockOptions.of(self.args)
+
+def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) -> BlockOptions:
+    """Return where blocks are, with the tokens that end a text in the tokenizer, its template, and generation config.
+
+    A rollout cannot be longer than the model's positions, as a document cannot.
+    """
+    positions = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
+    limits = [limit for limit in (args.max_length, positions) if limit is not None]
+    known = () if tokenizer is None else Renderer(tokenizer).end_ids()
+    return BlockOptions.of(args, end_token_ids(model, known), min(limits, default=None))
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from itertools import repeat
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config import rules
 from ebft.data.batches import DocumentCollator, PackedRows
-from ebft.data.lengths import token_counts
+from ebft.data.lengths import arrays_of
 from ebft.errors import ConfigError, DataError
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, unwrap_adapter
@@ -71,7 +70,7 @@ def check_grad_norms(args: Any, **ruling_out: bool) -> None:
         )
 
 
-def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
+def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions) -> Any:
     """Return the dataset without rows that are too short for a block, with a warning that reports their number.
 
     Rows of a datasets.IterableDataset are filtered as they are read; other streams are returned unchanged. Raises
@@ -80,78 +79,72 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, args: Any) -> Any:
     """
     if isinstance(dataset, dict):
         rules.check_parts(name, dataset)
-        return {key: usable_rows(f"{name}[{key!r}]", part, model, args) for key, part in dataset.items()}
+        return {key: usable_rows(f"{name}[{key!r}]", part, model, options) for key, part in dataset.items()}
     columns = getattr(dataset, "column_names", None)
     if isinstance(columns, list) and "input_ids" not in columns:
         raise DataError(
             f"{name} has no column input_ids (columns: {columns}); labels, prompt_length and turn_spans are optional. "
             "Tokenise the dataset first, or define it under `datasets:` in a config for `ebft train`"
         )
-    has_block = lambda row: any(count_row_blocks(*size, args) for size in row)
+    has_block = lambda row: any(count_row_blocks(*document, options) for document in row)
     if isinstance(dataset, IterableDataset):
         return dataset.filter(lambda row: has_block(_documents(row)))
-    sizes = _sizes(dataset)
-    if sizes is None:
+    if not hasattr(dataset, "__len__"):
         return dataset
     limit = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
-    longest = max((length for row in sizes for length, *_ in row), default=0)
+    longest, usable = 0, []
+    for index, documents in enumerate(_all_documents(dataset)):
+        longest = max([longest, *(len(tokens) for tokens, *_ in documents)])
+        if has_block(documents):
+            usable.append(index)
     if limit is not None and longest > limit:
         raise DataError(
             f"{name} has a row of {longest} tokens, which exceeds the model's max_position_embeddings ({limit}). "
             f"Truncate rows to at most {limit} tokens"
         )
-    usable = [i for i, row in enumerate(sizes) if has_block(row)]
     if not usable:
         raise DataError(
-            f"{name} has no row that is long enough for a block: it has {len(sizes)} rows of at most {longest} tokens, "
-            f"but a block requires {args.context_length + args.generate_max_len} (context_length + generate_max_len), "
-            "or more after a prompt. Use longer documents, or reduce these options"
+            f"{name} has no row that is long enough for a block: it has {len(dataset)} rows of at most {longest} "
+            f"tokens, but a block requires context_length ({options.context_length}) tokens, or the prompt, and then either "
+            f"generate_max_len ({options.generate_max_len}) tokens or the end token. Use longer documents, or reduce "
+            "these options"
         )
-    if len(usable) == len(sizes):
+    if len(usable) == len(dataset):
         return dataset
-    warnings.warn(
-        f"{name}: dropped {len(sizes) - len(usable)} of {len(sizes)} rows that are too short for a block", stacklevel=3
-    )
+    dropped = len(dataset) - len(usable)
+    warnings.warn(f"{name}: dropped {dropped} of {len(dataset)} rows that are too short for a block", stacklevel=3)
     if hasattr(dataset, "select"):
         return dataset.select(usable)
     return [dataset[i] for i in usable] if isinstance(dataset, list) else Subset(dataset, usable)
 
 
-# Tokens, prompt tokens and turns of a document.
-_Size = tuple[int, int, list[list[int]]]
+_Document = tuple[Any, int, list[list[int]]]  # tokens, the number of prompt tokens, and turns
 
 
-def _sizes(dataset: Any) -> list[list[_Size]] | None:
-    """Return the size of every document of every row, or None if `dataset` has no length."""
+def _all_documents(dataset: Any) -> Iterator[list[_Document]]:
+    """Yield the documents of every row; of a Dataset without padding, of which each row is one, without a copy."""
     if isinstance(dataset, PackedRows):
-        sizes = _sizes(dataset.rows)
-        return sizes and [[size for i in pack for size in sizes[i]] for pack in dataset.packs]
-    if not isinstance(dataset, (list, Dataset)):
-        return [_documents(dataset[i]) for i in range(len(dataset))] if hasattr(dataset, "__len__") else None
-    columns = set(dataset.column_names) if isinstance(dataset, Dataset) else {name for row in dataset for name in row}
-    plain = "prompt_length" in columns or "labels" not in columns
-    if not plain or columns & {"attention_mask", "position_ids", "seq_lengths", "completion_mask", "assistant_masks"}:
-        return [_documents(row) for row in dataset]  # parsed as in training, one row at a time
-
-    def column(name: str) -> Iterable[Any]:
-        if name not in columns:
-            return repeat(None)
-        return [row.get(name) for row in dataset] if isinstance(dataset, list) else dataset[name]
-
-    sizes = zip(token_counts(dataset), column("prompt_length"), column("turn_spans"))
-    has_labels = "labels" in columns
-    return [
-        _documents(dataset[i]) if prompt is None and has_labels else [(length, prompt or 0, turns or [])]
-        for i, (length, prompt, turns) in enumerate(sizes)
-    ]
+        documents = list(_all_documents(dataset.rows))
+        yield from ([document for i in pack for document in documents[i]] for pack in dataset.packs)
+        return
+    plain = {"input_ids", "prompt_length", "turn_spans", "labels"}
+    if not isinstance(dataset, Dataset) or not {"prompt_length"} <= set(dataset.column_names) <= plain:
+        yield from (_documents(dataset[index]) for index in range(len(dataset)))
+        return
+    for batch in dataset.with_format("arrow").iter(batch_size=1000):
+        spans = batch["turn_spans"].to_pylist() if "turn_spans" in dataset.column_names else [None] * len(batch)
+        for tokens, prompt, turns in zip(arrays_of(batch["input_ids"]), batch["prompt_length"].to_pylist(), spans):
+            yield [(tokens, prompt or 0, turns or [])]
 
 
-def _documents(row: dict[str, Any]) -> list[_Size]:
+def _documents(row: dict[str, Any]) -> list[_Document]:
+    """Return the documents of a row, parsed as in training."""
     batch = DocumentCollator(0)([row])
     if not batch["attention_mask"].any():
         return []
     documents = Documents.from_inputs(batch)
-    return list(zip(*(values.tolist() for values in (documents.lengths, documents.prompt_length, documents.turns))))
+    tokens = documents.host_tokens.split(documents.lengths.tolist())
+    return list(zip(tokens, documents.prompt_length.tolist(), documents.turns.tolist()))
 
 
 _DOCUMENT_TOKENS = 24

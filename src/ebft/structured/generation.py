@@ -20,10 +20,10 @@ from typing import Any
 from ebft.data.conversation import Conversation, Renderer
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError, RolloutError
-from ebft.models.causal_lm import unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
-from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import lockstep
 from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
 from ebft.structured.rollouts.turns import (
@@ -81,7 +81,7 @@ class Generation:
         self._trainer, self._agents, args = trainer, agents, trainer.args
         self.is_interactive, self.reference_limit = is_interactive, reference_limit
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
-        self.sampling: Sampling = _sampling(args, end_token_ids(trainer.model, self.renderer))
+        self.sampling: Sampling = _sampling(args, end_token_ids(trainer.model, self.renderer.end_ids()))
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
         if unscored:
             warnings.warn(

@@ -28,7 +28,7 @@ from ebft.features import FeatureNetwork, pool, token_features
 from ebft.files import ADAPTER_CONFIG
 from ebft.machine import copy_to
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
-from ebft.models.causal_lm import SCORE, backbone_of, unwrap_adapter
+from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
 from ebft.models.files import reward_problem
 from ebft.models.pretrained import (
     check_adapter,
@@ -82,7 +82,7 @@ class FeatureMatchingReward:
         resolve_single_completion(self.options, num_generations)
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
-        self.end_ids: set[int] = end_token_ids(model, self.renderer, stop_token_ids)
+        self.end_ids: set[int] = end_token_ids(model, {*self.renderer.end_ids(), *stop_token_ids})
         self.network: FeatureNetwork = FeatureNetwork(
             model, self.options.feature_layers, self.options.embed_method, self.options.feature_device, copy=copy
         )
@@ -230,14 +230,6 @@ def metrics_of(match: FeatureMatch) -> dict[str, Tensor]:
         "ebft/mean_reward": reward,
         "ebft/reward": reward,
     }
-
-
-def end_token_ids(model: nn.Module, renderer: Renderer, stop_token_ids: Iterable[int] = ()) -> set[int]:
-    """Return all tokens that end a reply: those of tokenizer, chat template, generation config and `stop_token_ids`."""
-    generation_config = unwrap_adapter(model).generation_config
-    declared = generation_config.eos_token_id if generation_config is not None else None
-    declared = [declared] if isinstance(declared, int) else declared or []
-    return {*renderer.end_ids(), *declared, *stop_token_ids}
 
 
 def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: torch.dtype) -> dict[str, Tensor]:

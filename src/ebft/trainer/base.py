@@ -147,7 +147,7 @@ class OverTrainer(Trainer):
             self.optimizer.eval()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        self._step_began = time.perf_counter() if self._step_began is None else self._step_began
+        self.begin_seconds()
         with self.budget.meter.counting():
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._unchecked.append((loss, inputs))
@@ -181,6 +181,10 @@ class OverTrainer(Trainer):
         if self._step_began is not None:
             self.add_seconds(time.perf_counter() - self._step_began)
             self._step_began = None
+
+    def begin_seconds(self) -> None:
+        """Begin to time the optimizer step, unless it has begun."""
+        self._step_began = time.perf_counter() if self._step_began is None else self._step_began
 
     def add_seconds(self, seconds: float) -> None:
         """Called before each update with the time that its gradients took, from the first micro-batch on."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from ebft.anchors import count_row_blocks
 from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import token_counts
 from ebft.data.row_counts import TRUNCATED
+from ebft.run.rehearsal import most_blocks
 from ebft.tools.doctor.environment import Check
 
 
@@ -71,7 +71,7 @@ class LongestRows:
             return sequence_len > max(row.prompt for row in self.prompts)
         rows = [document for row in self.data for document in row.get("documents", [row])]
         if config.method.samples_blocks:
-            return all(num_blocks(config, row, sequence_len) > 0 for row in rows)
+            return all(most_blocks(config, row, sequence_len) > 0 for row in rows)
         return all(sequence_len > (row.get("prompt_length") or 0) for row in rows)
 
     def step_tokens(self, config: RunConfig) -> StepTokens:
@@ -188,15 +188,9 @@ def _longest_reply(config: RunConfig, reference: int) -> int:
     return min(limit, max(ebft.gt_length_floor, math.ceil(ebft.gt_length_multiplier * reference)))
 
 
-def num_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
-    """Return the blocks of a document that is cut at `sequence_len` tokens."""
-    length = min(_tokens(document), sequence_len)
-    return count_row_blocks(length, document["prompt_length"], document.get("turn_spans"), config.ebft)
-
-
 def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
     ebft = config.ebft
-    blocks = sum(num_blocks(config, document, config.sequence_len) for document in documents)
+    blocks = sum(most_blocks(config, document, config.sequence_len) for document in documents)
     tokens = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
     return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
 

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ebft.anchors import BlockOptions
 from ebft.config.schema import RunConfig
 from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, without_end
-from ebft.data.lengths import fits_one_block, longest_document
+from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
 from ebft.features import check_sampled_ids
-from ebft.models.causal_lm import evaluating, positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
@@ -37,7 +36,7 @@ from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.config import check_own_kwargs, generate_kwargs
-from ebft.structured.reward import continuation_features, end_token_ids, pool_sequence
+from ebft.structured.reward import continuation_features, pool_sequence
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
 from ebft.structured.trainer import labelled_reference
@@ -223,11 +222,12 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
     Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
     """
     ebft, settings = task.config.ebft, task.settings
+    blocks = block_options(task.config, ebft, task.tokenizer)
     measure = (
         HeldOutMeasure(
             unwrap_adapter(subject.policy),
             subject.network,
-            replace(BlockOptions.of(ebft), n_samples_per_prompt=settings.samples, merge_rollouts=None),
+            replace(blocks, n_samples_per_prompt=settings.samples, merge_rollouts=None),
             temperature=settings.temperature,
             seed=settings.seed,
             tokens_per_pass=ebft.rollout_tokens_per_pass,
@@ -243,7 +243,7 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
     collate = DocumentCollator(task.tokenizer.pad_token_id)
     scores = Scores() if measure is None else measure.scores
     for rows, documents in task.batches():
-        short = [measure is None or not fits_one_block(row, ebft) for row in rows]
+        short = [measure is None or not has_block(row, blocks) for row in rows]
         if not all(short):
             measure.add(
                 collate([row for row, is_short in zip(rows, short) if not is_short]),
@@ -304,7 +304,7 @@ class Completions:
         settings, of_run = task.settings, task.config.method.sampling(task.config)
         self._settings, self.tokenizer = settings, renderer.tokenizer
         extra = dict(of_run.extra or {})
-        self.end_ids = frozenset(end_token_ids(policy, renderer, extra.pop("stop_token_ids", ())))
+        self.end_ids = frozenset(end_token_ids(policy, {*renderer.end_ids(), *extra.pop("stop_token_ids", ())}))
         extra = _for_generate(extra, of_run.regex)
         sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra, **(of_run.options or {}))
         pad = self.tokenizer.pad_token_id

@@ -21,9 +21,9 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_se
 from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, as_texts
 from ebft.errors import DataError, ModelError
-from ebft.models.causal_lm import positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, positions_of, unwrap_adapter
 from ebft.printed import printable, safe_console, say
-from ebft.structured.reward import FeatureMatchingReward, end_token_ids
+from ebft.structured.reward import FeatureMatchingReward
 from ebft.tools.inference.models import Loaded
 
 _CHARACTERS = 32  # per position, of the part of a long text that is tokenised first
@@ -98,7 +98,7 @@ class Sampler:
         ids = self.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
             causal_lm = unwrap_adapter(model)
-            ends = sorted(end_token_ids(model, self.renderer))
+            ends = sorted(end_token_ids(model, self.renderer.end_ids()))
             config = self.options.generation_config(model)
             if self.positions is not None:
                 if len(ids) >= self.positions:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
+from ebft.data.lengths import block_options
 from ebft.data.load import load_datasets
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
@@ -57,7 +58,8 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     collate = DocumentCollator(tokenizer.pad_token_id)
     # Every groups-th document goes into one group, so that each group mixes many files.
     parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
-    return HeldOut(chosen, parts, replace(BlockOptions.of(config.ebft), merge_rollouts=None), config.seed)
+    blocks = replace(block_options(config, config.ebft, tokenizer), merge_rollouts=None)
+    return HeldOut(chosen, parts, blocks, config.seed)
 
 
 def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:
