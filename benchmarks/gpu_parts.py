@@ -195,7 +195,7 @@ def _strided_errors(
     setting: Setting, report: Report, precision: str, step: str, options: dict[str, Any], attention: str | None
 ) -> None:
     """A step on three documents of unequal lengths, and single sequences through copies of its model."""
-    from tests.strided.oracle import oracle_step
+    from tests.strided.oracle import options_of, oracle_step
     from tests.strided.test_exactness import BASE, unequal_batch
 
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
@@ -226,20 +226,22 @@ def _strided_errors(
     rows = [(ids.to(setting.device), prompt, targets) for ids, prompt, targets in rows]
     loss, out = trainer.compute_loss(side.trainer.model, inputs, return_outputs=True)
     loss.backward()
-    wanted = oracle_step(exact, rows, out.rollouts, args)
+    wanted = oracle_step(exact, rows, out.rollouts, options_of(args, trainer.block_options.end_ids))
     wanted.loss.backward()
     usual = wanted
     if plain is not exact:
         with torch.autocast(setting.device.type, torch.bfloat16) if precision == "autocast" else nullcontext():
-            usual = oracle_step(plain, rows, out.rollouts, args)
+            usual = oracle_step(plain, rows, out.rollouts, options_of(args, trainer.block_options.end_ids))
         usual.loss.backward()
     row = {"step": step, "precision": precision}
     for name, values in (("logp", out.logps.transpose(1, 2)), ("advantage", out.advantages.transpose(1, 2))):
         places = list(getattr(wanted, f"{name}s"))  # of logps (row, block, sample), of advantages (row, block)
         single = [
-            torch.stack([getattr(each, f"{name}s")[p].detach().float() for p in places]) for each in (wanted, usual)
+            torch.cat([getattr(each, f"{name}s")[p].detach().float() for p in places]) for each in (wanted, usual)
         ]
-        for who, found in (("", torch.stack([values[p] for p in places]).detach().float()), (", plain", single[1])):
+        sizes = [len(getattr(wanted, f"{name}s")[p]) for p in places]  # of logps, the tokens up to the end
+        ours = torch.cat([values[p][:size] for p, size in zip(places, sizes)]).detach().float()
+        for who, found in (("", ours), (", plain", single[1])):
             error = (found - single[0]).abs()
             row |= {f"{name} error{who}": error.mean().item(), f"{name} error, largest{who}": error.max().item()}
     _compare(report, row, *(_gradient(each) for each in (trainer.model, exact, plain)))

@@ -3,9 +3,11 @@
 import pytest
 from datasets import Dataset
 
+from ebft.anchors import BlockOptions
 from ebft.data.apply import FEATURES
-from ebft.data.lengths import cut_and_drop, fits_one_block, longest_document
+from ebft.data.lengths import cut_and_drop, has_block, longest_document
 from ebft.data.row_counts import RowCounts
+from tests.data.space_tokenizers import space_tokenizer
 
 NO_ROOM = "whose prompt leaves no room within sequence_len"
 NOTHING = "windows of long documents without a token to train on"
@@ -18,11 +20,15 @@ def row_of(labels, prompt, turns=()):
     return {"input_ids": [7] * len(labels), "labels": labels, "prompt_length": prompt, "turn_spans": turns}
 
 
-def cut(config, row, length=12):
+TOKENIZER = space_tokenizer("first")
+END = TOKENIZER.eos_token_id
+
+
+def cut(config, row):
     """The rows that are left of a row, and the counts."""
     counts = RowCounts()
     rows = Dataset.from_list([{**row, "document": 0}], features=FEATURES)
-    kept = cut_and_drop(rows, length, config.required_rows.block, counts, config.excess_length_strategy)
+    kept = cut_and_drop(rows, config, TOKENIZER, counts)
     return list(kept), {reason: count for reason, count in counts.items() if count}
 
 
@@ -85,7 +91,7 @@ def test_lengths(config, make_config, strategy, length, prompt, kept, counts):
 )
 def test_earlier_turns_of_a_chat_that_is_cut_are_trained_on(make_config, labels, prompt_length, kept, counts):
     labels = [label or -100 for label in labels]
-    rows, found = cut(make_config("unused", sequence_len=6, rl=None, ebft=None), row_of(labels, prompt_length), 6)
+    rows, found = cut(make_config("unused", sequence_len=6, rl=None, ebft=None), row_of(labels, prompt_length))
     assert found == counts and len(rows) == (kept is not None)
     for row in rows:
         length, start = kept
@@ -97,8 +103,11 @@ def test_rule_is_the_layouts(config):
         for prompt in range(length):
             room = (max(prompt + 2, 4) if prompt else 4) + 3 <= length
             row = {"input_ids": [1] * length, "prompt_length": prompt, "turn_spans": []}
-            assert fits_one_block(row, config.ebft) == room
-            assert fits_one_block({**row, "prompt_length": 0, "turn_spans": [[prompt, length]]}, config.ebft) == room
+            options = BlockOptions.of(config.ebft, [END], None)
+            assert has_block(row, options) == room
+            assert has_block({**row, "prompt_length": 0, "turn_spans": [[prompt, length]]}, options) == room
+            row["input_ids"][-1] = END
+            assert has_block(row, options) == ((max(prompt + 2, 4) if prompt else 4) < length)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,17 @@ from types import SimpleNamespace
 import torch
 
 
+def options_of(args, ends):
+    """The options of a step by a trainer's arguments, and the tokens that end a text."""
+    return SimpleNamespace(**vars(args), ends=set(ends) if args.stop_at_end else set())
+
+
 def blocks_of(ids, prompt, o):
     """The (anchor, end of the reference) of each block; `prompt` is its length, or a list of turns (start, end)."""
     found, ids = [], ids.tolist()
     for begin, end in prompt if isinstance(prompt, list) else [(prompt, len(ids))]:
-        anchor = max(begin + o.min_completion_prefix, o.context_length) if begin else o.context_length
-        for anchor in range(anchor, end, o.stride):
+        first = max(begin + o.min_completion_prefix, o.context_length) if begin else o.context_length
+        for anchor in range(first, end, o.stride):
             full = anchor + o.generate_max_len
             ends_later = any(token in o.ends for token in ids[anchor:end])
             if full <= end or (ends_later and full <= (o.max_length or full)):

@@ -7,16 +7,17 @@ import torch
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from ebft.tools.cli.training import leave_process_group
 from tests.strided.families import VOCAB, tiny_model
-from tests.strided.test_exactness import with_lora
+from tests.strided.test_exactness import ENDS, with_lora
 
 
 def documents(count=24):
-    """Rows of very different lengths, every third one with a prompt."""
+    """Rows of very different lengths, every third one with a prompt, every second one with an end."""
     generator = torch.Generator().manual_seed(7)
     rows = []
     for i in range(count):
         length = int(torch.randint(9, 40, (1,), generator=generator))
         ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+        ids[-1] = ENDS[0] if i % 2 else 4
         rows.append({"input_ids": ids, "prompt_length": 3 if i % 3 == 0 else 0})
     return rows
 
@@ -24,6 +25,7 @@ def documents(count=24):
 def main(path, *options):
     given = dict(option.split("=") for option in options)
     model = tiny_model("llama").double()  # in float32, Adam turns other roundings into other steps
+    model.generation_config.eos_token_id = ENDS
     if given.pop("lora", "0") == "1":
         model = with_lora(model)
     settings = {"stride": 4, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "ce_coef": 0.2}

@@ -24,7 +24,7 @@ from ebft.structured.scoring import check_parity as check_shared_prompts
 from ebft.structured.shared_prompt import score_completions
 from tests.strided.every_model import NAMES, NOT_BUILT, build
 from tests.strided.families import VOCAB
-from tests.strided.oracle import anchors_of, block_feature, plain_logits
+from tests.strided.oracle import block_feature, blocks_of, plain_logits
 from tests.structured.rollouts.test_local import later_turns, sample
 from tests.structured.test_shared_prompt import TEMPERATURE, expected, prompts
 
@@ -54,6 +54,8 @@ OPTIONS = SimpleNamespace(
     stride=12,
     generate_max_len=3,
     min_completion_prefix=0,
+    max_length=None,
+    ends=set(),
 )
 
 
@@ -85,7 +87,8 @@ def strided_mode(model, plain):
     how = {"temperature": TEMPERATURE, "text_gradient": False, "apply_dropout": False}
     scored = score(model.train(), documents, layout, sampled.tokens, **how)[0]
     phi, phi_ref = embed_blocks(network, documents, layout, sampled.tokens)
-    blocks = [(row, anchor) for row, length in zip(ids, lengths) for anchor in anchors_of(int(length), 0, OPTIONS)]
+    found = [(row, blocks_of(row[:length], 0, OPTIONS)) for row, length in zip(ids, lengths)]
+    blocks = [(row, anchor) for row, of_row in found for anchor, _ in of_row]
     assert len(blocks) == len(scored) == 10
     for b, (row, anchor) in enumerate(blocks):
         close(phi_ref[b], block_feature(plain, row[: anchor + 3], anchor, OPTIONS))

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from ebft.prefix import gpu
 from ebft.prefix.attention import passes, tiles
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import FAMILIES, VOCAB, lora_targets, tiny_model
-from tests.strided.oracle import oracle_step
+from tests.strided.oracle import options_of, oracle_step
 
 BASE = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3, "min_completion_prefix": 2}
 BASE |= {"temperature": 0.7, "feature_layers": [0.0, 0.5, 0.75], "ce_coef": 0.3, "use_whitening": False}
@@ -131,8 +130,7 @@ def compare(trainer, plain, inputs, rows, grads=True):
     trainer.model.train()
     plain.eval()
     loss, out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
-    ends = ENDS if trainer.args.stop_at_end else []
-    options = SimpleNamespace(**vars(trainer.args), ends=ends)
+    options = options_of(trainer.args, ENDS)
     # A copy of the policy that no strided code has touched; features come from the frozen base.
     expected = oracle_step(plain, rows, out.rollouts, options)
     blocks = [len(a) for a in expected.anchors]
@@ -342,7 +340,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
     inputs, rows = unequal_batch()
     loss, out = trainer.compute_loss(trainer.model, inputs, return_outputs=True)
     loss.backward()
-    options = SimpleNamespace(**vars(trainer.args), ends=ENDS)
+    options = options_of(trainer.args, ENDS)
     expected = oracle_step(plain.eval(), rows, out.rollouts, options)
     rounded = oracle_step(half, rows, out.rollouts, options)
     ours = torch.cat([out.logps[r, j, b, : len(logps)] - logps for (r, b, j), logps in expected.logps.items()]).abs()

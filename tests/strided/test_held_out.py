@@ -14,16 +14,16 @@ from ebft.strided.held_out import held_out_metrics
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
-from tests.strided.oracle import anchors_of, block_feature, plain_logits
+from tests.strided.oracle import block_feature, blocks_of, plain_logits, stopped
 from tests.strided.short_run import documents
-from tests.strided.test_exactness import with_lora
+from tests.strided.test_exactness import ENDS, with_lora
 
 OPTIONS = {"stride": 5, "context_length": 4, "generate_max_len": 4, "n_samples_per_prompt": 3,
-           "min_completion_prefix": 1}  # fmt: skip
+           "min_completion_prefix": 1, "end_ids": tuple(ENDS), "max_length": None}  # fmt: skip
 LAYERS = [0.25, 0.75]
 ROWS = [row for row in documents() if len(row["input_ids"]) > 15][:5]
 CHATS = [
-    {"input_ids": [*range(3, 33)], "prompt_length": 21, "turn_spans": [(4, 12), (14, 17), (21, 30)]},
+    {"input_ids": [*range(3, 32), 2], "prompt_length": 21, "turn_spans": [(4, 12), (14, 17), (21, 30)]},
     {"input_ids": [*range(40, 20, -1)], "prompt_length": 3, "turn_spans": [(3, 15)]},
 ]
 
@@ -41,7 +41,7 @@ def test_every_metric_by_the_oracle(rows):
     model = with_lora(tiny_model("llama"))
     plain = copy.deepcopy(model).eval()
     found = metrics_of(model, rows, 2)
-    o = SimpleNamespace(feature_layers=LAYERS, embed_method="last_token", **OPTIONS)
+    o = SimpleNamespace(feature_layers=LAYERS, embed_method="last_token", ends=ENDS, **OPTIONS)
     noise = DocumentNoise(2)
     sums = {"alignment": [], "diversity": [], "cfm_loss": [], "cfm_loss_plugin": [], "ce_loss": []}
     for row in rows:
@@ -52,9 +52,10 @@ def test_every_metric_by_the_oracle(rows):
             rollouts = sample_rollouts(prepare(model.eval()), single, layout, temperature=1.0, noise=drawn).tokens
         ids, prompt = torch.tensor(row["input_ids"]), row["prompt_length"]
         turns = row.get("turn_spans", [(prompt, len(ids))])
-        for b, a in enumerate(anchors_of(len(ids), turns, o)):
-            x = torch.stack([block_feature(plain, torch.cat([ids[:a], rollouts[b, j]]), a, o) for j in range(3)])
-            y = block_feature(plain, ids[: a + 4], a, o)
+        for b, (a, end) in enumerate(blocks_of(ids, turns, o)):
+            drawn = [rollouts[b, j, : stopped(rollouts[b, j].tolist(), o)] for j in range(3)]
+            x = torch.stack([block_feature(plain, torch.cat([ids[:a], sample]), a, o) for sample in drawn])
+            y = block_feature(plain, ids[:end], a, o)
             pairs = [x[j] @ x[k] for j in range(3) for k in range(3) if j != k]
             sums["alignment"].append(2 * (x @ y).mean())
             sums["diversity"].append(2 * sum(pairs) / 6)

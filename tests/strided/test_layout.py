@@ -78,7 +78,11 @@ def test_wrong_inputs(given, match):
 
 def test_first_anchors_and_the_last_that_just_fits():
     options = BlockOptions(4, 8, 2, 2, 5)
-    assert [turn_anchors(start, 40, 0, options).start for start in (0, 20, 2)] == [8, 25, 8]  # text has no prompt to pass
+    assert [turn_anchors(start, 40, 0, options).start for start in (0, 20, 2)] == [
+        8,
+        25,
+        8,
+    ]  # text has no prompt to pass
     for length, blocks in ((4, 0), (5, 1), (8, 1), (9, 2)):
         documents = Documents.from_inputs({"input_ids": torch.ones(1, length, dtype=torch.long)})
         if blocks:

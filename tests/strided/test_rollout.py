@@ -14,7 +14,7 @@ from ebft.strided.passes import RolloutTree
 from ebft.strided.rollout import DocumentNoise, sample_rollouts
 from tests.strided.families import tiny_model
 from tests.strided.oracle import distribution, plain_logits
-from tests.strided.test_exactness import make_trainer, unequal_batch
+from tests.strided.test_exactness import ENDS, make_trainer, unequal_batch
 
 
 @torch.no_grad()
@@ -62,7 +62,10 @@ def test_greedy_equals_generate(tmp_path):
     for r, (ids, _, _) in enumerate(rows):
         for b, anchor in enumerate(out.anchors[r][out.block_mask[r]].tolist()):
             expected = plain.generate(ids[None, :anchor], **greedy)[0, anchor:].tolist()
-            assert out.rollouts[r, 0, b].tolist() == out.rollouts[r, 1, b].tolist() == expected
+            length = int(out.lengths[r, 0, b])
+            assert out.rollouts[r, 0, b].tolist() == out.rollouts[r, 1, b].tolist()
+            assert out.rollouts[r, 0, b, :length].tolist() == expected[:length]
+            assert length == next((t for t, token in enumerate(expected, 1) if token in ENDS), 4)
 
 
 @pytest.mark.parametrize("vocabulary", [5, 512, 1300])

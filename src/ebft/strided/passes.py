@@ -297,7 +297,8 @@ def _with_room(layout: StridedLayout, *shared: Tensor) -> tuple[Tensor, ...]:
 def _cached(run, call, key, value):
     """Append the newest tokens to the cache and return the cached keys and values.
 
-    Returns those of the documents, (K, S, D), with room, and those of the nodes, each with those that it continues, (K, C, U, D).
+    The keys and values of the documents, with room, are (K, S, D). Each node row of the others, (K, C, U, D), has its
+    own key or value and those of the nodes that it continues.
     """
     document_key, document_value, *own = run.cache[call]
     newest, step = (key, value), run.nodes.step

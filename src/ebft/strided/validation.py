@@ -105,8 +105,8 @@ def usable_rows(name: str, dataset: Any, model: nn.Module, options: BlockOptions
     if not usable:
         raise DataError(
             f"{name} has no row that is long enough for a block: it has {len(dataset)} rows of at most {longest} "
-            f"tokens, but a block requires context_length ({options.context_length}) tokens, or the prompt, and then either "
-            f"generate_max_len ({options.generate_max_len}) tokens or the end token. Use longer documents, or reduce "
+            f"tokens, but a block requires context_length ({options.context_length}) tokens, or the prompt, followed "
+            f"by the end token or generate_max_len ({options.generate_max_len}) tokens. Use longer documents or reduce "
             "these options"
         )
     if len(usable) == len(dataset):
