@@ -84,7 +84,7 @@ def rolled_out(subject: Any, config: Any, inputs: dict[str, Tensor], noise: Any)
 
     policy, documents = unwrap_adapter(subject.policy), Documents.from_inputs(inputs)
     prepare(policy)
-    options = BlockOptions.of(config.ebft)
+    options = BlockOptions.of(config.ebft, (), None)
     options = replace(options, n_samples_per_prompt=config.evaluation.samples, merge_rollouts=None)
     layout = StridedLayout.place(documents, options)
     with evaluating(policy):

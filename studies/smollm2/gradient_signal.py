@@ -159,7 +159,7 @@ def losses(model: Any, network: Any, inputs: dict[str, Tensor], options: Any, is
     from ebft.strided.rollout import sample_rollouts
 
     documents = Documents.from_inputs(inputs)
-    layout = StridedLayout.place(documents, BlockOptions.of(options))
+    layout = StridedLayout.place(documents, BlockOptions.of(options, (), None))
     rollouts = sample_rollouts(model, documents, layout, temperature=options.temperature)
     with torch.no_grad():
         features = token_features(layout_states(network, documents, layout, rollouts.tokens))

@@ -151,7 +151,7 @@ def test_types_of_reward_options_and_defaults_are_the_same_everywhere(tmp_path):
 
 def test_every_ebft_option_reaches_the_trainer(make):
     config = make(rl="ebft", ebft={"mode": "strided", "stride": 3})
-    assert set(config.method.own_arguments(config)) == {*option_names(StridedOptions), "log_rollouts"}
+    assert set(config.method.own_arguments(config)) == {*option_names(StridedOptions), "log_rollouts", "max_length"}
     assert config.method.own_arguments(config)["stride"] == 3
 
 

@@ -165,15 +165,15 @@ def of_two_in_three(completions: list[Any], **columns: Any) -> list[float]:
 
 
 CASES = {
-    "strided_lora": Case("strided_lora", most_waits=4),
-    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=4),
+    "strided_lora": Case("strided_lora", most_waits=5),
+    "strided_full": Case("strided_full", on_device={"ebft.feature_device": "pretend:1"}, most_waits=5),
     "strided_single_pass": Case(  # of which each level of the tree of rollouts is waited for
-        "strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}, most_waits=29
+        "strided_lora", AS_ON_GPU | {"ebft.single_pass": True, "ebft.merge_rollouts": True}, most_waits=30
     ),
-    "strided_packed": Case("strided_packed", most_waits=3),
-    "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}, most_waits=6),
-    "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}, most_waits=4),
-    "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=4),
+    "strided_packed": Case("strided_packed", most_waits=4),
+    "strided_accumulation": Case("strided_accumulation", {"ebft.rollout_tokens_per_pass": 64}, most_waits=7),
+    "strided_dropout": Case("strided_lora", {"lora_dropout": 0.1, "ebft.disable_dropout": False}, most_waits=5),
+    "strided_resumed": Case("strided_lora", {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}, most_waits=5),
     "structured_single_turn": Case("structured_single_turn", most_waits=54),
     "structured_several_turns": Case(
         "structured_several_turns",
@@ -212,9 +212,9 @@ CASES |= {
         then=evaluated,
     ),
     "structured_evaluated": Case("structured_single_turn", then=evaluated),
-    "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=4),
-    "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=4),
-    "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=4),
+    "strided_flex": Case("strided_lora", during=flex_kernel, most_waits=5),
+    "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=5),
+    "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=5),
     "structured_accumulation": Case(
         "structured_single_turn", {"gradient_accumulation_steps": 3, "ebft.rollout_tokens_per_pass": 64}
     ),

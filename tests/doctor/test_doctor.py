@@ -205,14 +205,14 @@ def needs_of(path, overrides=(), longest=100):
 
 
 def test_the_tokens_of_a_step_on_several_turns(tmp_path):
-    """Blocks of turns only: 8 tokens every 8, after context_length and in turns of 20, 7 and 30 tokens."""
+    """Blocks of turns only: up to 8 tokens every 8, after context_length and in turns of 20, 7 and 30 tokens."""
     config = load_config(write_inputs("strided_full", tmp_path), ["micro_batch_size=1", "ebft.context_length=4"])
     blocks = {"stride": 8, "generate_max_len": 8, "min_completion_prefix": 0, "n_samples_per_prompt": 3}
     for name, value in blocks.items():
         setattr(config.ebft, name, value)
     row = {"input_ids": [1] * 100, "prompt_length": 60, "turn_spans": [[10, 30], [40, 47], [60, 90]]}
     tokens = LongestRows([row], (), 100).step_tokens(config)
-    assert tokens.loss == 100 + (2 + 0 + 3) * 3 * 8
+    assert tokens.loss == 100 + (3 + 1 + 4) * 3 * 8
 
 
 def estimate_of(path, *overrides):

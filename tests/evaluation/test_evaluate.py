@@ -179,7 +179,7 @@ def test_temperature_and_seed_of_whole_completions(write_config, models):
 
 
 def test_plain_rows_without_room_for_a_block_and_trained_prompts(write_config, models, rows):
-    path = write_config("plain", ebft={"generate_max_len": 9, "context_length": 30})
+    path = write_config("plain", ebft={"generate_max_len": 9, "context_length": 54})
     (result,) = measured(path, ["base"], models)
     expected = cross_entropy(load(models, "base"), pair_sequences(models, rows))
     assert result["metrics"]["ce_loss"] == pytest.approx(expected, abs=1e-4) and "cfm_loss" not in result["metrics"]

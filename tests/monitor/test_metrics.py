@@ -5,6 +5,7 @@ import torch
 from accelerate import Accelerator
 
 from ebft.monitor import Throughput
+from ebft.monitor.budget import Budget
 from ebft.monitor.metrics import MeanMetrics, read_numbers
 
 
@@ -37,13 +38,18 @@ def test_numbers_are_read_in_their_order_and_without_rounding():
 
 
 def test_rates_cover_the_time_since_the_last_report(one):
-    throughput = Throughput()
+    budget = Budget()
+    throughput = Throughput(budget)
     for seconds in (0.5, 1.5):
-        throughput.add(documents=2, generated_tokens=64, seconds=seconds)
+        throughput.add(seconds)
+        budget.add(documents=2, generated_tokens=64)
+        budget.gather(one)
     metrics = throughput.drain(one)
     assert metrics["throughput/documents_per_s"] == pytest.approx(2.0)
     assert metrics["throughput/generated_tokens_per_s"] == pytest.approx(64.0)
     assert 0.0 <= metrics["memory/peak_gib"] < 1024
-    throughput.add(documents=1, generated_tokens=8, seconds=1.0)
+    throughput.add(1.0)
+    budget.add(documents=1, generated_tokens=8)
+    budget.gather(one)
     assert throughput.drain(one)["throughput/generated_tokens_per_s"] == pytest.approx(8.0)
-    assert throughput.drain(one) == Throughput().drain(one) == {}
+    assert throughput.drain(one) == Throughput(budget).drain(one) == {}

@@ -57,9 +57,11 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
             assert entry["document"] == real
             assert [block["anchor"] for block in entry["blocks"]] == output.anchors[number][mask].tolist()
             for b, block in enumerate(entry["blocks"]):
-                assert block["reference"] == real[block["anchor"] :][: output.rollouts.shape[-1]]
+                assert block["reference"] == real[block["anchor"] :][: output.reference_lengths[number, b]]
                 for n, sample in enumerate(block["samples"]):
-                    assert sample["completion"] == output.rollouts[number, n, b].tolist()
+                    length = int(output.lengths[number, n, b])
+                    assert sample["completion"] == output.rollouts[number, n, b, :length].tolist()
+                    assert sample["tokens"] == length
                     for name in ("alignment", "diversity", "rewards", "advantages"):
                         assert sample[name] == pytest.approx(getattr(output, name)[number, n, b].item())
                     checked += 1

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from ebft.anchors import BlockOptions
 from ebft.config.options import EBFTSection
 from ebft.data.batches import pack_rows
 from ebft.methods.views import (
@@ -46,9 +47,14 @@ def options(**given):
     return EBFTSection(mode="strided", n_samples_per_prompt=3, **{**blocks, **given})
 
 
+def strided_view(tokenizer, **given):
+    chosen = options(**given)
+    return StridedView(chosen, BlockOptions.of(chosen, [tokenizer.eos_token_id], None), tokenizer)
+
+
 def test_a_document_with_a_prompt(tokenizer):
     """a_0 = max(3 + 1, 2) = 4; 9 tokens have room for anchors 4 and 6."""
-    [part] = StridedView(options(ce_coef=0.1), tokenizer)(row(tokenizer, "abc", "defghi", masked=[5])).parts
+    [part] = strided_view(tokenizer, ce_coef=0.1)(row(tokenizer, "abc", "defghi", masked=[5])).parts
     assert part.title == "document" and learned(part) == "___de_ghi"
     assert [token.anchor for token in part.tokens] == [None, None, None, None, 4, None, 6, None, None]
     assert [(block.anchor, block.context, block.reference) for block in part.blocks] == [
@@ -57,14 +63,14 @@ def test_a_document_with_a_prompt(tokenizer):
     ]
     facts = dict(part.facts)
     assert facts["prompt"] == "3 tokens" and facts["first anchor"] == "4"
-    assert facts["blocks"] == "2, stride 2, 2 tokens each" and facts["sampled"].startswith("12 tokens")
+    assert facts["blocks"] == "2, stride 2, up to 2 tokens each" and facts["sampled"].startswith("up to 12 tokens")
     assert facts["in the cross-entropy"] == "5 of 9 tokens" and "ebft.ce_coef" not in facts
 
 
 def test_a_document_with_turns(tokenizer):
     """Anchors at 1 + 1 -> 2 and 5 + 1; the turn 9-10 is too short."""
     given = {**row(tokenizer, "abcdefghijkl", ""), "labels": ids(tokenizer, "abcdefghijkl"), "prompt_length": 9}
-    view = StridedView(options(), tokenizer)
+    view = strided_view(tokenizer)
     [part] = view({**given, "turn_spans": [[1, 5], [5, 8], [9, 11]]}).parts
     assert learned(part) == "_bcdefgh_jk_" and [block.anchor for block in part.blocks] == [2, 6]
     facts = dict(part.facts)
@@ -75,14 +81,14 @@ def test_a_document_with_turns(tokenizer):
 
 
 def test_raw_text_starts_at_the_context_length_and_its_first_token_is_not_predicted(tokenizer):
-    [part] = StridedView(options(), tokenizer)(row(tokenizer, "", "abcdef")).parts
+    [part] = strided_view(tokenizer)(row(tokenizer, "", "abcdef")).parts
     assert learned(part) == "_bcdef" and [token.anchor for token in part.tokens if token.anchor] == [2, 4]
     assert dict(part.facts)["prompt"] == "none" and dict(part.facts)["ebft.ce_coef"].startswith("0:")
 
 
 def test_a_packed_row_has_its_documents(tokenizer):
     packed = pack_rows([row(tokenizer, "", "abcdef"), row(tokenizer, "x", "yzuvw")], 16)
-    first, second = StridedView(options(), tokenizer)(packed[0]).parts
+    first, second = strided_view(tokenizer)(packed[0]).parts
     assert [first.title, second.title] == ["document 1 of 2", "document 2 of 2"]
     assert learned(first) == "_bcdef" and learned(second) == "_yzuvw"
     assert [[block.anchor for block in part.blocks] for part in (first, second)] == [[2, 4], [2, 4]]
@@ -152,12 +158,12 @@ def trained_row(tokenizer, *pieces):
 )
 def test_the_roles_of_tokens(tokenizer, pieces, expected):
     row = trained_row(tokenizer, *pieces)
-    for view in (SFTView(tokenizer), StridedView(options(), tokenizer)):
+    for view in (SFTView(tokenizer), strided_view(tokenizer)):
         assert roles(view(row).parts[0]) == expected
 
 
 def test_roles_of_thoughts_trained_prompts_packed_rows_and_long_runs(tokenizer):
-    strided, sft = StridedView(options(), tokenizer), SFTView(tokenizer)
+    strided, sft = strided_view(tokenizer), SFTView(tokenizer)
     thought = row(tokenizer, "ab", "<think>q</think>cd", masked=range(2, 18))
     assert roles(strided(thought).parts[0]) == [("prompt", "ab"), ("reference", "<think>q</think>cd")]
     given = row(tokenizer, "ab", "cd")
@@ -251,7 +257,7 @@ def test_labels_are_those_of_the_trainers(tokenizer):
     from ebft.strided.layout import Documents
 
     given = row(tokenizer, "a prompt", " and its completion", masked=[12, 13])
-    [part] = StridedView(options(), tokenizer)(given).parts
+    [part] = strided_view(tokenizer)(given).parts
     mask = Documents.from_inputs(DocumentCollator(0)([given])).ce_mask
     assert [token.label != -100 for token in part.tokens] == mask.tolist()
 

@@ -177,33 +177,31 @@ def held_out_batches(rows: int, size: int, rank: int, processes: int) -> tuple[l
 
 
 class Throughput:
-    """Accumulates counts and times; `drain` returns the rates over all ranks and resets."""
+    """The rates at which the totals of a `Budget` grow."""
 
-    def __init__(self):
-        self._documents, self._generated_tokens, self._seconds = 0, 0, 0.0
+    def __init__(self, budget: Any) -> None:
+        self._budget, self._seconds, self._before = budget, 0.0, {}
 
-    def add(self, documents: int = 0, generated_tokens: int = 0, seconds: float = 0.0) -> None:
-        self._documents += documents
-        self._generated_tokens += generated_tokens
+    def add(self, seconds: float) -> None:
+        """Add the time of a step, before its amounts are added to the totals."""
+        if self._seconds == 0:
+            self._before = dict(self._budget.totals)
         self._seconds += seconds
 
     def drain(self, accelerator: Any) -> dict[str, float]:
-        """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`.
+        """Return `throughput/documents_per_s`, `throughput/generated_tokens_per_s` and `memory/peak_gib`, and reset.
 
         The memory is the maximum over ranks. Empty if no time was added since the last call.
         """
         if self._seconds == 0:
             return {}
-        counted = (self._documents, self._generated_tokens, self._seconds)
-        documents, tokens, seconds = sums_over_ranks(counted, accelerator)
+        seconds = sums_over_ranks([self._seconds], accelerator)[0] / accelerator.num_processes
         (peak,) = maxima_over_ranks([peak_memory_gib()], accelerator)
-        seconds /= accelerator.num_processes
-        self.__init__()
+        self._seconds = 0.0
         return {
-            "throughput/documents_per_s": documents / seconds,
-            "throughput/generated_tokens_per_s": tokens / seconds,
-            "memory/peak_gib": peak,
-        }
+            f"throughput/{name}_per_s": (self._budget.totals[name] - self._before[name]) / seconds
+            for name in ("documents", "generated_tokens")
+        } | {"memory/peak_gib": peak}
 
 
 def peak_memory_gib() -> float:

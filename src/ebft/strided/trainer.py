@@ -26,6 +26,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Renderer
 from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
+from ebft.machine import copy_to
 from ebft.models.causal_lm import end_token_ids, evaluating, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
@@ -138,7 +139,7 @@ class StridedEBFTTrainer(OverTrainer):
         self.model_accepts_loss_kwargs = True  # the loss is normalised over the step, see _get_num_items_in_batch
         self._noise = DocumentNoise(args.seed)
         self._metrics = StepMetrics()
-        self._throughput = Throughput()
+        self._throughput = Throughput(self.budget)
         self._term_gradients = TermGradients(self.model.parameters())
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
 
@@ -180,7 +181,9 @@ class StridedEBFTTrainer(OverTrainer):
         logps, text_logps = rollouts.logps, rollouts.text_logps
         if not single_pass:
             logps, text_logps = self._score(model, documents, layout, rollouts.tokens)
-        generated_tokens, reference_tokens = self._token_counts(documents, layout, rollouts.tokens, num_items_in_batch)
+        generated = layout.lengths(rollouts.tokens).sum()
+        sampled_ahead = _SAMPLED in inputs
+        generated_tokens, reference_tokens = self._token_counts(documents, generated, sampled_ahead, num_items_in_batch)
         rl_loss = policy_gradient_loss(advantages, logps, generated_tokens)
         ce_loss = cross_entropy_loss(text_logps, reference_tokens)
         loss = args.rl_coef * rl_loss + args.ce_coef * ce_loss
@@ -204,8 +207,7 @@ class StridedEBFTTrainer(OverTrainer):
     ) -> None:
         """Record a training step: metrics, budget, the log of rollouts, and the gradients of the two terms."""
         self._metrics.record(output, entropy, text_logps, documents, layout)
-        for counter in (self._throughput, self.budget):
-            counter.add(documents=len(documents.lengths), generated_tokens=output.lengths.sum())
+        self.budget.add(documents=len(documents.lengths), generated_tokens=output.lengths.sum())
         entries = partial(output.rows, documents, self.state.global_step + 1, self.processing_class)
         self.scored_rollouts(entries, output.rewards)
         if self._measures_gradients():
@@ -282,7 +284,7 @@ class StridedEBFTTrainer(OverTrainer):
         return loss
 
     def add_seconds(self, seconds: float) -> None:
-        self._throughput.add(seconds=seconds)
+        self._throughput.add(seconds)
 
     def running_state(self) -> dict[str, Any]:
         return super().running_state() | {"metrics": self._metrics.state()}
@@ -359,7 +361,7 @@ class StridedEBFTTrainer(OverTrainer):
         Rollouts end where their texts do, so the first number is known when those of all micro-batches are sampled.
         With a single micro-batch it is 0, and `compute_loss` counts them.
         """
-        counts = torch.zeros(2, dtype=torch.long, device=device)
+        counts = torch.zeros(2, dtype=torch.long, device=device if len(batch_samples) > 1 else None)
         for inputs in batch_samples:
             documents = inputs[_PARSED] = Documents.from_inputs(inputs, device)
             counts[1] += documents.ce_mask.sum().item()
@@ -369,13 +371,15 @@ class StridedEBFTTrainer(OverTrainer):
                 with torch.no_grad(), self.budget.meter.counting():
                     inputs[_SAMPLED] = self._sample(self.model_wrapped, documents, layout, self._noise, False)
                 counts[0] += layout.lengths(inputs[_SAMPLED].tokens).sum()
-        return counts if self.args.world_size == 1 else self.accelerator.reduce(counts, "sum")
+        return counts if self.args.world_size == 1 else self.accelerator.reduce(*copy_to(device, counts), "sum")
 
     def _token_counts(
-        self, documents: Documents, layout: StridedLayout, tokens: Tensor, counts: Tensor | None
+        self, documents: Documents, generated: Tensor, sampled_ahead: bool, counts: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero."""
-        generated = layout.lengths(tokens).sum()
+        """Return the token counts that normalise the two losses, at least 1 to avoid division by zero.
+
+        `generated` are the tokens of this batch, `counts` the result of `_get_num_items_in_batch`.
+        """
         if counts is None:
             return generated, documents.ce_mask.sum().clamp_min(1)
         if not isinstance(counts, Tensor) or counts.shape != (2,):
@@ -383,10 +387,10 @@ class StridedEBFTTrainer(OverTrainer):
                 f"num_items_in_batch must be a tensor with the numbers of generated tokens and of cross-entropy tokens "
                 f"of the optimizer step, got {counts!r}. Omit it to normalise by this batch alone"
             )
-        if counts[0] == 0:
-            generated = generated if self.args.world_size == 1 else self.accelerator.reduce(generated, "sum")
-        else:
+        if sampled_ahead:
             generated = counts[0]
+        elif self.args.world_size > 1:
+            generated = self.accelerator.reduce(generated, "sum")
         return generated, counts[1].clamp_min(1)
 
     def _trains_on_the_sampling_pass(self) -> bool:

@@ -124,7 +124,7 @@ class RolloutGRPOTrainer(OverTRL):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
         check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
-        self._throughput = Throughput()
+        self._throughput = Throughput(self.budget)
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
         self.scorer: Scorer = Scorer(self)
         self.keeps_groups = self.scorer.shares_prompts
@@ -180,7 +180,7 @@ class RolloutGRPOTrainer(OverTRL):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def add_seconds(self, seconds: float) -> None:
-        self._throughput.add(seconds=seconds)
+        self._throughput.add(seconds)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """Return the micro-batches of the next optimizer step; with `async_prefetch`, also read later ones ahead."""
@@ -226,10 +226,9 @@ class RolloutGRPOTrainer(OverTRL):
         return fields
 
     def count_completions(self, prompts: list[list[int]], completions: list[list[int]], sampled: Any) -> None:
-        """Update throughput and budget; `sampled` marks the sampled tokens of completions, None if all are sampled."""
+        """Update the budget; `sampled` marks the sampled tokens of completions, None if all are sampled."""
         generated = sum(map(len, completions)) if sampled is None else sum(map(sum, sampled))
-        for counter in (self._throughput, self.budget):
-            counter.add(documents=len(prompts) / self.num_generations, generated_tokens=generated)
+        self.budget.add(documents=len(prompts) / self.num_generations, generated_tokens=generated)
         if self.use_vllm:  # not visible to the meter; counts every prompt once per sample, ignoring prefix caching
             tokens = sum(map(len, prompts)) + sum(map(len, completions))
             self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))

@@ -29,7 +29,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
 from ebft.tools.fetch import examples_folder
-from ebft.tools.init.fit import WHOLE, WINDOW, Draft, Source, TooShort, fit, run_length, windows
+from ebft.tools.init.fit import WINDOW, Draft, Source, fit, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
 # Where the example of a method has another name than the method.
@@ -68,7 +68,6 @@ def draft(
     """
     if method is not None:
         named(method)  # raises
-    is_free = method is None and choose is None
     given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
@@ -104,16 +103,7 @@ def draft(
     _check_method(method, found.values)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
-    try:
-        fit(found, given, sources, is_text, tokenizer, model_config)
-    except TooShort as error:
-        found.too_short = str(error)
-        if not is_free or WHOLE not in fitting:
-            raise
-    if found.too_short and is_free and WHOLE in fitting:
-        other = draft(data, model, WHOLE, overrides)
-        other.notes.append(f"Not {method}: {found.too_short}")
-        return other
+    fit(found, given, sources, is_text, tokenizer, model_config)
     found.notes += run_length(found.values, count)
     return found
 

@@ -22,7 +22,6 @@ from ebft.run.trainer import this_machine
 from ebft.tools.doctor.memory import changed, changes, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
 
-WHOLE = "ebft-structured"  # samples whole completions, however short
 # Keys that need evaluation rows.
 _OF_EVALUATIONS = (
     *("eval_on_start", "evals_per_epoch", "load_best_model_at_end", "metric_for_best_model", "save_strategy"),
@@ -43,17 +42,12 @@ class Draft:
     values: dict[str, Any]
     comments: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    too_short: str | None = None  # what becomes of most rows in strided mode, if they are too short for it
 
     def set(self, key: str, value: Any, comment: str | None = None) -> None:
         """Set a top-level key, with a comment."""
         self.values[key] = value
         if comment is not None:
             self.comments[key] = comment
-
-
-class TooShort(DataError):
-    """No row has the length that strided mode needs."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +141,9 @@ def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | 
         try:
             rows, _, reports = config.method.load_rows(config, tokenizer)
         except DataError as error:
-            words = str(error).replace(f"sequence_len: {_UNLIMITED}", "sequence_len")
-            if config.method.samples_blocks and "No usable rows" in words:
-                raise TooShort(f"{words} --method sft trains on rows of any length.") from error
-            raise DataError(words) from error
+            raise DataError(str(error).replace(f"sequence_len: {_UNLIMITED}", "sequence_len")) from error
     if (dropped := reports[0].mostly_dropped()) is not None:
-        ways = f"decrease ebft.generate_max_len, or use --method sft or {WHOLE}"
-        found.notes.append(f"Rows: {dropped}{f'; {ways}' if config.method.samples_blocks else ''}")
-        found.too_short = dropped if config.method.samples_blocks else None
+        found.notes.append(f"Rows: {dropped}")
     return rows, row_lengths(config, tokenizer, rows)
 
 
