@@ -345,9 +345,10 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
     lengths = row_lengths(config, tokenizer, data)
     prompt = len(tokenizer("a b c")["input_ids"])
     assert lengths[1] == PromptLength(((prompt, len(tokenizer("d", add_special_tokens=False)["input_ids"])),))
-    assert lengths[1].completion(config) == 2  # gt_length_multiplier 1.5 of one token, rounded up
+    longest = len(tokenizer("b" * 4, add_special_tokens=False)["input_ids"])
+    assert longest_rows(config, data, lengths).longest == prompt + -(-3 * longest // 2)  # gt_length_multiplier 1.5
     without = load_config(path, ["ebft.adaptive_max_tokens=false"])
-    assert lengths[1].total(without) == prompt + 10 and longest_rows(without, data, lengths).longest == prompt + 10
+    assert longest_rows(without, data, lengths).longest == prompt + 10
     _, found = doctor(path, "--no-step")
     assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
 

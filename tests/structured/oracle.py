@@ -107,7 +107,7 @@ def loss(policy, base, tokenizer, rollouts, batch, args):
     for start in range(0, len(rollouts), n):
         group, row = rollouts[start : start + n], batch[start]
         prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
-        reference, labelled = [], []
+        reference, labelled, compared = [], [], []
         for message in [{"role": "assistant", "content": row["ground_truth"]}, *row["remaining_turns"]]:
             text = message["content"]
             if message["role"] == "user":
@@ -117,12 +117,15 @@ def loss(policy, base, tokenizer, rollouts, batch, args):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             reference += ids
             labelled += [message["role"] == "assistant"] * len(ids)
+            # Replies of the reference are cut where sampled ones are.
+            limit = args.max_completion_length if message["role"] == "assistant" else len(ids)
+            compared += ids if len(ids) <= limit else [*ids[:-1][:limit], ids[-1]]
         phi = []
         for rollout in group:
             assert rollout.prompt_ids == prompt
             ids = rollout.ids[:-1] if rollout.ids[-1] in ends else rollout.ids
             phi.append(embedding(base, prompt, ids, args.feature_layers, args.embed_method))
-        target = embedding(base, prompt, reference[:-1], args.feature_layers, args.embed_method)
+        target = embedding(base, prompt, compared[:-1], args.feature_layers, args.embed_method)
         whitening = args.whitening_space if args.use_whitening else None
         weights = {"alignment_coef": args.alignment_coef, "diversity_coef": args.diversity_coef}
         terms = reward_terms(torch.stack(phi), target, whitening=whitening, **weights)

@@ -62,6 +62,7 @@ def test_ratios_of_stale_samples_have_a_floor_and_a_cap(build, mode, bounds):
 def test_rollouts_reward_and_cross_entropy_share_one_rendering(build, monkeypatch):
     trainer, rendered = build(ce_coef=0.3), []
     kind = type(trainer.generation.renderer)
+    trainer.generation.renderer._rendered.clear()  # of looking for the longest reference
     plain = kind._conversation
     monkeypatch.setattr(kind, "_conversation", lambda *given: rendered.append(given[1:]) or plain(*given))
     *_, batch = one_step(trainer)

@@ -28,14 +28,16 @@ def unchanged(model, before):
 
 
 @pytest.mark.parametrize(("adaptive", "floor"), LIMITS)
-def test_completions_keep_to_their_own_limits(chat_tokenizer, build, adaptive, floor):
+def test_the_longest_reference_limits_completions(chat_tokenizer, build, adaptive, floor):
+    """Samples and references alike: a sample that is cut is compared with what the reference is up to there."""
+    data = rows(multi_turn=False)
+    longest = max(map(len, data["ground_truth"]))  # one token per byte here
     options = {"adaptive_max_tokens": adaptive, "gt_length_floor": floor, "max_completion_length": 25}
-    _, _, rollouts, batch = one_step(build(chat_model(chat_tokenizer), rows(multi_turn=False), **options))
-    lengths = []
-    for rollout, row in zip(rollouts, batch):
-        limit = max(floor, -(-3 * len(row["ground_truth"]) // 2)) if adaptive else 25  # one token per byte here
-        lengths.append(len(rollout.ids) / min(25, limit))
-    assert max(lengths) == 1.0  # and the limits are what ended some
+    trainer = build(chat_model(chat_tokenizer), data, gt_length_multiplier=0.5, **options)
+    limit = min(25, max(floor, -(-longest // 2))) if adaptive else 25
+    assert trainer.generation.max_completion_length == trainer.feature_reward.max_completion_length == limit
+    _, _, rollouts, _ = one_step(trainer)
+    assert max(len(rollout.ids) for rollout in rollouts) == limit
 
 
 @pytest.mark.parametrize("length", [1, 4000])

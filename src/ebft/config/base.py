@@ -98,7 +98,7 @@ class EvaluationSection(Section):
     max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
         None,
         description="Maximum number of tokens of a full completion; if unset, trl.max_completion_length, and with "
-        "rl: ebft also the limit by the reference's length (ebft.adaptive_max_tokens).",
+        "rl: ebft also the limit by the longest reference (ebft.adaptive_max_tokens).",
     )
     documents: Count | None = Field(None, description="Evaluate on the first N documents; if unset, on all.")
     bootstrap: int = Field(

@@ -281,8 +281,8 @@ class StructuredOptions:
     adaptive_max_tokens: Annotated[
         bool,
         Field(
-            description="Structured mode: limit the length of each completion by the length of its reference, in "
-            "addition to max_completion_length."
+            description="Structured mode: limit the length of completions by the length of the longest reference of "
+            "the training data, in addition to max_completion_length."
         ),
     ] = True
     gt_length_multiplier: Annotated[
@@ -290,8 +290,8 @@ class StructuredOptions:
         Field(
             ge=0.1,
             le=MAX_TOKENS,
-            description="Structured mode: length limit of adaptive_max_tokens as a multiple of the reference length in "
-            "tokens.",
+            description="Structured mode: length limit of adaptive_max_tokens as a multiple of the length of the "
+            "longest reference in tokens.",
         ),
     ] = 1.5
     gt_length_floor: Annotated[

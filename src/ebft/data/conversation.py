@@ -70,12 +70,20 @@ class Conversation:
             ids += [*turn.lead_ids, *turn.reference_ids]
         return ids
 
-    def compared(self, prompt_ids: list[int], samples: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+    def compared(
+        self, prompt_ids: list[int], samples: list[list[int]], longest: int | None = None
+    ) -> tuple[list[int], list[list[int]]]:
         """Return the ids that all sequences start with, and how the samples, which follow `prompt_ids`, and then the
-        reference go on: each with those ids is a whole sequence."""
+        reference go on: each with those ids is a whole sequence.
+
+        `longest`: the number of tokens at which replies are cut, those of the reference as those of the samples.
+        """
         shared = len(commonprefix([prompt_ids, self.prompt_ids]))
         continued = [prompt_ids[shared:] + ids for ids in samples]
-        return prompt_ids[:shared], [*continued, self.prompt_ids[shared:] + self.reference_ids]
+        reference = list(self.turns[0].reference_ids[:longest])
+        for turn in self.turns[1:]:
+            reference += [*turn.lead_ids, *turn.reference_ids[:longest]]
+        return prompt_ids[:shared], [*continued, self.prompt_ids[shared:] + reference]
 
 
 class Renderer:
@@ -226,6 +234,26 @@ class Renderer:
     def end_ids(self) -> set[int]:
         """Tokens that end a reply: end of sequence, and the chat template's end of turn if it is a special token."""
         return {self.tokenizer.eos_token_id, self.template.end_of_turn_id} - {None}
+
+
+_MEASURED = 32  # rows
+
+
+def longest_reference(rows: Any, renderer: Renderer) -> int | None:
+    """The tokens of the longest reference of a reply in a Dataset; None if there is none, and for streams.
+
+    Measured on the rows whose references have the most characters.
+    """
+    if not hasattr(rows, "__len__") or not len(rows):
+        return None
+    turns = rows["remaining_turns"] if "remaining_turns" in rows.column_names else [None] * len(rows)
+    sizes = [
+        max(len(str(text or "")), *(len(str(message.get("content") or "")) for message in of_row or []), 0)
+        for text, of_row in zip(rows["ground_truth"], turns)
+    ]
+    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)[:_MEASURED]
+    conversations = [renderer.of_row(rows[index]) for index in order if sizes[index]]
+    return max((len(turn.reference_ids) for talk in conversations for turn in talk.turns), default=None)
 
 
 def is_reply(message: Message) -> bool:

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ebft.data.conversation import Conversation, Renderer
+from ebft.data.conversation import Conversation, Renderer, longest_reference
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.causal_lm import end_token_ids, unwrap_adapter
@@ -65,8 +65,8 @@ class Generation:
 
     `is_interactive`: whether code of the user takes part (see ebft.structured.validation). `samples_conversations`:
     whether completions follow the prompts of conversations; those of TRL and of agents follow the generation prompt.
-    `reference_limit`: how references limit the length of completions. `sampled_from`: the version of the server's
-    adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
+    `reference_limit`: how the longest reference limits the length of completions. `sampled_from`: the version of the
+    server's adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Generation:
         server_failure: Callable[[], str | None],
     ) -> None:
         self._trainer, self._agents, args = trainer, agents, trainer.args
-        self.is_interactive, self.reference_limit = is_interactive, reference_limit
+        self.is_interactive = is_interactive
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
         self.sampling: Sampling = _sampling(args, end_token_ids(trainer.model, self.renderer.end_ids()))
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
@@ -89,6 +89,7 @@ class Generation:
                 "that gradients are biased. Remove it, or set use_vllm: true, whose log-probabilities correct it.",
                 stacklevel=2,
             )
+        self.max_completion_length: int = self._longest_reply(reference_limit)
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
@@ -115,6 +116,7 @@ class Generation:
                 self._compares_references = True
                 func.renderer = self.renderer  # with TRL's tools, and the conversations rendered for rollouts
                 func.follows_generation_prompt = not self.samples_conversations
+                func.max_completion_length = self.max_completion_length
         trainer.eos_token_ids = sorted(self.sampling.end_ids)  # TRL detects truncated completions with these
         if self.server is not None:
             trainer.sync_before_rollouts(self.server)
@@ -186,8 +188,7 @@ class Generation:
         """Return the job that samples the rows' conversations from the current weights."""
         backend = self._trainer.backend()
         if self._agents is not None:
-            limit = self._trainer.max_completion_length
-            sample = partial(run_agents, self._agents, rows, backend, limit)
+            sample = partial(run_agents, self._agents, rows, backend, self.max_completion_length)
         else:
             conversations = self.conversations(rows)
             sample = partial(roll_out, backend, conversations, self._limits(), self.sampling.end_ids)
@@ -307,10 +308,15 @@ class Generation:
     def _limits(self) -> Limits:
         lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
         return Limits(
-            self._trainer.max_completion_length,
-            self.reference_limit,
-            min((length for length in lengths if length is not None), default=None),
+            self.max_completion_length, min((length for length in lengths if length is not None), default=None)
         )
+
+    def _longest_reply(self, limit: ReferenceLimit | None) -> int:
+        """Return the maximum number of tokens of a reply, with the `limit` by the references of the training rows."""
+        most = self._trainer.max_completion_length
+        if limit is None or self.is_interactive or self._agents is not None:
+            return most
+        return limit.of(longest_reference(self._trainer.train_dataset, self.renderer), most)
 
 
 def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:

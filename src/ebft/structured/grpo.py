@@ -60,8 +60,8 @@ class RolloutGRPOTrainer(OverTRL):
     `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
     `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
     `server_failure` returns why a server started for this run failed permanently, or None if it has not. `agents` hold
-    the conversations, if given; they sample an adapter from a vLLM server. `reference_limit`: how references limit the
-    length of completions.
+    the conversations, if given; they sample an adapter from a vLLM server. `reference_limit`: how the longest
+    reference limits the length of completions.
     """
 
     args: RolloutGRPOConfig

@@ -58,6 +58,7 @@ class FeatureMatchingReward:
     The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of the chat
     template, or one of `stop_token_ids`) is removed, because the reference does not have one. Completions follow the
     prompt with its generation prompt; the reference is what the chat template renders for it in the whole conversation.
+    References are cut at `max_completion_length` tokens, where completions are cut: pass the value of the trainer.
     `chat_template_kwargs` must be the ones used to render the prompts; a row may have its own, and descriptions of
     tools, in the columns `chat_template_kwargs` and `tools`. With `copy=False`, a model without adapter is used
     directly, which requires that it is not trained.
@@ -73,6 +74,7 @@ class FeatureMatchingReward:
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         stop_token_ids: Iterable[int] = (),
+        max_completion_length: int | None = None,
         copy: bool = True,
         **options: Unpack[RewardOptionTypes],
     ) -> None:
@@ -89,6 +91,7 @@ class FeatureMatchingReward:
         # TRL samples completions after the generation prompt. A trainer that samples after the prompts of
         # conversations, which references share, sets this to False.
         self.follows_generation_prompt = True
+        self.max_completion_length: int | None = max_completion_length
         self.last: FeatureMatch | None = None
 
     def __call__(
@@ -147,7 +150,7 @@ class FeatureMatchingReward:
                     "trainer renders without them. Use EBFTTrainer, or remove the columns.",
                     stacklevel=4,
                 )
-        prompt, continued = conversation.compared(follows, [list(ids) for ids in samples])
+        prompt, continued = conversation.compared(follows, [list(ids) for ids in samples], self.max_completion_length)
         return prompt, [without_end(ids, self.end_ids) for ids in continued]
 
     def _groups(

@@ -53,11 +53,7 @@ def check_arguments(args: Any, config_class: type) -> None:
         raise ConfigError("ds3_gather_for_generation: false is not supported: completions may have different lengths.")
     if args.use_vllm and not args.uses_server and getattr(args, "adaptive_max_tokens", False):  # not an option of GRPO
         args.adaptive_max_tokens = False
-        warnings.warn(
-            "adaptive_max_tokens is set to false: vllm_mode: colocate supports only a single length limit for all "
-            "completions.",
-            stacklevel=3,
-        )
+        warnings.warn("adaptive_max_tokens has no effect with vllm_mode: colocate: TRL limits lengths.", stacklevel=3)
 
 
 def check_model(model: nn.Module, args: Any) -> None:

@@ -32,12 +32,12 @@ def talk(*turns):
 def test_each_reply_follows_all_that_was_said():
     conversations = [talk(([1, 2], 4)), talk(([3], 2), ([END, 4], 3), ([END, 5], 1))]
     backend = Scripted([6, END], [7, 7], [8, END], [6])
-    limits = Limits(max_completion_length=10, by_reference=ReferenceLimit(1.5, 1), max_length=None)
+    limits = Limits(max_completion_length=6, max_length=None)
     first, second = roll_out(backend, conversations, limits, {END})
     assert backend.asked == [
-        ([[1, 2], [3]], [6, 3]),
-        ([[3, 7, 7, END, 4]], [5]),  # a cut reply is ended for it
-        ([[3, 7, 7, END, 4, 8, END, 5]], [2]),  # one that ended is not ended twice
+        ([[1, 2], [3]], [6, 6]),
+        ([[3, 7, 7, END, 4]], [6]),  # a cut reply is ended for it
+        ([[3, 7, 7, END, 4, 8, END, 5]], [6]),  # one that ended is not ended twice
     ]
     assert (first.ids, first.generated, first.logps) == ([6, END], [1, 1], [-6.0, -9.0])
     assert second.ids == [7, 7, END, 4, 8, END, 5, 6]
@@ -47,31 +47,30 @@ def test_each_reply_follows_all_that_was_said():
 
 
 @pytest.mark.parametrize(
-    ("factor", "floor", "length", "wanted"),
-    [(1.5, 1, 3, 5), (0.1, 1, 3, 1), (2.0, 1, 50, 10), (1.5, 1, 0, 10), (1.5, 7, 3, 7), (1.5, 64, 3, 10)],
+    ("factor", "floor", "longest", "wanted"),
+    [(1.5, 1, 3, 5), (0.1, 1, 3, 1), (2.0, 1, 50, 10), (1.5, 1, None, 10), (1.5, 7, 3, 7), (1.5, 64, 3, 10)],
 )
-def test_limits_of_a_reply(factor, floor, length, wanted):
-    assert Limits(10, ReferenceLimit(factor, floor), None).reply(Turn([1], [0] * length)) == wanted
-    assert Limits(10, None, None).reply(Turn([1], [0] * length)) == 10
+def test_limits_of_a_reply(factor, floor, longest, wanted):
+    assert ReferenceLimit(factor, floor).of(longest, 10) == wanted
 
 
 def test_the_room_limits_replies_and_conversations():
     backend = Scripted([7, 7])
-    limits = Limits(max_completion_length=4, by_reference=None, max_length=6)
+    limits = Limits(max_completion_length=4, max_length=6)
     [rollout] = roll_out(backend, [talk(([1, 2], 2), ([END, 3], 2))], limits, {END})
     assert backend.asked == [([[1, 2]], [4])] and rollout.ids == [7, 7]  # 2 + 2 + 2 leave nothing to say
     backend = Scripted([7])
-    roll_out(backend, [talk(([1, 2], 2))], Limits(8, None, 5), {END})
+    roll_out(backend, [talk(([1, 2], 2))], Limits(8, 5), {END})
     assert backend.asked[0][1] == [3]
     with pytest.raises(DataError, match="a prompt of 6 tokens leaves no space for a completion within .* 6 tokens"):
-        roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, None, 6), {END})
+        roll_out(Scripted(), [talk(([1] * 6, 2))], Limits(4, 6), {END})
 
 
 def test_unknown_log_probabilities_stay_unknown():
     backend = Scripted([7], [8])
     generate = backend.generate
     backend.generate = lambda *given: [Completion(c.ids, None) for c in generate(*given)]
-    [rollout] = roll_out(backend, [talk(([1], 1), ([END], 1))], Limits(4, None, None), {END})
+    [rollout] = roll_out(backend, [talk(([1], 1), ([END], 1))], Limits(4, None), {END})
     assert rollout.logps is None and rollout.ids == [7, END, 8]
 
 
@@ -80,5 +79,5 @@ def test_a_reply_that_ended_itself_is_not_ended_again():
     lead = [3, END, 4]
     for last, wanted in ((END, [1, 7, END, 4]), (8, [1, 7, 8, 4]), (5, [1, 7, 5, 3, END, 4])):
         backend = Scripted([7, last], [6])
-        roll_out(backend, [talk(([1], 9), (lead, 9))], Limits(9, None, None), {END, 8})
+        roll_out(backend, [talk(([1], 9), (lead, 9))], Limits(9, None), {END, 8})
         assert backend.asked[1][0] == [wanted]

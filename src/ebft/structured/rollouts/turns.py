@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ebft.data.conversation import Conversation, Turn, is_reply
+from ebft.data.conversation import Conversation, is_reply
 from ebft.data.messages import Message
 from ebft.errors import DataError
 from ebft.prefix.sampling import Truncation
@@ -45,13 +45,18 @@ class Rollout:
 
 
 class ReferenceLimit(NamedTuple):
-    """Maximum length of a reply: `multiplier` times the length of its reference, but at least `floor` tokens."""
+    """Maximum length of replies: `multiplier` times that of the longest reference, but at least `floor` tokens.
+
+    A limit that depended on a reply's own reference would cut samples where references do not go on, so that the model
+    learns to end early.
+    """
 
     multiplier: float
     floor: int
 
-    def of(self, reference_ids: list[int]) -> int:
-        return max(self.floor, math.ceil(self.multiplier * len(reference_ids)))
+    def of(self, longest: int | None, most: int) -> int:
+        """Return the limit, at most `most`, which it is if the `longest` reference is not known."""
+        return most if longest is None else min(most, max(self.floor, math.ceil(self.multiplier * longest)))
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,7 @@ class Limits:
     """Maximum lengths of a reply and of a conversation, in tokens."""
 
     max_completion_length: int
-    by_reference: ReferenceLimit | None  # None: no limit by the reference's length
     max_length: int | None  # maximum sequence length of model and server; None: no limit
-
-    def reply(self, turn: Turn) -> int:
-        """Return the maximum number of tokens of a reply to `turn`."""
-        if self.by_reference is None or not turn.reference_ids:
-            return self.max_completion_length
-        return min(self.max_completion_length, self.by_reference.of(turn.reference_ids))
 
     def room(self, length: int) -> int:
         """Return the number of tokens that can follow `length` tokens."""
@@ -103,7 +101,7 @@ def roll_out(
             rollout.give(lead)
             speaking.append(rollout)
             contexts.append(rollout.prompt_ids + rollout.ids)
-            max_tokens.append(min(limits.reply(turn), room))
+            max_tokens.append(min(limits.max_completion_length, room))
         if not speaking:
             break
         completions = backend.generate(contexts, max_tokens)

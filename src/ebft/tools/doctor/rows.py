@@ -14,6 +14,7 @@ from ebft.data.conversation import Renderer
 from ebft.data.lengths import token_counts
 from ebft.data.row_counts import TRUNCATED
 from ebft.run.rehearsal import most_blocks
+from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.tools.doctor.environment import Check
 
 
@@ -37,12 +38,12 @@ class PromptLength:
         """Tokens of the reference conversation after the prompt."""
         return self.given + sum(reference for _, reference in self.turns)
 
-    def completion(self, config: RunConfig) -> int:
-        """Return the most tokens of a sampled conversation after the prompt."""
-        return self.given + sum(_longest_reply(config, reference) for _, reference in self.turns)
+    def completion(self, reply: int) -> int:
+        """Return the most tokens of a sampled conversation after the prompt, with replies of up to `reply` tokens."""
+        return self.given + reply * len(self.turns)
 
-    def total(self, config: RunConfig) -> int:
-        return self.prompt + max(self.completion(config), self.reference)
+    def total(self, reply: int) -> int:
+        return self.prompt + max(self.completion(reply), self.reference)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class LongestRows:
     data: Any
     prompts: tuple[PromptLength, ...]
     longest: int  # tokens, for prompts with the completion
+    longest_reference: int = 0  # of all rows of prompts
 
     def fit(self, config: RunConfig, sequence_len: int) -> bool:
         """Whether `sequence_len` tokens have room for more than the prompts of these rows: a block in strided mode."""
@@ -80,8 +82,9 @@ class LongestRows:
 
     def _of_prompts(self, config: RunConfig) -> StepTokens:
         size, samples = config.micro_batch_size, config.trl.num_generations
-        row = max(self.prompts, key=lambda row: row.total(config))
-        prompt, completion = min(row.prompt, config.sequence_len), row.completion(config)
+        reply = _longest_reply(config, self.longest_reference)
+        row = max(self.prompts, key=lambda row: row.total(reply))
+        prompt, completion = min(row.prompt, config.sequence_len), row.completion(reply)
         sampled = config.trl.generation_batch_size or size * config.gradient_accumulation_steps
         groups = math.ceil(size / samples)
         scored = groups * row.reference if config.ebft.ce_coef else 0
@@ -130,11 +133,14 @@ def _tokens(row: dict[str, Any]) -> int:
 
 def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptLength]) -> LongestRows:
     """Return the longest rows of `data`, whose `row_lengths` are `lengths`."""
-    of_prompts = isinstance(lengths[0], PromptLength)
-    tokens = [row.total(config) for row in lengths] if of_prompts else lengths
+    of_prompts, reference = isinstance(lengths[0], PromptLength), 0
+    tokens = lengths
+    if of_prompts:
+        reference = max(reference for row in lengths for _, reference in row.turns)
+        tokens = [row.total(_longest_reply(config, reference)) for row in lengths]
     order = sorted(range(len(tokens)), key=lambda index: -tokens[index])[: rows_per_step(config)]
     prompts = tuple(lengths[index] for index in order) if of_prompts else ()
-    return LongestRows(data.select(order), prompts, tokens[order[0]])
+    return LongestRows(data.select(order), prompts, tokens[order[0]], reference)
 
 
 def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
@@ -146,8 +152,8 @@ def described(config: RunConfig, rows: LongestRows) -> str:
     """Return the length of the longest row in words."""
     if not rows.prompts:
         return f"{rows.longest:,} tokens"
-    row = rows.prompts[0]
-    return f"{rows.longest:,} tokens (prompt {row.prompt:,}, completion up to {row.total(config) - row.prompt:,})"
+    prompt = rows.prompts[0].prompt
+    return f"{rows.longest:,} tokens (prompt {prompt:,}, completion up to {rows.longest - prompt:,})"
 
 
 def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, int]) -> Iterator[Check]:
@@ -183,9 +189,9 @@ def _pair_length(row: dict[str, Any]) -> int:
 
 def _longest_reply(config: RunConfig, reference: int) -> int:
     limit, ebft = config.trl.max_completion_length, config.ebft
-    if not (config.method.needs_reference and ebft.adaptive_max_tokens and reference):
+    if not (config.method.needs_reference and ebft.adaptive_max_tokens):
         return limit
-    return min(limit, max(ebft.gt_length_floor, math.ceil(ebft.gt_length_multiplier * reference)))
+    return ReferenceLimit(ebft.gt_length_multiplier, ebft.gt_length_floor).of(reference or None, limit)
 
 
 def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:

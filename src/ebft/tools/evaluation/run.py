@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ebft.config.schema import RunConfig
 from ebft.data.batches import DocumentCollator
-from ebft.data.conversation import Conversation, Renderer, Turn, without_end
+from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
@@ -163,7 +163,9 @@ class PromptMeasure:
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
         check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
-        prompt, own = continuation_features(network, *conversation.compared(rollouts[0].prompt_ids, ids))
+        prompt, own = continuation_features(
+            network, *conversation.compared(rollouts[0].prompt_ids, ids, self.completions.longest)
+        )
         coefficients = {"alignment_coef": ebft.alignment_coef, "diversity_coef": ebft.diversity_coef}
 
         def embedded(length: int | None) -> tuple[Tensor, Tensor]:
@@ -297,6 +299,12 @@ def _conversation(row: dict[str, Any]) -> Conversation:
     return Conversation([Turn(ids[:prompt_length], ids[prompt_length:])], ids[:prompt_length])
 
 
+def _longest_reference(rows: Any, renderer: Renderer) -> int | None:
+    if "input_ids" not in rows.column_names:
+        return longest_reference(rows, renderer)
+    return max(len(row["input_ids"]) - row["prompt_length"] for row in rows if row["prompt_length"])
+
+
 class Completions:
     """Generates `settings.samples` sampled completions and one greedy completion per prompt with `generate()`."""
 
@@ -311,7 +319,11 @@ class Completions:
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
         self.positions = positions_of(policy)
-        self._limits = Limits(settings.max_new_tokens, settings.by_reference, self.positions)
+        longest = settings.max_new_tokens
+        if settings.by_reference is not None:
+            longest = settings.by_reference.of(_longest_reference(task.held_out.rows, renderer), longest)
+        self.longest: int = longest  # tokens of a reply
+        self._limits = Limits(longest, self.positions)
 
     def sample(self, conversations: list[Conversation], name: str) -> list[list[Rollout]]:
         """Return the samples of each conversation; the random numbers depend on the seed and `name`."""

@@ -142,7 +142,7 @@ class Settings:
     pass_at: list[int]
     temperature: float
     max_new_tokens: int
-    by_reference: ReferenceLimit | None  # limit of a completion by its reference's length; None: no such limit
+    by_reference: ReferenceLimit | None  # limit of completions by the longest reference; None: no such limit
     batch_size: int  # number of rows, each with all of its samples
     seed: int
 
