@@ -243,8 +243,7 @@ def chat_transform(
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
     Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
-    `turn_spans` are the token ranges of all turns that are trained on, without ends of turns that are not. `labels`
-    are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
+    `turn_spans` are the token ranges of all turns that are trained on, with their ends. `labels` are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
     `with_reply` is applied first, as in the prompts of structured mode.
     `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
     """
@@ -296,7 +295,7 @@ def chat_transform(
         row = text_row(tokens.ids) | {"prompt_length": tokens.before(places[-1].start)}
         return {
             **without_labels(row, off),
-            "turn_spans": tokens.ranges_of([span for span in trained if span[0] < span[1]]),
+            "turn_spans": tokens.ranges_of([(place.start, place.stop) for place in places if place.start < place.stop]),
         }
 
     return transform_fn, {"remove_columns": "__all__"}
