@@ -8,7 +8,7 @@ and training on them teaches a model not to end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,11 @@ class BlockOptions:
             end_ids=tuple(sorted(end_ids)) if options.stop_at_end else (),
             max_length=max_length,
         )
+
+    def within(self, positions: int | None) -> BlockOptions:
+        """Return the options for a model of so many positions, beyond which no rollout may go."""
+        limits = [limit for limit in (self.max_length, positions) if limit is not None]
+        return replace(self, max_length=min(limits, default=None))
 
 
 def turn_anchors(start: int, end: int, stop: int, options: BlockOptions) -> range:

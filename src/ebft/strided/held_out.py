@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ebft.anchors import BlockOptions
 from ebft.features import FeatureNetwork, check_sampled_ids
-from ebft.models.causal_lm import evaluating
+from ebft.models.causal_lm import evaluating, positions_of
 from ebft.prefix.forward import prepare
 from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_score_names, feature_scores
@@ -57,7 +57,8 @@ class HeldOutMeasure:
 
     def __post_init__(self) -> None:
         samples = max(2, self.block_options.n_samples_per_prompt)
-        self.block_options = replace(self.block_options, n_samples_per_prompt=samples)
+        options = replace(self.block_options, n_samples_per_prompt=samples)
+        self.block_options = options.within(positions_of(self.causal_lm))
         self.pass_at = self.pass_at or [1, samples]
         self._noise = DocumentNoise(self.seed)
         prepare(self.causal_lm)

@@ -27,7 +27,7 @@ from ebft.data.conversation import Renderer
 from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
-from ebft.models.causal_lm import end_token_ids, evaluating, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import Throughput
@@ -420,14 +420,9 @@ class StridedEBFTTrainer(OverTrainer):
 
 
 def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) -> BlockOptions:
-    """Return where blocks are, with the tokens that end a text in the tokenizer, its template, and generation config.
-
-    A rollout cannot be longer than the model's positions, as a document cannot.
-    """
-    positions = getattr(unwrap_adapter(model).config.get_text_config(), "max_position_embeddings", None)
-    limits = [limit for limit in (args.max_length, positions) if limit is not None]
+    """Return where blocks are, and the tokens that end a text for the tokenizer, its template, and the model."""
     known = () if tokenizer is None else Renderer(tokenizer).end_ids()
-    return BlockOptions.of(args, end_token_ids(model, known), min(limits, default=None))
+    return BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

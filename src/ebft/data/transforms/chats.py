@@ -243,8 +243,9 @@ def chat_transform(
     """Transform for chats; `read` returns the messages (`role`, `content`) of a row of the dataset `entry`.
 
     Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
-    `turn_spans` are the token ranges of all turns that are trained on, with their ends. `labels` are the turns to train on, in chats that may come with tools; if None, the last assistant turn, to which
-    `with_reply` is applied first, as in the prompts of structured mode.
+    `turn_spans` are the token ranges of all turns that are trained on, with their ends. `labels` are the turns to train
+    on, in chats that may come with tools; if None, the last assistant turn, to which `with_reply` is applied first, as
+    in the prompts of structured mode.
     `ebft.mask_thinking_ce` removes the labels of thinking blocks in assistant turns.
     """
     template = cfg.chat_template or "of the tokenizer"
