@@ -89,6 +89,7 @@ test-published: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check src tests examples benchmarks studies docs/*.py
 	$(BIN)/ruff format --check src tests examples benchmarks studies docs/*.py
+	$(BIN)/python docs/walk.py --check
 
 # Fails if FLOPs or peak memory of a training step of any method, or kernels or waits of one of EBFT, grew since they were
 # stored, or if FLOPs or kernels fell. After a change that is meant: python -m benchmarks.guard --write

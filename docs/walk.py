@@ -1,4 +1,4 @@
-"""Counts what a reader of the code meets: `python docs/walk.py`.
+"""Counts what a reader of the code meets: `python docs/walk.py`; `--check` compares it with docs/ratchet.json.
 
 Prints, as JSON, the figures of the package (files, lines, imports) and those of the walk from a config file to the
 first gradient in each mode, which docs/reading.md contains (docs/generate.py writes them there). A file is part of the
@@ -10,14 +10,18 @@ import ast
 import contextlib
 import importlib
 import inspect
+import io
 import json
 import pkgutil
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import tokenize
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,15 +31,33 @@ PACKAGE = ROOT / "src" / "ebft"
 RUNS = {"strided": "strided_lora", "structured": "structured_several_turns"}
 
 
+STORED = ROOT / "docs" / "ratchet.json"
+STRANGE = re.compile(r"\b(?:those|that|which|them) of\b|\bof (?:which|those|them)\b", re.I)  # hides what is meant
+
+
 def house() -> dict[str, int]:
-    """Files and lines of the package and of its tests, and how the files import each other (for types as well)."""
+    """Files and lines, how files import each other (for types as well), and what makes a text hard to read."""
     imports = imports_of_files()
-    sizes = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in modules().values())
+    texts = {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    sizes = sorted(len(text.splitlines()) for text in texts.values())
     importers = defaultdict(set)
     for name, imported in imports.items():
         for other in imported:
             importers[other].add(name)
-    tests = [path for path in (ROOT / "tests").rglob("*.py")]
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    code = sum(len(_lines_of_code(text, trees[name])) for name, text in texts.items())
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    prose = [path.read_text(encoding="utf-8") for path in pages if path.name != "options.md"]
+    folders: dict[str, set[str]] = defaultdict(set)
+    for name, imported in imports.items():
+        folders[_folder(name)] |= {_folder(other) for other in imported} - {_folder(name)}
+    public: Counter[tuple[str, str]] = Counter()
+    for tree in trees.values():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                public[type(node).__name__, node.name] += 1
+    several = Counter(kind for (kind, _), count in public.items() if count > 1)
     return {
         "files": len(sizes),
         "lines": sum(sizes),
@@ -44,8 +66,65 @@ def house() -> dict[str, int]:
         "files under 60 lines": sum(size < 60 for size in sizes),
         "files with one importer": sum(len(found) == 1 for found in importers.values()),
         "files in circles of imports": sum(len(circle) for circle in circles(imports)),
-        "lines of tests": sum(len(path.read_text(encoding="utf-8").splitlines()) for path in tests),
+        "folders in one circle of imports": max(map(len, circles(folders)), default=0),
+        "lines of tests": _lines("tests"),
+        "lines of benchmarks and studies": _lines("benchmarks", "studies"),
+        "raises per 10,000 lines of code": round(1e4 * sum(isinstance(node, ast.Raise) for node in nodes) / code),
+        "private functions with one caller and at most 8 lines": _small(trees.values()),
+        "names of several public classes": several["ClassDef"],
+        "names of several public functions": several["FunctionDef"],
+        "words of the documentation": sum(len(text.split()) for text in prose),
+        "strange words": sum(len(STRANGE.findall(text)) for text in (*texts.values(), *prose)),
     }
+
+
+def _lines(*folders: str) -> int:
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+
+def _lines_of_code(text: str, tree: ast.AST) -> set[int]:
+    """Numbers of the lines with code: without blank lines, comments, docstrings and imports."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    found = {n for token in tokens if token.type not in layout for n in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            found -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def _small(trees: Iterable[ast.Module]) -> int:
+    """The number of private functions of at most 8 lines whose name occurs once more in their file."""
+    found = 0
+    for tree in trees:
+        used = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+        used.update(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("_") and not node.name.startswith("__"):
+                found += used[node.name] == 1 and (node.end_lineno or 0) - node.lineno < 8
+    return found
+
+
+def _folder(name: str) -> str:
+    """The folder of a module; a file beside the folders is one of its own."""
+    parts = name.split(".")
+    if parts[1:2] == ["tools"]:
+        return ".".join(parts[:3])
+    return ".".join(parts[:2]) if len(parts) > 1 else name
+
+
+def check() -> int:
+    """Compare the figures that only go down with the stored ones, and store lower ones; the exit status."""
+    stored, found = json.loads(STORED.read_text()), house()
+    grown = [f"{name}: {found[name]:,} instead of {limit:,}" for name, limit in stored.items() if found[name] > limit]
+    for line in grown:
+        print(f"docs/ratchet.json: {line}", file=sys.stderr)
+    lower = {name: min(found[name], limit) for name, limit in stored.items()}
+    if lower != stored:
+        STORED.write_text(json.dumps(lower, indent=1) + "\n")
+    return bool(grown)
 
 
 def modules() -> dict[str, Path]:
@@ -160,4 +239,6 @@ def figures() -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(check())
     print(json.dumps(walk(sys.argv[1]) if sys.argv[1:] else figures(), indent=1))
