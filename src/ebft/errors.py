@@ -100,6 +100,29 @@ class RunError(EBFTError):
 
 
 @contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Context manager that says in an error of another library what was being done, such as "reading rows.jsonl".
+
+    The command line prints the words; in Python they are a note of the exception. Errors of this package say it
+    themselves.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, EBFTError):
+            error.add_note(f"while {what}")
+        raise
+
+
+def told(error: BaseException) -> str:
+    """What an exception of another library is and what was being done, as one message."""
+    notes = [note for note in reversed(getattr(error, "__notes__", ())) if note.startswith("while ")]
+    words = cause(error)
+    named = words if words.startswith(type(error).__name__) else f"{type(error).__name__}: {words}"
+    return f"{', '.join(notes)}: {named}" if notes else named
+
+
+@contextmanager
 def prefixed(prefix: str, kinds: type[EBFTError] | tuple[type[EBFTError], ...] = EBFTError) -> Iterator[None]:
     """Context manager in which errors get a prefix, such as the key that they are about."""
     try:

@@ -16,7 +16,7 @@ TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user ty
 PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error
-TRACEBACK = "traceback"  # file in it: the traceback of that process, if its error has no message for users
+UNEXPECTED = "error"  # file in it: the error of that process, if it may follow from the end of another one
 # Variables that launchers set; the last one by accelerate's launcher, which sets no others for a single process.
 _OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")
 _ENDED = 130  # exit status of a process that starts after the launch was interrupted
@@ -94,8 +94,8 @@ def reports_failure() -> bool:
     return True
 
 
-def leave_traceback(text: str) -> bool:
-    """Leave the traceback to the `ebft train` that started this process; False if this process is to print it.
+def leave_error(text: str) -> bool:
+    """Leave an error of a library to the `ebft train` that started this process; False if this process is to print it.
 
     It is printed when all processes have ended, unless it follows from a process that was killed.
     """
@@ -103,7 +103,7 @@ def leave_traceback(text: str) -> bool:
         return False
     if reports_failure():
         try:
-            (_folder / TRACEBACK).write_text(text, encoding="utf-8", errors="replace")
+            (_folder / UNEXPECTED).write_text(text, encoding="utf-8", errors="replace")
         except OSError:
             return False
     return True

@@ -197,17 +197,17 @@ CASES = {
 # What is rarer.
 CASES |= {
     "strided_cpu_features": Case(
-        "strided_full", {"gradient_checkpointing": True}, {"ebft.feature_device": "cpu"}, most_waits=5
+        "strided_full", {"gradient_checkpointing": True}, {"ebft.feature_device": "cpu"}, most_waits=9
     ),
-    "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}, most_waits=5),
+    "strided_grad_norms": Case("strided_lora", {"ebft.grad_norms_every": 2}, most_waits=6),
     "strided_attention_dropout": Case(
-        "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=4
+        "strided_full", {"ebft.disable_dropout": False}, only_finite=True, during=attention_dropout, most_waits=5
     ),
-    "strided_evaluated": Case("strided_full", most_waits=4, then=evaluated),
+    "strided_evaluated": Case("strided_full", most_waits=5, then=evaluated),
     "strided_as_cuda_resumed": Case(
         "strided_lora",
         {"max_steps": 4, "save_strategy": "steps", "save_steps": 2},
-        most_waits=4,
+        most_waits=5,
         during=as_cuda,
         then=evaluated,
     ),

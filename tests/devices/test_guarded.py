@@ -17,8 +17,6 @@ GUARD = re.compile(
 )
 GPU = "on a GPU only"
 GUARDED = {  # "file function", or a folder or file -> how
-    "config/user_code.py _state": "strided_lora",
-    "config/user_code.py _restore": GPU,  # the random state of a GPU that was in use before
     "features.py _beside": "strided_evaluated",
     "machine.py available_memory": GPU,
     "machine.py total_memory": "strided_lora",

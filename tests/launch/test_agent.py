@@ -137,7 +137,7 @@ def test_without_a_launch_every_process_reports(monkeypatch):
     monkeypatch.setattr(processes, "_folder", None)
     monkeypatch.delenv(processes.FOLDER, raising=False)
     processes.join_launch()
-    assert processes.reports_failure() and not processes.has_failed() and not processes.leave_traceback("text")
+    assert processes.reports_failure() and not processes.has_failed() and not processes.leave_error("text")
 
 
 def test_every_command_watches_its_parent(monkeypatch):

@@ -56,21 +56,21 @@ def main(act, folder):
         _meet(Path(folder, "here"), rank)  # the launcher stops a process that is still starting when another ends
         if rank == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        processes.leave_traceback("Connection closed by peer")  # the error that follows from the other's end
+        processes.leave_error("Connection closed by peer")  # the error that follows from the other's end
         sys.exit(1)
     if act == "traceback":
-        processes.leave_traceback(f"the traceback of {rank}")
+        processes.leave_error(f"the traceback of {rank}")
         sys.exit(1)
     if act == "silent" and rank == "1":
         sys.exit(3)
     if act == "overtaken":  # the process that reports is still ending when another one has
         reported = Path(folder, "reported")
         if rank == "0":
-            processes.leave_traceback("the traceback of 0")
+            processes.leave_error("the traceback of 0")
             reported.touch()
             wait_until(lambda: False)
         wait_until(reported.exists)
-        processes.leave_traceback("the traceback of 1")
+        processes.leave_error("the traceback of 1")
         sys.exit(1)
     if act == "reported":
         if processes.reports_failure():

@@ -2,18 +2,12 @@
 
 import asyncio
 import copy
-import signal
-import sys
-import time
-import warnings
 from collections import deque
 from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
-from ebft.config.user_code import state_kept
 from ebft.errors import RewardError
 from ebft.reward_functions.calls import _own, checked_functions, run_in_chunks
 from tests.reward_functions.functions import one_too_few
@@ -84,94 +78,6 @@ def test_each_function_gets_its_own_lists():
     before, environments = copy.deepcopy(given), [deque(), deque()]
     assert checked_functions(changes)(**given, environments=environments) == [1.0, 2.0]
     assert given == before and environments[0] == deque([1]), "objects are the user's own"
-
-
-class Stop(KeyboardInterrupt): ...
-
-
-@pytest.fixture
-def interrupting():
-    """`interrupting(handler)`: what SIGINT does in the test."""
-    before = signal.getsignal(signal.SIGINT)
-    yield lambda handler: signal.signal(signal.SIGINT, handler)
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, lambda *_: (_ for _ in ()).throw(Stop)])
-@pytest.mark.parametrize("converted", [KeyboardInterrupt, ValueError])
-def test_ctrl_c_in_a_function_is_not_its_error(interrupting, handler, converted):
-    def interrupted(prompts, **columns):
-        try:
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(5)
-        except BaseException as error:
-            if converted is ValueError:
-                raise ValueError("no") from error
-            raise
-        return [1.0]
-
-    interrupting(handler)
-    with pytest.raises(KeyboardInterrupt):
-        checked_functions(interrupted)(prompts=["a"])
-
-
-def test_an_error_while_an_interrupted_run_is_saved_is_one():
-    def fails(prompts, **columns):
-        raise ValueError("own")
-
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        with pytest.raises(RewardError, match="own"):
-            checked_functions(fails)(prompts=["a"])
-
-
-def test_state_is_restored_and_named_once():
-    def careless(prompts, **columns):
-        torch.set_default_dtype(torch.float64), torch.set_grad_enabled(False), torch.manual_seed(3)
-        return [1.0]
-
-    torch.manual_seed(1)
-    expected, call = torch.random.get_rng_state(), checked_functions(careless)
-    message = "careless changed torch.set_grad_enabled: True became False; torch.set_default"
-    with pytest.warns(UserWarning, match=message):
-        call(prompts=["a"])
-    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-    assert torch.equal(torch.random.get_rng_state(), expected)
-    with warnings.catch_warnings(action="error"):
-        call(prompts=["a"])
-
-
-@pytest.mark.parametrize("seeds", [True, False])
-def test_the_same_seed_is_noticed_and_no_number_changes(seeds):
-    def draws(prompts, **columns):
-        if seeds:
-            torch.manual_seed(9)
-        return torch.rand(1).double().tolist()
-
-    torch.manual_seed(9)
-    first, second = torch.rand(1), torch.rand(1)
-    expected = torch.rand(3)
-    torch.manual_seed(9)
-    torch.rand(1)
-    if seeds:
-        with pytest.warns(UserWarning, match="draws changed torch.manual_seed: 9 became 9"), state_kept("Outer"):
-            assert checked_functions(draws)(prompts=["a"]) == first.tolist()
-        assert torch.equal(torch.rand(1), second)
-    else:
-        assert checked_functions(draws)(prompts=["a"]) == second.tolist()
-    assert torch.equal(torch.rand(3), expected) and torch.initial_seed() == 9
-
-
-def test_replaced_streams_are_restored():
-    def replaces(prompts, **columns):
-        sys.stdout = None
-        return [1.0]
-
-    before = sys.stdout
-    with pytest.warns(UserWarning, match="replaces changed sys.stdout. This was"):
-        checked_functions(replaces)(prompts=["a"])
-    assert sys.stdout is before
 
 
 def test_a_function_that_shortens_its_prompts_is_found_out():

@@ -39,16 +39,6 @@ class Changes(Steps):
         rollouts.clear()
 
 
-class SetsUp(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        torch.set_float32_matmul_precision("high")
-        SEEN.append(torch.get_float32_matmul_precision())
-
-    def on_step_end(self, args, state, control, **kwargs):
-        SEEN.append(torch.get_float32_matmul_precision())
-        torch.set_float32_matmul_precision("medium")
-
-
 class Ruins(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, **kwargs):
         next(each for each in model.parameters() if each.requires_grad).data.view(-1)[0] = float("nan")
@@ -217,12 +207,6 @@ def test_what_plugins_change(make, seen, tmp_path):
     with pytest.warns(UserWarning, match="Changes.on_rollouts_scored changed the rewards, which has no effect"):
         train(strided(make, plugins=[PATH + "Changes", PATH + "Rollouts"], **LOGGED))
     assert all(entries and rewards.any() for entries, rewards in (each for each in seen if isinstance(each, tuple)))
-    seen.clear()
-    before = torch.get_float32_matmul_precision()
-    with pytest.warns(UserWarning, match="SetsUp.on_step_end changed torch.set_float32_matmul_precision: high became"):
-        train(make(plugins=[PATH + "SetsUp", PATH + "Steps"], output_dir=tmp_path / "set"))
-    torch.set_float32_matmul_precision(before)
-    assert seen == ["high", "high", 1, "high", 2]
     with pytest.raises(ConfigError, match="has on_rollouts_scored, but this method samples no rollouts"):
         train(make(plugins=[PATH + "Rollouts"], output_dir=tmp_path / "elsewhere"))
 

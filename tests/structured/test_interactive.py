@@ -1,7 +1,5 @@
 """Tools, environments and rollout functions of the user: what is sampled, what is trained on, and what is refused."""
 
-import asyncio
-import inspect
 import json
 import math
 import os
@@ -17,7 +15,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.validation import checked, guarded
+from ebft.structured.validation import checked
 from tests.serving.processes import free_port
 from tests.structured.conftest import chat_model, lora
 from tests.structured.tool_model import (
@@ -53,40 +51,6 @@ def folder(tmp_path_factory):
 def questions(count=8):
     transform = prompts(None)[0]
     return Dataset.from_list([transform({"question": f"2 + 3, {i}?", "answer": "#### 5"}) for i in range(count)])
-
-
-def test_code_of_the_user_is_named_and_leaves_no_state_behind(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sub").mkdir()
-
-    def tool(code: str) -> str:
-        """Run code."""
-        os.chdir("sub")
-        exec(code)
-        return "done"
-
-    class World:
-        def reset(self, **row):
-            raise KeyError("seed")
-
-        async def look(self) -> str:
-            """Look."""
-            raise SystemExit(3)
-
-    found = guarded({"tools": [tool], "environment_factory": {"a": World}})
-    assert inspect.signature(found["tools"][0]) == inspect.signature(tool)
-    with pytest.warns(UserWarning, match="The tool .*tool changed the working directory: .* became .*/sub. This was"):
-        assert found["tools"][0]("1") == "done" and os.getcwd() == str(tmp_path)
-    with pytest.raises(ZeroDivisionError, match="^division by zero$"):  # TRL shows it to the model
-        found["tools"][0](code="1 / 0")
-    with pytest.raises(RolloutError, match=r"The tool .*tool failed: it called sys.exit\(None\)"):
-        found["tools"][0]("import sys; sys.exit()")
-    world = found["environment_factory"]["a"]()
-    assert type(world) is World and inspect.iscoroutinefunction(world.look)
-    with pytest.raises(RolloutError, match=r"The environment's .*World.look failed: it called sys.exit\(3\)"):
-        asyncio.run(world.look())
-    with pytest.raises(KeyError, match="seed"):
-        world.reset()
 
 
 @pytest.fixture

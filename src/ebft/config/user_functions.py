@@ -36,7 +36,7 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
     search_folders(os.getcwd())
     try:
-        with user_code(f"{key}: importing {module!r} for {name!r}", error, sets_up=True):
+        with user_code(f"{key}: importing {module!r} for {name!r}", error):
             found = importlib.import_module(module)
     except EBFTError as problem:
         failure = problem.__cause__
@@ -81,7 +81,7 @@ def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any
         if isinstance(name, str) and not name.startswith("axolotl."):
             found = find_function("plugins", name)
             if inspect.isclass(found) and hasattr(found, "get_input_args"):
-                with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
+                with user_code(f"plugins: creating {name} without arguments", ConfigError):
                     plugin = found()
                 declared = plugin_values(name, plugin, {**given, **{key: values[key] for key in unknown}})
                 own |= {key: values[key] for key in unknown if key in declared}
@@ -97,7 +97,7 @@ def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, An
     if not hasattr(plugin, "get_input_args"):
         return {}
     what = f"plugins: {name}.get_input_args"
-    with user_code(what, ConfigError, sets_up=True):
+    with user_code(what, ConfigError):
         path = plugin.get_input_args()
     if path is None:
         return {}

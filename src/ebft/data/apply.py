@@ -12,7 +12,7 @@ from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
-from ebft.config.user_code import named_call, state_kept, user_code
+from ebft.config.user_code import user_code
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
 from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
@@ -94,10 +94,7 @@ def apply_transform(
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        with state_kept(name):
-            rows = map_rows(
-                raw, step.batch if map_kwargs.get("batched") else step.row, name=name, **options, **map_kwargs
-            )
+        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, name=name, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
@@ -115,7 +112,7 @@ def apply_transform(
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
     make = find_transform(entry.type)
-    with user_code(f"transform {entry.type!r}, called with (cfg, dataset=...),", DataError, sets_up=True):
+    with user_code(f"transform {entry.type!r}, called with (cfg, dataset=...),", DataError):
         built = make(ConfigView(config), dataset=entry)
     if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
         raise DataError(
@@ -190,7 +187,7 @@ class _Step:
 
     def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            with named_call(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
+            with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
                 result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
         except EBFTError as error:
             raise DataError(f"{where}: {error}") from error

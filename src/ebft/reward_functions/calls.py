@@ -12,7 +12,7 @@ from functools import partial, update_wrapper
 from itertools import islice
 from typing import Any
 
-from ebft.config.user_code import named_call, user_code, what_happened
+from ebft.config.user_code import user_code, what_happened
 from ebft.errors import EBFTError, RewardError
 
 _ATOMS = (int, float, str, bool)
@@ -35,7 +35,7 @@ def _checked(function: Any) -> Any:
 
         async def call_later(**given: Any) -> list[float | None]:
             prompts = list(given["prompts"])
-            with named_call(_what(function), RewardError):  # others run at the same time, in the same process
+            with user_code(_what(function), RewardError):
                 return rewards_of(function, await function(**_own(given)), prompts)
 
         return _named(call_later, function)
@@ -87,7 +87,7 @@ def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | 
     """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
     prompts = list(columns["prompts"])
     try:
-        with named_call(_what(function), RewardError):
+        with user_code(_what(function), RewardError):
             return rewards_of(function, function(**columns), prompts), None
     except EBFTError as error:
         if type(error).__module__.partition(".")[0] == "ebft" and all(isinstance(each, str) for each in error.args):

@@ -58,7 +58,6 @@ _REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
 HOOKS = {**_BEFORE, **{name: arguments for name, (arguments, _) in _REFUSED.items()}, **_DURING}
 # Keyword arguments that transformers passes to every method of a callback, and to single ones.
 _KEYWORDS = ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
-_SETS_UP = ("on_init_end", "on_train_begin")  # where a callback may change settings of the process
 _ADDED = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 
 
@@ -105,7 +104,7 @@ class Plugins:
         self._config, self._plugins = config, dict[str, Any]()
         for name in config.plugins:
             found = find_plugin(name)
-            with user_code(f"plugins: creating {name} without arguments", ConfigError, sets_up=True):
+            with user_code(f"plugins: creating {name} without arguments", ConfigError):
                 self._plugins[name] = found()
         self.cfg: PluginConfig = PluginConfig(config.model_dump() | self._own_values())
         self("register")
@@ -124,7 +123,7 @@ class Plugins:
     def _call(self, name: str, hook: str, *args: Any) -> Any:
         what = f"plugins: {name}.{hook}"
         try:
-            with user_code(what, ConfigError, sets_up=hook in _BEFORE):
+            with user_code(what, ConfigError):
                 return getattr(self._plugins[name], hook)(*args)
         except ConfigError as error:
             if hook not in _DURING or self._strict:
@@ -317,17 +316,17 @@ def _events(found: type[Any]) -> Iterator[tuple[str, dict[str, None]]]:
 
 
 def _guarded(callback: TrainerCallback, name: str) -> TrainerCallback:
-    """The callback, whose methods name themselves in errors and leave the state of the process as it was."""
+    """The callback, whose methods name themselves in errors."""
     for event, _ in _events(type(callback)):
         with suppress(AttributeError, ValueError):  # a class with fixed attributes
-            setattr(callback, event, _call_of(getattr(callback, event), f"plugins: {name}.{event}", event in _SETS_UP))
+            setattr(callback, event, _call_of(getattr(callback, event), f"plugins: {name}.{event}"))
     return callback
 
 
-def _call_of(method: Callable[..., Any], what: str, sets_up: bool) -> Callable[..., Any]:
+def _call_of(method: Callable[..., Any], what: str) -> Callable[..., Any]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with user_code(what, ConfigError, sets_up):
+        with user_code(what, ConfigError):
             found = method(*args, **kwargs)
         if not isinstance(found, TrainerControl | None):
             raise ConfigError(

@@ -48,7 +48,7 @@ from ebft.structured.validation import (
     check_reward_templates,
     check_rows,
     check_tokenizer,
-    guarded,
+    checked,
 )
 
 
@@ -107,7 +107,8 @@ class RolloutGRPOTrainer(OverTRL):
             check_rows(name, kwargs.get(name), args)
             kwargs |= {name: with_own_calls(kwargs[name])} if name in kwargs else {}
         is_interactive = check_interactive(args, reward_funcs, kwargs)
-        kwargs |= guarded(kwargs)
+        if kwargs.get("rollout_func") is not None:
+            kwargs["rollout_func"] = checked(kwargs["rollout_func"])
         reward_funcs = run_in_workers(reward_funcs, args.reward_num_workers, args.reward_timeout, self._group_size)
         if args.streaming_partial_batch and args.reward_num_workers == 1:
             reward_funcs = run_in_chunks(reward_funcs, args.streaming_min_groups, self._group_size)

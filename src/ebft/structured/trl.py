@@ -22,13 +22,11 @@ from torch.utils.data import DataLoader, Sampler
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from ebft.config.user_code import state_kept
 from ebft.errors import ConfigError
 from ebft.machine import copy_to
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
-from ebft.reward_functions.calls import name_of
 from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
 
@@ -131,9 +129,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
         self.before_rewards()
-        later = [name_of(inspect.unwrap(each)) for each in self.reward_funcs if inspect.iscoroutinefunction(each)]
-        with state_kept(" ".join(["The reward functions", ", ".join(later)]).strip()):  # they run at the same time
-            rewards = super()._calculate_rewards(inputs, *args)
+        rewards = super()._calculate_rewards(inputs, *args)
         if not self.model.training:
             self.held_out_completions.add_rewards(rewards, self.held_out_rows.copies)
         rewards = self.after_rewards(inputs, rewards)

@@ -6,21 +6,18 @@ The code is `rollout_func`, `tools` and `environment_factory` of TRL, which take
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import numbers
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import update_wrapper
-from types import MethodType
 from typing import Any
 
 from datasets import Dataset
 from torch import nn
 
 from ebft.config import rules
-from ebft.config.user_code import named_call, state_kept, user_code
+from ebft.config.user_code import user_code
 from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, ModelError, RolloutError
 from ebft.models.causal_lm import unwrap_adapter
@@ -206,59 +203,6 @@ def _check_environments(name: str, dataset: Any, known: list[str]) -> None:
     unknown = sorted({repr(value) for value in dataset["environment"]} - {repr(value) for value in known})
     if unknown:
         raise DataError(f"{name}: unknown environment {unknown[0]}. environment_factory has {', '.join(known)}.")
-
-
-def guarded(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the user's code among the arguments of a trainer such that each call is named, and leaves state as it was.
-
-    TRL shows the model what a tool raises. This includes what would otherwise end training, such as sys.exit() in code
-    that the model wrote.
-    """
-    found: dict[str, Any] = {}
-    if given.get("rollout_func") is not None:
-        found["rollout_func"] = checked(given["rollout_func"])
-    if given.get("tools"):
-        found["tools"] = [_guarded(tool, f"The tool {_name(tool)}") for tool in given["tools"]]
-    factories = given.get("environment_factory")
-    if isinstance(factories, dict):
-        found["environment_factory"] = {name: _guarded_factory(each) for name, each in factories.items()}
-    elif factories:
-        found["environment_factory"] = _guarded_factory(factories)
-    return found
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", repr(function))
-
-
-def _guarded_factory(factory: Callable[[], Any]) -> Callable[[], Any]:
-    def make() -> Any:
-        with user_code(f"The environment_factory {_name(factory)}", RolloutError, sets_up=True):
-            environment = factory()
-        for name, method in inspect.getmembers(type(environment), inspect.isfunction):
-            if not name.startswith("_"):
-                call = _guarded(method, f"The environment's {_name(method)}")
-                with suppress(AttributeError, TypeError, ValueError):  # of classes with fixed attributes
-                    setattr(environment, name, MethodType(call, environment))
-        return environment
-
-    return update_wrapper(make, factory, updated=())
-
-
-def _guarded(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        async def call_later(*args: Any, **kwargs: Any) -> Any:
-            with named_call(what, RolloutError, passes=Exception):
-                return await function(*args, **kwargs)
-
-        return update_wrapper(call_later, function)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with named_call(what, RolloutError, passes=Exception), state_kept(what):
-            return function(*args, **kwargs)
-
-    return update_wrapper(call, function)
 
 
 def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callable[[list[Any], Any], dict[str, Any]]:

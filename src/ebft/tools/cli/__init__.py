@@ -9,14 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ebft.config.user_code import name_exits
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
 from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.console import (
     FAILED,
     listing,
-    name_remaining_threads,
     say_error,
     set_log_level,
     show_progress_bars_in_terminals_only,
@@ -83,21 +81,9 @@ def main() -> None:
     open_streams()
     with suppress(OSError, ValueError):  # not a file
         faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
-    name_exits()
     watch_parent()
     show_progress_bars_in_terminals_only()
     show_warnings()
-    code = 0
-    try:
-        _run()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        raise
-    finally:
-        name_remaining_threads(code)
-
-
-def _run() -> None:
     try:
         try:
             app()

@@ -5,21 +5,19 @@ import logging
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import typer
 from rich.text import Text
 
-from ebft.config.user_code import place_of, what_happened
-from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened
+from ebft.config.user_code import place_of
+from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened, told
 from ebft.printed import go_on_without_output, safe_console, say, without_secrets_in_text
-from ebft.processes import is_main_process, leave_traceback, reports_failure
+from ebft.processes import is_main_process, leave_error, reports_failure
 
 FAILED = 1
 WRONG_INPUT = 2
@@ -29,7 +27,7 @@ INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., None]:
-    """Make a command end with one message and an exit code on user errors, errors of user code, and Ctrl-C.
+    """The boundary for errors: a command ends with one message and an exit code, whatever is raised, and on Ctrl-C.
 
     If it `goes_on`, it does so without its output when that cannot be written, for example to a closed pipe.
     """
@@ -40,19 +38,19 @@ def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., 
             go_on_without_output()
         try:
             command(*args, **kwargs)
+        except typer.Exit:
+            raise
         except EBFTError as error:
             _report(error, str(error))
             raise typer.Exit(error.status if isinstance(error, LaunchError) else WRONG_INPUT) from None
         except SystemExit as error:  # of user code, for example a callback: training has not ended as it should
             _report(error, f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish.")
-            raise typer.Exit(WRONG_INPUT) from None
+            raise typer.Exit(FAILED) from None
         except Exception as error:
-            if not place_of(error):  # not from a file of the user: the traceback is needed
-                if os.environ.get(DEBUG) or not leave_traceback(traceback.format_exc()):
-                    raise
-                raise typer.Exit(FAILED) from None
-            _report(error, f"{what_happened(error)}. Set {DEBUG}=1 to see the full traceback.")
-            raise typer.Exit(WRONG_INPUT) from None
+            message = f"{told(error)}{place_of(error)}. Set {DEBUG}=1 to see the full traceback."
+            if os.environ.get(DEBUG) or not leave_error(message):
+                _report(error, message)
+            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt as error:
             if is_main_process():  # signals reach all processes
                 _end_progress_bars()
@@ -147,36 +145,6 @@ def show_progress_bars_in_terminals_only() -> None:
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
-
-
-def name_remaining_threads(code: int, seconds: tuple[float, float] = (10.0, 300.0)) -> None:
-    """When the command is done: name threads of user code for which Python waits, and end the process without them.
-
-    After the first number of `seconds` they are named; after the second, the process exits with `code`.
-    """
-
-    def watch() -> None:
-        for wait, says in zip(seconds, ("The command is complete, but", "The command ends now:")):
-            time.sleep(wait)
-            found = [each for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()]
-            if not found:
-                return
-            frames = sys._current_frames()
-            places = (frames.get(each.ident) for each in found)
-            named = "; ".join(
-                f"{each.name}{'' if place is None else f' ({place.f_code.co_filename}, line {place.f_lineno})'}"
-                for each, place in zip(found, places)
-            )
-            left = (
-                f" It ends without them in {seconds[1] / 60:.0f} minutes, or at Ctrl-C." if wait == seconds[0] else ""
-            )
-            sys.stderr.write(f"{says} threads that user code started are still running: {named}.{left}\n")
-            sys.stderr.flush()
-        with suppress(Exception):
-            sys.stdout.flush()
-        os._exit(code)
-
-    threading.Thread(target=watch, name="remaining threads", daemon=True).start()
 
 
 def _say(*parts: str | tuple[str, str]) -> None:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ebft.config.user_code import named_call, state_kept
+from ebft.config.user_code import user_code
 from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
 from ebft.data.sources import Documents, read_source
@@ -65,7 +65,7 @@ def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[st
         f"{KEY}: {name} failed: {happened}. It is called as {name}(prompt, completions, row) with a "
         f"list of one completion, here {completion!r:.200}."
     )
-    with named_call(f"{KEY}: {name}", ConfigError, says), state_kept(f"{KEY}: {name}"):
+    with user_code(f"{KEY}: {name}", ConfigError, says):
         value = metric(copy.deepcopy(prompt), [copy.deepcopy(completion)], copy.deepcopy(row))
         found = float(value) if isinstance(value, numbers.Real | np.bool_) else value
     if found is None or (isinstance(found, float) and math.isfinite(found)):

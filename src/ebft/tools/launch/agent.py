@@ -32,7 +32,7 @@ from ebft.processes import (
     FOLDER,
     PARENT,
     SIGNALS,
-    TRACEBACK,
+    UNEXPECTED,
     passed_on,
     received_signals,
     typed_command,
@@ -129,8 +129,8 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
         who = f"The process of rank {rank}"
     if code < 0:
         return _of_signal(-code, who, was_signalled)
-    if (folder / TRACEBACK).exists():
-        say(f"\n{who} failed:\n{(folder / TRACEBACK).read_text(encoding='utf-8')}", err=True)
+    if (folder / UNEXPECTED).exists():
+        say(f"\n{who} failed:\n{(folder / UNEXPECTED).read_text(encoding='utf-8')}", err=True)
     elif not (folder / FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
