@@ -48,6 +48,14 @@ def sample(model, prompts, limits, *, shared=True, **sampling):
         return sampler(model, prompts, limits)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
+    model, prompts = tiny_model("llama").eval(), contexts()
+    found = sample(model, prompts, [20] * len(prompts), shared=shared, temperature=temperature, unknown=range(8, VOCAB))
+    assert max(max(completion.ids) for completion in found) < 8
+
+
 @pytest.mark.parametrize(
     ("family", "shared", "make"),
     [

@@ -28,7 +28,7 @@ from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
 from ebft.features import check_sampled_ids
-from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
@@ -229,7 +229,12 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
         HeldOutMeasure(
             unwrap_adapter(subject.policy),
             subject.network,
-            replace(blocks, n_samples_per_prompt=settings.samples, merge_rollouts=None),
+            replace(
+                blocks,
+                n_samples_per_prompt=settings.samples,
+                merge_rollouts=None,
+                vocabulary=unknown_ids(subject.policy, task.tokenizer).start,
+            ),
             temperature=settings.temperature,
             seed=settings.seed,
             tokens_per_pass=ebft.rollout_tokens_per_pass,
@@ -314,7 +319,8 @@ class Completions:
         extra = dict(of_run.extra or {})
         self.end_ids = frozenset(end_token_ids(policy, {*renderer.end_ids(), *extra.pop("stop_token_ids", ())}))
         extra = _for_generate(extra, of_run.regex)
-        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra, **(of_run.options or {}))
+        fixed = {"end_ids": self.end_ids, "extra": extra, "unknown": unknown_ids(policy, self.tokenizer)}
+        sampling = Sampling(settings.temperature, **fixed, **(of_run.options or {}))
         pad = self.tokenizer.pad_token_id
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)
