@@ -420,7 +420,7 @@ class StridedEBFTTrainer(OverTrainer):
 
 
 def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) -> BlockOptions:
-    """Return where blocks are, what is sampled, and the tokens that end a text for the tokenizer, its template, and the model."""
+    """Return where blocks are, and which tokens are sampled or end a text, for a model and its tokenizer."""
     known = () if tokenizer is None else Renderer(tokenizer).end_ids()
     found = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
     return found if tokenizer is None else replace(found, vocabulary=unknown_ids(model, tokenizer).start)
