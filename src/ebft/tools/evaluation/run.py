@@ -27,7 +27,6 @@ from ebft.data.conversation import Conversation, Renderer, Turn, longest_referen
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
-from ebft.features import check_sampled_ids
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
@@ -162,7 +161,6 @@ class PromptMeasure:
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
-        check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
         prompt, own = continuation_features(
             network, *conversation.compared(rollouts[0].prompt_ids, ids, self.completions.longest)
         )
