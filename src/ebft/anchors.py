@@ -20,6 +20,7 @@ class BlockOptions:
 
     `merge_rollouts` None: on CPU only. `end_ids`: the tokens that end a text and a rollout; empty with `stop_at_end`
     false. `max_length`: the number of tokens at which longer documents were cut, None if none was cut.
+    `vocabulary`: ids from this one on are not sampled.
     """
 
     stride: int
@@ -30,6 +31,7 @@ class BlockOptions:
     merge_rollouts: bool | None = None
     end_ids: tuple[int, ...] = ()
     max_length: int | None = None
+    vocabulary: int | None = None
 
     @classmethod
     def of(cls, options: Any, end_ids: Iterable[int], max_length: int | None) -> BlockOptions:

@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 from ebft.data.conversation import Renderer
 from ebft.errors import DataError
-from ebft.models.causal_lm import backbone_of, end_token_ids, frozen_copy, positions_of, unwrap_adapter
+from ebft.models.causal_lm import backbone_of, end_token_ids, frozen_copy, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.pretrained import disable_dropout
 from ebft.structured.config import STOPS, check_generation_kwargs
 from ebft.structured.rollouts.local import only_config
@@ -75,7 +75,8 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
         disable_dropout(model)
         args.distillation_topk = min(args.distillation_topk, unwrap_adapter(model).config.get_text_config().vocab_size)
         ends = end_token_ids(model, {*self.renderer.end_ids(), *options.pop(STOPS, ())})
-        args.generation_kwargs = options | {"eos_token_id": sorted(ends)}
+        unknown = list(unknown_ids(model, processing_class)) or None
+        args.generation_kwargs = {"suppress_tokens": unknown} | options | {"eos_token_id": sorted(ends)}
         args.max_prompt_length = None  # rows fit into sequence_len
         # TRL warns that an adapter may be older than the run, with which `rl: sdft` has no teacher `base`.
         logging.getLogger(sdft.SDFTTrainer.__module__).setLevel(logging.ERROR)

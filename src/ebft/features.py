@@ -18,7 +18,6 @@ from ebft.config import rules
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
 from ebft.models.load import spare_gpu
-from ebft.models.sharding import whole_shape
 from ebft.printed import say
 from ebft.transformers_internals import override_attn_implementation
 
@@ -125,17 +124,6 @@ class FeatureNetwork:
         """Yield the network as a language model, in eval mode, without gradients, with its adapter disabled."""
         with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
             yield self._model
-
-
-def check_sampled_ids(network: FeatureNetwork, largest: int) -> None:
-    """Raise ModelError if the largest sampled id is outside of the feature network's vocabulary."""
-    known = whole_shape(network.causal_lm.get_input_embeddings().weight)[0]
-    if largest >= known:
-        raise ModelError(
-            f"the model sampled token {largest}, but the feature network has only {known} token embeddings. The token "
-            "is padding of the model's larger vocabulary, which trained models do not sample. Use a base_model with "
-            "the same vocabulary size"
-        )
 
 
 def _precision(states: list[Tensor]) -> torch.dtype:

@@ -145,8 +145,11 @@ def is_alive(pid: Any) -> bool:
 
 
 def rank() -> str:
-    """The rank of this process among all that train together, before and after torch.distributed is initialized."""
-    return os.environ.get("RANK", "0")
+    """The rank of this process among all that train together, before and after torch.distributed is initialized.
+
+    RANK without LOCAL_RANK, by which accelerate decides, is left from something else than a launch.
+    """
+    return os.environ.get("RANK", "0") if "LOCAL_RANK" in os.environ else "0"
 
 
 def is_main_process() -> bool:

@@ -58,7 +58,8 @@ def test_report_counts_what_was_dropped(load, tokenizer, capsys, monkeypatch, ty
     load(rows, type)
     printed = capsys.readouterr().err
     assert all(part in printed for part in said)
-    monkeypatch.setenv("RANK", "1")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
     load(rows, type)
     tokenizer.chat_template = None
     assert " produced " not in capsys.readouterr().err

@@ -133,6 +133,15 @@ def test_columns_that_show_only_in_later_rows(load, chatml, monkeypatch):
     assert train[3]["prompt"][1]["reasoning_content"] == "a" and train[0]["prompt"][0]["content"] == "Hi"
 
 
+@pytest.mark.parametrize("keys", [{}, GRPO])
+@pytest.mark.parametrize(("form", "kept"), [("", 1), ("_last_turn", 1), ("_all_turns", 4)])
+def test_a_reply_after_another_one_is_dropped(load, chatml, capsys, form, kept, keys):
+    twice = [user("a"), assistant("b"), assistant("c")]
+    rows = [{"messages": twice}, {"messages": [*chat("a", "b")["messages"], *twice]}, chat("d", "e")]
+    assert len(load(rows, MULTITURN + form, chatml, **keys)[0]) == kept
+    assert "dropped 2 with two replies in a row (for example" in capsys.readouterr().err
+
+
 def test_columns_of_one_source_only(load, write_jsonl, own):
     type = own('{"prompt": example["q"]}', '{"remove_columns": ["q"]}')
 
@@ -149,7 +158,6 @@ def test_columns_of_one_source_only(load, write_jsonl, own):
 
 RESERVED = ("completion", "completion_ids", "completions", "prompts", "trainer_state")
 SYSTEM = '[{"role": "system", "content": "s"}, {"role": "tool", "content": {"text": "x"}}]'
-TURNS = [assistant("a"), assistant("b")]
 XY = '"prompt": "x", "ground_truth": "y"'
 
 
@@ -161,8 +169,6 @@ XY = '"prompt": "x", "ground_truth": "y"'
         ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
         ('{"ground_truth": "x"}', "the field 'prompt' is missing"),
         (f'{{{XY}, "remaining_turns": "z"}}', "remaining_turns must contain a list"),
-        (f'{{"prompt": [{user("x")}], "ground_truth": "y", "remaining_turns": {TURNS}}}',
-         "remaining_turns has two consecutive assistant turns"),
         (f'{{{XY}, "when": object()}}', "column 'when' contains object, .* to text"),
         *((f'{{{XY}, "{name}": "x"}}', f"{name}: reserved column name, .* add it to the .* remove_columns")
           for name in RESERVED),
@@ -175,9 +181,8 @@ XY = '"prompt": "x", "ground_truth": "y"'
     ],
 )  # fmt: skip
 def test_wrong_results_name_transform_row_and_field(load, own, chatml, tmp_path, result, message):
-    used = {"tokenizer": chatml} if "remaining_turns" in message else {}
     with pytest.raises(DataError, match=f"row 0: {message}") as caught:
-        load([{"q": "a"}], own(result), **used)
+        load([{"q": "a"}], own(result))
     assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}, train: transform 'own_")
 
 

@@ -147,6 +147,8 @@ def test_links_to_folders_are_followed(write):
     [
         ({"a.jsonl": '{"text": "one"}\n', "b.csv": "text\n1\n"}, "", {}, "a column has different types in its files"),
         ({"b.png": b"\x89"}, "", {}, r"no file of a known format \(found .png x1\). Set ds_type"),
+        ({"own.py": "class Own(datasets.GeneratorBasedBuilder):\n    pass", "README.md": "Rows."}, "", {},
+         "made by its loading script own.py, which is not run"),
         ({"empty/.hidden": ""}, "empty", {}, "the folder has no files"),
         *(({name: packed(b'{"text": "a"}\n')}, name, keys, f"{name} is compressed.* Unpack it")
           for name, keys in (("rows.parquet.gz", {}), ("rows.zip", {}), ("rows.zip", {"ds_type": "json"}))),

@@ -6,6 +6,7 @@ import textwrap
 import pytest
 from datasets import Dataset
 
+from ebft.data import apply
 from ebft.data.apply import Source, tokenise
 from ebft.data.transforms import TRANSFORMS, find_transform
 from ebft.errors import DataError
@@ -119,6 +120,20 @@ def test_wrong_results_name_transform_row_and_field(run_own, body, message):
 def test_transform_that_returns_no_pair(run_own):
     with pytest.raises(DataError, match=r"returned function; it must return \(transform_fn, map_kwargs\)"):
         run_own("def transform(cfg, **kwargs):\n    return lambda example: {}\n")
+
+
+OF_METHODS = ("completion", "chat_template", "alpaca.transform_prompts", "bradley_terry.chat_template", "chatml.intel")
+
+
+@pytest.mark.parametrize("name", [*OF_METHODS, "stepwise_supervised"])
+def test_images_are_refused_and_empty_columns_are_not(make_config, name):
+    config = make_config("rows.jsonl", name, **({"rl": "dpo", "ebft": None} if name == "chatml.intel" else {}))
+    transform_fn, _ = apply._build(config.datasets[0], config)
+    for column in ("image", "images", "videos"):
+        with pytest.raises(DataError, match=f"the column {column} has data, but models are trained on text only"):
+            transform_fn({column: [None, "cat.png"]}, tokenizer=None)
+        for empty in (None, [], [None], ""):
+            assert apply._of_texts(lambda example, **_: "read")({column: empty}) == "read"
 
 
 @pytest.mark.parametrize("name", [name for name, found in TRANSFORMS.items() if found.file != "preferences"])

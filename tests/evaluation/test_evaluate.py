@@ -260,15 +260,14 @@ def test_models_that_do_not_fit_are_refused_before_anything_is_measured(write_co
 
 
 def test_models_that_fail_are_named(write_config, models, tmp_path):
-    """A larger vocabulary, as some sizes of a family have: fine as long as no id of the padding is sampled."""
+    """A larger vocabulary, as some sizes of a family have, is fine: no id of the padding is sampled."""
 
     def spoil(model):
         with torch.no_grad():
             model.model.norm.weight[:] = model.lm_head.weight[7] = 9e18  # finite, unlike the logits
 
     padded = save_changed(models, tmp_path / "p", lambda model: model.resize_token_embeddings(600, mean_resizing=False))
-    with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*has only 512 token embeddings"):
-        evaluate(load_config(write_config("strided")), [padded])
+    evaluate(load_config(write_config("strided")), [padded])
     broken = save_changed(models, tmp_path / "broken", spoil)
     for kind in MODES:
         with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):

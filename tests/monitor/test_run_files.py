@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState
 
 from ebft import train
 from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step, set_run_aside
+from ebft.processes import is_main_process
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.reporting import recorded
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
@@ -226,6 +227,8 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
 
 def test_another_process_than_the_main_one_writes_nothing(out, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    assert is_main_process()  # RANK alone is left from something else than a launch
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with recorded(SimpleNamespace(output_dir=str(out))) as files:
         assert files is None
     assert not out.exists()

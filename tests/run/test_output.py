@@ -316,10 +316,12 @@ def test_the_lock_is_held_by_the_main_process_and_not_by_its_children(tmp_path, 
     with output_lock(tmp_path):
         with pytest.raises(ConfigError, match="is used by another run. Wait"), output_lock(tmp_path):
             pass
-        monkeypatch.setenv("RANK", "1")
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "1")
         with output_lock(tmp_path):
             pass
-        monkeypatch.delenv("RANK")
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(name)
         child = subprocess.Popen(["sleep", "600"], close_fds=False)  # as the managed server
     try:
         opened = [os.path.realpath(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]

@@ -1,6 +1,7 @@
 """Plugins by their import path: callbacks, rollouts, and the hooks of axolotl's plugins."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import TrainerCallback
 
 from ebft import train
 from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.run import plugins
 from ebft.run.checks import check_runnable
 from ebft.run.plugins import check_plugins
 from tests.golden.runs import spaces_and_es
@@ -227,6 +229,16 @@ def test_hooks_of_plugins_of_axolotl(make, seen, out):
     assert advantages == [each["advantages"] for each in samples]
     assert scored[0][4].keys() == {"feature_matching"} and len(prompts) == len(samples)
     assert logged[0]["document"].startswith(prompts[0])
+
+
+def test_the_first_process_has_the_samples_of_all(monkeypatch):
+    monkeypatch.setattr(plugins, "gather_object", lambda found: [*found, *found])
+    block = {"offset": 1, "samples": [{"rewards": 1.0, "advantages": 0.5, "completion": "bc"}]}
+    entries, calls = [{"document": "abc", "blocks": [block]}], []
+    for is_first in (True, False):
+        trainer = SimpleNamespace(is_world_process_zero=lambda is_first=is_first: is_first)
+        plugins._by_sample(lambda *given: calls.append(given[2:]), None, trainer)(entries, None)
+    assert calls == [(["a", "a"], ["bc", "bc"], {"feature_matching": [1.0, 1.0]}, [0.5, 0.5])]
 
 
 def test_scored_completions_of_prompts(inputs, out, seen):

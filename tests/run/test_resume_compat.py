@@ -5,6 +5,7 @@ import shutil
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -80,26 +81,27 @@ KEYS = {"base_model": "model", "rl": "grpo", "datasets": ROWS, "test_datasets": 
 KEYS |= {"trl": {"num_generations": 2, "reward_funcs": ["own_rewards.score", "./reward"]}}
 
 
-def record(changes):
+def record(changes, processes=1):
     with warnings.catch_warnings(action="ignore"):
         config = RunConfig.from_dict({**KEYS, **changes, "output_dir": "out"})
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_config or config.base_model)
     if config.chat_template:
         tokenizer.chat_template = Path(config.chat_template).read_text()
-    return config, run_record(config, tokenizer, False, [])
+    sizes = {"train_batch_size": config.micro_batch_size, "gradient_accumulation_steps": 8 // config.micro_batch_size}
+    return config, run_record(config, tokenizer, SimpleNamespace(bf16=False, world_size=processes, **sizes), [])
 
 
 @pytest.fixture
 def lines(inputs):
     """`lines(changes, act)`: warnings of a run that is resumed with changed keys after `act` has changed its inputs."""
 
-    def of(changes, act=lambda folder: None, saved=None, is_finished=False):
+    def of(changes, act=lambda folder: None, saved=None, is_finished=False, processes=1):
         config, before = record(saved or {})
         checkpoint = inputs / "out" / "checkpoint-3"
         checkpoint.mkdir(parents=True, exist_ok=True)
         write_run_keys(config, checkpoint, before | optimizer_keys(config, None))
         act(inputs)
-        config, now = record(changes)
+        config, now = record(changes, processes)
         with warnings.catch_warnings(record=True, action="always") as caught:
             warn_of_changes(config, now, checkpoint, is_finished)
         return [str(warning.message).replace(f" ({checkpoint})", "") for warning in caught]
@@ -162,6 +164,12 @@ def test_each_change_is_a_line(lines, changes, act, expected):
     assert len(found) == len(expected), found
     for line, part in zip(found, expected):
         assert line.startswith("Resumed with ") and part in line, line
+
+
+def test_other_rows_per_step_are_a_line(lines):
+    (found,) = lines({}, processes=2)
+    assert "16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1" in found
+    assert lines({"micro_batch_size": 4}) == []
 
 
 def move(inputs):

@@ -5,7 +5,11 @@ import itertools
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from ebft import StridedEBFTTrainer
 from ebft.anchors import BlockOptions
 from ebft.prefix.forward import prepare
 from ebft.prefix.sampling import Truncation, sample_tokens
@@ -50,6 +54,17 @@ def test_frequencies_match_the_plain_model(temperature, top_p):
         statistic = ((counts - wanted)[seen] ** 2 / wanted[seen]).sum().item()
         freedom = int(seen.sum()) - 1
         assert statistic < freedom + 4 * (2 * freedom) ** 0.5, (statistic, freedom)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_beyond_the_tokenizer_are_not_sampled(tmp_path, temperature):
+    """The tokenizer of this trainer has 8 of the model's tokens."""
+    words = Tokenizer(WordLevel({str(n): n for n in range(8)}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="1")
+    args = make_trainer(tiny_model("llama"), tmp_path, temperature=temperature).args
+    trainer = StridedEBFTTrainer(tiny_model("llama"), args=args, processing_class=tokenizer)
+    out = trainer.compute_loss(trainer.model, unequal_batch()[0], return_outputs=True)[1]
+    assert out.rollouts.max() < 8
 
 
 def test_greedy_equals_generate(tmp_path):

@@ -18,7 +18,7 @@ from ebft.data.keys import DataSettings
 from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
 from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
-from ebft.data.transforms import find_transform, wanted_rows
+from ebft.data.transforms import built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import DataError, EBFTError, cause
 
@@ -119,7 +119,27 @@ def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
             f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
             'for example `return transform_fn, {"remove_columns": "__all__"}`.'
         )
-    return built[0], dict(built[1])
+    return built[0] if built_in(entry.type) is None else _of_texts(built[0]), dict(built[1])
+
+
+def _of_texts(transform_fn: Callable) -> Callable:
+    """A transform of this package, which raises DataError for rows with images, audio or videos."""
+
+    def call(example: dict[str, Any], **options: Any) -> Any:
+        if found := [name for name in _MEDIA if _has_data(example.get(name))]:
+            raise DataError(
+                f"the column {found[0]} has data, but models are trained on text only. Remove or rename the column."
+            )
+        return transform_fn(example, **options)
+
+    return call
+
+
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+
+
+def _has_data(value: Any) -> bool:
+    return any(map(_has_data, value)) if isinstance(value, list) else value is not None and value != ""
 
 
 def named(entry: Any) -> str:

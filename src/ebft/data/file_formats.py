@@ -54,6 +54,7 @@ _SPLIT_WORD = re.compile(
 )
 # A part of a split with a longer name, such as train_sft-00000-of-00002.parquet, as the Hub names its files.
 _SHARD = re.compile(r"((?:train|test|validation|val|dev)[_.]\w+(?:\.\w+)*)-\d{5}-of-\d{5,}\.")
+_LOADS_ROWS = re.compile(r"^class \w+\(.*\b(?:Generator|Arrow|Beam)BasedBuilder\b", re.MULTILINE)  # of datasets
 _SPLIT_NAMES = {"tr": "train", "te": "test", "ev": "validation", "va": "validation", "de": "validation"}
 
 
@@ -61,8 +62,15 @@ def files_by_split(root: Path, kind: str | None, source: str) -> dict[str, list[
     """All files in `root` with their formats, by the split that they belong to.
 
     Tables and `.txt` files whose path relative to `root` contains the name of a split (`train.jsonl`,
-    `data/test-0.parquet`) belong to that split, all other files to `train`: `test.py` is code.
+    `data/test-0.parquet`) belong to that split, all other files to `train`: `test.py` is code. Raises DataError for the
+    folder of a loading script.
     """
+    for script in root.glob("*.py") if kind is None else ():
+        if _LOADS_ROWS.search(script.read_text(encoding="utf-8", errors="replace")):
+            raise DataError(
+                f"{source}: the rows of this dataset are made by its loading script {script.name}, which is not run. "
+                "Save them as JSON lines or Parquet, or name files in data_files. ds_type: text reads it as text."
+            )
     splits: dict[str, list[tuple[Path, str]]] = defaultdict(list)
     for path, file_kind in kinds_of(files_below(root), kind, source):
         can_name_one = file_kind != "text" or _ending(path) in {".txt", ".text"}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from datasets import Dataset, Features, Value
@@ -24,7 +25,14 @@ from ebft.data.messages import (
     text_or_messages,
 )
 from ebft.data.omissions import Omissions
-from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG, RowCounts
+from ebft.data.row_counts import (
+    NO_PROMPT,
+    NO_REFERENCE,
+    PROMPT_TOO_LONG,
+    REFERENCE_TOO_LONG,
+    TWO_REPLIES,
+    RowCounts,
+)
 from ebft.data.tables import map_rows
 from ebft.data.transforms import wanted_rows
 from ebft.errors import DataError
@@ -170,10 +178,11 @@ class PromptRow:
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
-        if isinstance(fields["prompt"], list):
+        reason = TWO_REPLIES if _has_two_replies(fields) else ""
+        if isinstance(fields["prompt"], list) and not reason:
             self._check_rendering(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
-        reason = self._reason(fields)
+        reason = reason or self._reason(fields)
         # Only rows that are kept determine the kinds and columns.
         return {
             "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
@@ -241,6 +250,14 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
+
+
+def _has_two_replies(fields: Mapping[str, Any]) -> bool:
+    """Whether an assistant's message precedes the first reply, or a reply follows another one."""
+    prompt = fields["prompt"] if isinstance(fields["prompt"], list) else []
+    are_replies = [*(message["role"] == "assistant" for message in prompt[-1:]), True]
+    are_replies += map(is_reply, fields.get("remaining_turns", []))
+    return any(map(all, pairwise(are_replies)))
 
 
 def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
 NO_REFERENCE = "without a reference"
+TWO_REPLIES = "with two replies in a row"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
 TOO_LONG = "longer than sequence_len"
 REPEATED = "equal to an earlier row"
@@ -31,6 +32,7 @@ DROPPED = (
     EMPTY,
     NO_PROMPT,
     NO_REFERENCE,
+    TWO_REPLIES,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
     NO_COMPLETION,

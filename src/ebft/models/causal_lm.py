@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from ebft.errors import ModelError
@@ -32,6 +33,12 @@ def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
     declared = generation_config.eos_token_id if generation_config is not None else None
     declared = [declared] if isinstance(declared, int) else declared or []
     return {*declared, *known}
+
+
+def unknown_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> range:
+    """Return the ids of the model's vocabulary after the last one of the tokenizer; they have no text to sample."""
+    size = unwrap_adapter(model).config.get_text_config().vocab_size
+    return range(max(tokenizer.get_vocab().values(), default=size - 1) + 1, size)
 
 
 def unwrap_adapter(model: nn.Module) -> PreTrainedModel:

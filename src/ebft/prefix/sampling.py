@@ -151,9 +151,9 @@ class Softmax:
         """Return the log of the probability that two samples are equal: (R, 1)."""
         return self.probabilities.square().sum(-1, keepdim=True).log()
 
-    def most_likely(self) -> Tensor:
-        """Return the most likely token: (R, 1)."""
-        return self._scores.argmax(-1, keepdim=True)
+    def most_likely(self, known: int | None = None) -> Tensor:
+        """Return the most likely token, of the first `known`: (R, 1)."""
+        return self._scores[:, :known].argmax(-1, keepdim=True)
 
 
 def tiles(logits: Tensor) -> list[slice]:

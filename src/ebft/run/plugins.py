@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial, wraps
 from typing import Any
 
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl
@@ -196,11 +197,16 @@ class Plugins:
 
 
 def _by_sample(call: Callable[..., Any], cfg: PluginConfig, trainer: Trainer) -> Callable[..., None]:
-    """A function of `ScoredRollouts.hooks` that calls axolotl's hook: one value per sample, in lists."""
+    """A function of `ScoredRollouts.hooks` that calls axolotl's hook: one value per sample of all processes, in lists.
+
+    As in axolotl, only the first process calls it.
+    """
 
     def hook(entries: list[dict[str, Any]], rewards: Tensor) -> None:
         is_strided = any("blocks" in entry for entry in entries)
-        found = list(_of_blocks(entries) if is_strided else _of_completions(entries, trainer))
+        found = gather_object(list(_of_blocks(entries) if is_strided else _of_completions(entries, trainer)))
+        if not trainer.is_world_process_zero():
+            return
         names = dict.fromkeys(name for _, _, by_name, _ in found for name in by_name)
         call(
             cfg,

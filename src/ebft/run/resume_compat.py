@@ -9,12 +9,14 @@ others. Each other difference is a warning; a key that is added to the schema is
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from transformers import TrainingArguments
 
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
@@ -59,6 +61,7 @@ FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
 _OF_ROWS = "Training continues at the same position in the new data, so rows may be repeated or left out."
+_OF_STEPS = "Training continues after the same number of steps, so rows may be repeated or left out."
 _OF_EVALUATIONS = "Evaluations cannot be compared with those before, of which the best checkpoint is one."
 # Reason -> keys, or sections, whose changes give no warning.
 _NOT_COMPARED = {
@@ -67,7 +70,7 @@ _NOT_COMPARED = {
         chat_template_jinja datasets test_datasets pretraining_dataset nemo_gym_datasets nemo_gym_dir""",
     "it has the value of chat_template_kwargs": "trl.chat_template_kwargs",
     "it is the length of the run": "max_steps num_epochs budget",
-    "batches may change": "micro_batch_size gradient_accumulation_steps batch_size eval_batch_size",
+    "the rows per step are compared": "micro_batch_size gradient_accumulation_steps batch_size eval_batch_size",
     "the initial weights are those of the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
     "it only affects files and logs": """
         log_rollouts ebft.log_completions ebft.grad_norms_every trl.log_completions trl.num_completions_to_print
@@ -238,10 +241,13 @@ def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[
     return json.loads(json.dumps(without_secrets(settings), default=str))
 
 
-def run_record(config: RunConfig, tokenizer: Any, uses_bf16: bool, data_hashes: Sequence[str | None]) -> dict[str, Any]:
+def run_record(
+    config: RunConfig, tokenizer: Any, args: TrainingArguments, data_hashes: Sequence[str | None]
+) -> dict[str, Any]:
     """What a checkpoint contains about its run, as JSON. `data_hashes`: those of `datasets`."""
     return {
-        "settings": compared_settings(config, uses_bf16),
+        "settings": compared_settings(config, args.bf16),
+        "batch": [args.world_size, args.train_batch_size, args.gradient_accumulation_steps],
         "names": {"chat_template": config.chat_template, "base_model": config.model_name},
         "inputs": json.loads(json.dumps(_inputs(config, tokenizer, data_hashes), default=str)),
     }
@@ -329,6 +335,14 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
     """Each change in words, and its effect on the run."""
     for key, old, new in changed_values(saved["settings"], now["settings"]):
         yield f"{key}: {_short(new)} instead of {_short(old)}", _FROM_HERE
+    batch, former = now["batch"], saved.get("batch", now["batch"])
+    if math.prod(batch) != math.prod(former):
+        processes, per_process, accumulated = batch
+        yield (
+            f"{math.prod(batch)} rows per step instead of {math.prod(former)} ({processes} processes instead of "
+            f"{former[0]}, micro_batch_size: {per_process}, gradient_accumulation_steps: {accumulated})",
+            _OF_STEPS,
+        )
     before, inputs, names = saved["inputs"], now["inputs"], saved["names"]
     differ = {name: changed_values(before.get(name, {}), parts) for name, parts in inputs.items()}
     changed = {name: ", ".join(key for key, *_ in found) for name, found in differ.items()}

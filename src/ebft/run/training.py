@@ -122,7 +122,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             optimizer = optimizer_keys(config, checkpoint)
             record: dict[str, Any] = {}
             if files is not None:
-                record = run_record(config, tokenizer, args.bf16, files.description["data_digests"])
+                record = run_record(config, tokenizer, args, files.description["data_digests"])
                 warn_of_changes(config, record, completed or checkpoint, is_finished=completed is not None)
                 if completed is None:
                     files.describe(optimizer=optimizer)

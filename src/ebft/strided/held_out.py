@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.anchors import BlockOptions
-from ebft.features import FeatureNetwork, check_sampled_ids
+from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating, positions_of
 from ebft.prefix.forward import prepare
 from ebft.rewards import unbiased_cfm_loss
@@ -81,7 +81,6 @@ class HeldOutMeasure:
                 text_gradient=False,
                 tokens_per_pass=self.tokens_per_pass,
             )
-            check_sampled_ids(self.network, int(rollouts.tokens.max()))
             lengths = curve_lengths(layout.generate_max_len) if self.curves else [layout.generate_max_len]
             embedded = embed_prefixes(
                 self.network, whole, layout, rollouts.tokens, lengths, tokens_per_pass=self.tokens_per_pass

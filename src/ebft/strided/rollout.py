@@ -164,15 +164,15 @@ class Sampler:
 
     def _draw(self, states: Tensor, noise: Tensor) -> None:
         """Sample the next token of every rollout, given the states (rows, D) that predict them."""
-        draws, entropies = self.tree.draws(), []
+        draws, entropies, known = self.tree.draws(), [], self.part.layout.vocabulary
         noise = draws.spread(noise.flatten())
 
         def choose(softmax: Softmax, rows: slice) -> Tensor:
             if self.is_greedy:
                 entropies.append(torch.zeros_like(noise[rows]))
-                return softmax.most_likely().expand_as(noise[rows])
+                return softmax.most_likely(known).expand_as(noise[rows])
             entropies.append(softmax.entropy().expand_as(noise[rows]))
-            return sample_tokens(softmax.probabilities, noise[rows])
+            return sample_tokens(softmax.probabilities[:, :known], noise[rows])
 
         # Slopes take a product for each distinct token of a row, the head in backward takes two for each row. First
         # tokens, of which each row has all samples, are often distinct.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from ebft.data.conversation import Renderer
 from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
-from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.metrics import Throughput
@@ -420,9 +420,10 @@ class StridedEBFTTrainer(OverTrainer):
 
 
 def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) -> BlockOptions:
-    """Return where blocks are, and the tokens that end a text for the tokenizer, its template, and the model."""
+    """Return where blocks are, and which tokens are sampled or end a text, for a model and its tokenizer."""
     known = () if tokenizer is None else Renderer(tokenizer).end_ids()
-    return BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
+    found = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
+    return found if tokenizer is None else replace(found, vocabulary=unknown_ids(model, tokenizer).start)
 
 
 def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:

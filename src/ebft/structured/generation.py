@@ -20,7 +20,7 @@ from typing import Any
 from ebft.data.conversation import Conversation, Renderer, longest_reference
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError, RolloutError
-from ebft.models.causal_lm import end_token_ids, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.reward import FeatureMatchingReward
@@ -81,7 +81,11 @@ class Generation:
         self._trainer, self._agents, args = trainer, agents, trainer.args
         self.is_interactive = is_interactive
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
-        self.sampling: Sampling = _sampling(args, end_token_ids(trainer.model, self.renderer.end_ids()))
+        self.sampling: Sampling = _sampling(
+            args,
+            end_token_ids(trainer.model, self.renderer.end_ids()),
+            unknown_ids(trainer.model, trainer.processing_class),
+        )
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
         if unscored:
             warnings.warn(
@@ -319,7 +323,7 @@ class Generation:
         return limit.of(longest_reference(self._trainer.train_dataset, self.renderer), most)
 
 
-def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
+def _sampling(args: RolloutGRPOConfig, end_ids: set[int], unknown: range) -> Sampling:
     extra = dict(args.generation_kwargs or {})
     return Sampling(
         temperature=args.temperature,
@@ -330,6 +334,7 @@ def _sampling(args: RolloutGRPOConfig, end_ids: set[int]) -> Sampling:
         end_ids=frozenset({*end_ids, *extra.pop("stop_token_ids", ())}),
         regex=args.vllm_structured_outputs_regex,
         extra=extra,
+        unknown=unknown,
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from ebft.models.causal_lm import decoder_layers, evaluating
 from ebft.prefix.attention import decoding, suffixes
 from ebft.prefix.forward import prepare
-from ebft.structured.rollouts import local
+from ebft.structured.rollouts import client, local
 from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSampler
 from ebft.structured.rollouts.turns import Sampling
 from tests.prefix.test_logps import truncated
@@ -46,6 +46,17 @@ def sample(model, prompts, limits, *, shared=True, **sampling):
     sampler = SharedPromptSampler(sampling) if shared else Generator(sampling, pad_token_id=0)
     with evaluating(model):
         return sampler(model, prompts, limits)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
+    model, prompts = tiny_model("llama").eval(), contexts()
+    found = sample(model, prompts, [20] * len(prompts), shared=shared, temperature=temperature, unknown=range(8, VOCAB))
+    assert max(max(completion.ids) for completion in found) < 8
+    body = client._body("model", [1], 2, 1, Sampling(temperature, unknown=range(8, 10)))  # of vLLM
+    assert body["logit_bias"] == {"8": -100, "9": -100}
+    assert "logit_bias" not in client._body("model", [1], 2, 1, Sampling(temperature))
 
 
 @pytest.mark.parametrize(

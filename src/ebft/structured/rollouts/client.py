@@ -278,6 +278,8 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
         "return_token_ids": True,
         "skip_special_tokens": False,
     }
+    if sampling.unknown:
+        body["logit_bias"] = {str(token): -100 for token in sampling.unknown}  # the lowest value
     if sampling.regex is not None:
         body["structured_outputs"] = {"regex": sampling.regex}
     return {**body, **sampling.extra}

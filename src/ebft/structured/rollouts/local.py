@@ -41,6 +41,7 @@ class Generator:
             "eos_token_id": self._end_ids or None,
             "pad_token_id": pad_token_id,
             "cache_implementation": cache_implementation,
+            "suppress_tokens": list(sampling.unknown) or None,
             **sampling.extra,
         }
 
@@ -138,6 +139,7 @@ class SharedPromptSampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self._temperature, self._end_ids = sampling.temperature, sorted(sampling.end_ids)
+        self._known = sampling.unknown.start if sampling.unknown else None
         self._truncation = Truncation.of(sampling.top_k, sampling.top_p, sampling.min_p)
 
     @staticmethod
@@ -179,10 +181,10 @@ class SharedPromptSampler:
         """Draw the next token of every sample of the batch, (N,), given logits (N, V)."""
         if self._temperature == 0:
             softmax = Softmax(logits, 1.0)
-            token = softmax.most_likely()
+            token = softmax.most_likely(self._known)
         else:
             softmax = Softmax(logits, self._temperature, self._truncation)
-            token = sample_tokens(softmax.probabilities, drawn.noise())
+            token = sample_tokens(softmax.probabilities[:, : self._known], drawn.noise())
         drawn.add(token.squeeze(-1), softmax.logps(token).squeeze(-1))
         return token.squeeze(-1)
 

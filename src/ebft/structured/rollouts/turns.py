@@ -135,7 +135,10 @@ _HARMLESS = {"stop", "include_stop_str_in_output", "priority", "use_cache", "cac
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. `end_ids` are tokens that end a completion; `extra` is passed to the backend unchanged."""
+    """Sampling parameters. `end_ids` are tokens that end a completion; `extra` is passed to the backend unchanged.
+
+    `unknown`: the last ids of the vocabulary if they are not sampled.
+    """
 
     temperature: float
     top_p: float = 1.0
@@ -145,6 +148,7 @@ class Sampling:
     end_ids: frozenset[int] = frozenset()
     regex: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    unknown: range = range(0)
 
     def unscored(self, truncated: bool) -> list[str]:
         """Return the parameters with which tokens are sampled from another distribution than the trainer scores.

@@ -27,8 +27,7 @@ from ebft.data.conversation import Conversation, Renderer, Turn, longest_referen
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
-from ebft.features import check_sampled_ids
-from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
@@ -162,7 +161,6 @@ class PromptMeasure:
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft
         ids = [without_end(rollout.ids, self.completions.end_ids) for rollout in rollouts]
-        check_sampled_ids(network, max(max(rollout.ids) for rollout in rollouts))
         prompt, own = continuation_features(
             network, *conversation.compared(rollouts[0].prompt_ids, ids, self.completions.longest)
         )
@@ -229,7 +227,12 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
         HeldOutMeasure(
             unwrap_adapter(subject.policy),
             subject.network,
-            replace(blocks, n_samples_per_prompt=settings.samples, merge_rollouts=None),
+            replace(
+                blocks,
+                n_samples_per_prompt=settings.samples,
+                merge_rollouts=None,
+                vocabulary=unknown_ids(subject.policy, task.tokenizer).start,
+            ),
             temperature=settings.temperature,
             seed=settings.seed,
             tokens_per_pass=ebft.rollout_tokens_per_pass,
@@ -314,7 +317,8 @@ class Completions:
         extra = dict(of_run.extra or {})
         self.end_ids = frozenset(end_token_ids(policy, {*renderer.end_ids(), *extra.pop("stop_token_ids", ())}))
         extra = _for_generate(extra, of_run.regex)
-        sampling = Sampling(settings.temperature, end_ids=self.end_ids, extra=extra, **(of_run.options or {}))
+        fixed = {"end_ids": self.end_ids, "extra": extra, "unknown": unknown_ids(policy, self.tokenizer)}
+        sampling = Sampling(settings.temperature, **fixed, **(of_run.options or {}))
         pad = self.tokenizer.pad_token_id
         self._sampled = ModelBackend(policy, sampling, pad)
         self._greedy = ModelBackend(policy, replace(sampling, temperature=0.0), pad)

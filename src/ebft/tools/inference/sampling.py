@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_se
 from ebft.data.conversation import Renderer
 from ebft.data.messages import Message, as_texts
 from ebft.errors import DataError, ModelError
-from ebft.models.causal_lm import end_token_ids, positions_of, unwrap_adapter
+from ebft.models.causal_lm import end_token_ids, positions_of, unknown_ids, unwrap_adapter
 from ebft.printed import printable, safe_console, say
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.tools.inference.models import Loaded
@@ -107,6 +107,7 @@ class Sampler:
                         "shorter prompt."
                     )
                 config.max_new_tokens = min(config.max_new_tokens, self.positions - len(ids))
+            config.suppress_tokens = list(unknown_ids(model, self.loaded.tokenizer)) or config.suppress_tokens
             config.eos_token_id, config.pad_token_id = ends or None, self.loaded.tokenizer.pad_token_id
             if samples > 1:
                 config.num_return_sequences, config.do_sample = samples, True
