@@ -258,10 +258,16 @@ def run_of_model(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def keys_of_base(folder: Path) -> dict[str, str]:
-    """The keys of the run that saved an adapter which say what it read of its base model besides the weights."""
+_OF_BASE = (
+    *("base_model_config", "revision_of_model"),
+    *("load_in_4bit", "load_in_8bit", "quantize_moe_experts", "bnb_config_kwargs"),
+)
+
+
+def keys_of_base(folder: Path) -> dict[str, Any]:
+    """The keys of the run that saved an adapter which say how it loaded its base model, without those not set."""
     _, config = run_of_model(folder) or (None, {})
-    return {key: config[key] for key in ("base_model_config", "revision_of_model") if config.get(key)}
+    return {key: config[key] for key in _OF_BASE if config.get(key) not in (None, "")}
 
 
 def state_of(run: dict[str, Any]) -> str:

@@ -124,6 +124,11 @@ class Scores:
         for name, value in zip(values, torch.stack(list(values.values())).cpu()):  # in one wait for their device
             self.add(name, documents, value)
 
+    def divide(self, document: int, copies: int) -> None:
+        """Divide the sums and weights of a document, which `copies` ranks add."""
+        for entries in self.sums.values():
+            entries[document] = [number / copies for number in entries.get(document, (0.0, 0.0))]
+
     def keep_samples(self, phi: Tensor, phi_ref: Tensor, alignment_coef: float, diversity_coef: float) -> None:
         """Keep the alignment and reward of every sample of groups (M, N, D'), for histograms."""
         alignment = alignment_rewards(phi, phi_ref)

@@ -50,6 +50,17 @@ def test_fields_that_rows_do_not_have():
     masks = {"completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 0, 1]}
     assert DocumentCollator(0)([{"input_ids": [1, 2, 3, 4], **masks}])["labels"].tolist() == [[-100, -100, -100, 4]]
     assert Documents.from_inputs(batch).prompt_length.tolist() == [2]
+    turns = {"input_ids": [*range(9)], "assistant_masks": [0, 1, 1, 0, 0, 1, 1, 1, 0]}
+    padded = {**turns, "attention_mask": [0, 1, 1, 1, 1, 1, 1, 1, 1]}
+    packed = {**turns, "seq_lengths": [2, 7]}
+    batch = DocumentCollator(0)([turns, padded])
+    assert batch["turn_spans"].tolist() == [[[1, 3], [5, 8]], [[0, 2], [4, 7]]]
+    found = Documents.from_inputs(DocumentCollator(0)([packed]))
+    assert found.turns.tolist() == [[[1, 2], [0, 0]], [[0, 1], [3, 6]]]
+    labels = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, -100, 4]}
+    with pytest.warns(UserWarning, match="masked labels between others and no turn_spans"):
+        assert "turn_spans" not in DocumentCollator(0)([labels])
+    DocumentCollator(0)([{**labels, "turn_spans": [[1, 4]]}, {**labels, "seq_lengths": [2, 2]}])  # without a warning
     with pytest.raises(ValueError, match="row 1 of a batch has 3 input_ids, 3 attention_mask and 4 labels"):
         DocumentCollator(0)([{"input_ids": [1]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}])
 

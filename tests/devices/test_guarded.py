@@ -26,7 +26,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "models/load.py _exists": "tests/models/test_base.py",
     "models/load.py spare_gpu": "tests/models/test_placement.py",
     "models/load.py weights_dtype": "tests/models/test_base.py",
-    "models/load.py quantisation_config": "tests/models/test_base.py",
+    "models/load.py usable_quantisation": "tests/models/test_base.py",
     "monitor/metrics.py peak_memory_gib": "strided_as_cuda_resumed",
     "prefix/attention/flex.py available": "tests/strided/test_flex.py",
     "prefix/attention/flex.py attend_all": "strided_flex",

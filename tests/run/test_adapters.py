@@ -1,12 +1,16 @@
 """Runs with variants of LoRA and with frozen weights: saved, resumed and merged."""
 
+import importlib.util
+
 import pytest
+import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from ebft import train
+from ebft import evaluate, train
 from ebft.errors import ConfigError
-from ebft.tools.export.merge import MergeSource, merge_adapter
+from ebft.tools.export.merge import MergeSource, adapter_in_folder, adapter_of_run, merge_adapter
+from ebft.tools.inference.models import model_in_folder, model_of_run
 from tests.run.conftest import LORA, assert_equal, strided, weights
 
 SOME = {**LORA, "lora_target_linear": False}
@@ -44,3 +48,26 @@ def test_frozen_weights_do_not_move(make, resumed, tmp_path):
     changed = {"unfrozen_parameters": ["lm_head"], "auto_resume_from_checkpoints": True, "output_dir": tmp_path / "b"}
     with pytest.raises(ConfigError, match='unfrozen_parameters: .*"lm_head"'):
         train(strided(make, **changed))
+
+
+def test_what_could_not_be_quantised_is_not_quantised_later_either(make, out, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("bitsandbytes")
+    config = strided(make, **LORA | {"adapter": "qlora", "load_in_4bit": True}, val_set_size=2)
+    find = importlib.util.find_spec
+    with monkeypatch.context() as without:
+        without.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+        without.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.warns(UserWarning, match="load_in_4bit has no effect"):
+            trained = train(config).model
+    assert "parameters trained, float32" in capsys.readouterr().err
+    assert "LoRA adapter" in (card := (out / "README.md").read_text()) and "QLoRA" not in card
+    merge_adapter(adapter_of_run(config), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    models = [merged, model_of_run(config).tuned, model_in_folder(str(out)).tuned]
+    assert adapter_in_folder(out).quantised is None
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        for model in models:
+            torch.testing.assert_close(model(ids).logits, trained.eval()(ids).logits)
+    of_run, of_merged = evaluate(config, [str(out), str(tmp_path / "merged")]).models
+    assert of_run.metrics["ce_loss"] == pytest.approx(of_merged.metrics["ce_loss"])

@@ -12,12 +12,14 @@ from torch.distributed.fsdp import fully_shard
 from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
 from tests.strided.families import tiny_model
+from tests.strided.short_run import documents
 from tests.strided.test_exactness import BASE, unequal_batch, with_lora
 
 
 def trainer_of(lora):
     model = tiny_model("llama")
-    args = StridedEBFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], **BASE)
+    sizes = {"per_device_eval_batch_size": 3, "disable_tqdm": True}
+    args = StridedEBFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, report_to=[], **BASE, **sizes)
     return StridedEBFTTrainer(model=with_lora(model) if lora else model, args=args)
 
 
@@ -40,6 +42,9 @@ def main(lora):
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, atol=1e-6, rtol=1e-4, msg=name)
             compared += 1
     assert compared > 20
+    # Seven rows in batches of three: both ranks evaluate the last row.
+    wanted, found = (trainer.evaluate(documents(11)[4:]) for trainer in (plain, sharded))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     dist.barrier()
     os._exit(0)  # all is compared; threads that FSDP2 leaves over gloo abort the interpreter's exit now and then
 

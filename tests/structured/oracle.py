@@ -12,15 +12,15 @@ def embedding(model, prompt_ids, completion_ids, feature_layers, embed_method):
     depth = len(states) - 1
     layers = [states[int(fraction * depth)][0].double() for fraction in feature_layers]
     features = torch.cat([layer / layer.norm(dim=-1, keepdim=True) for layer in layers], dim=-1)
-    length = len(features)
+    own = features[len(prompt_ids) :] if completion_ids else features[-1:]
     if embed_method == "last_token":
         pooled = features[-1]
     elif embed_method == "mean_pooling":
         pooled = features.mean(0)
     elif embed_method == "completion_mean":
-        pooled = features[len(prompt_ids) :].mean(0) if completion_ids else features[-1]
+        pooled = own.mean(0)
     else:
-        pooled = torch.cat([features[length // 4], features[length // 2], features[3 * length // 4]])
+        pooled = torch.cat([own[len(own) * quarter // 4] for quarter in (1, 2, 3)])
     return pooled / pooled.norm()
 
 

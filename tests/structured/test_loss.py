@@ -151,6 +151,16 @@ def test_the_cross_entropy_is_a_mean_over_its_own_step(chat_tokenizer, build):
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_cross_entropy_is_a_mean_over_all_generation_batches_of_its_step(chat_tokenizer, build, iterations):
+    dataset = Dataset.from_list([{"prompt": f"q{i}", "ground_truth": "ab" * 4**i} for i in range(3)])
+    options = {"alignment_coef": 0.0, "diversity_coef": 0.0, "ce_coef": 1.0, "max_steps": 2, "learning_rate": 0.0}
+    sizes = {"steps_per_generation": 1, "gradient_accumulation_steps": 3 * iterations, "num_iterations": iterations}
+    trainer = build(chat_model(chat_tokenizer), dataset, skip_zero_advantage_batches=False, **options, **sizes)
+    trainer.train()
+    assert logged(trainer) == pytest.approx(logged(trainer, "ebft/ce_loss"), abs=1e-4)
+
+
 def test_thinking_can_be_left_out_of_the_cross_entropy(chat_tokenizer, build):
     dataset = Dataset.from_list([{"prompt": [USER("q")], "ground_truth": "<think>so</think>\nyes"}] * 4)
     counts = {}

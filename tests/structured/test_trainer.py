@@ -290,6 +290,14 @@ def test_rewards_are_weighted_and_scaled(build, estimator, scale_rewards):
     torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), found)
 
 
+def test_on_policy_the_gradient_of_cispo_is_that_of_dapo(build):
+    found = []
+    for loss_type in ("cispo", "dapo"):
+        torch.manual_seed(1)
+        found.append(one_step(build(loss_type=loss_type))[1])
+    torch.testing.assert_close(*found)
+
+
 def test_gdpo_has_its_own_formula(tmp_path):
     given = {"output_dir": str(tmp_path), "multi_objective_aggregation": "normalize_then_sum"}
     with pytest.raises(ConfigError, match="excludes advantage_estimator: rloo. Set advantage_estimator: group_norm"):

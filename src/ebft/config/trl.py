@@ -180,7 +180,9 @@ class PolicyLossKeys(Section):
     num_iterations: Count | None = Field(None, description="Number of updates per generated batch (1 if unset).")
     epsilon: Positive | None = Field(None, description="Lower clipping bound of the probability ratio (0.2 if unset).")
     epsilon_high: Positive | None = Field(
-        None, description="Upper clipping bound of the probability ratio (epsilon if unset)."
+        None,
+        description="Upper clipping bound of the probability ratio (epsilon if unset). With loss_type: cispo, the "
+        "largest ratio itself (5 if unset).",
     )
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
         "grpo", description="Formulation and normalisation of TRL's policy loss."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from ebft.data.lengths import token_counts
@@ -40,9 +42,12 @@ class PackedRows(Dataset):
         return {"documents": [self.rows[i] for i in self.packs[index]]}
 
 
+_MASKS = ("completion_mask", "assistant_masks")  # of TRL
+
+
 def _trained(row: dict[str, Any]) -> Tensor:
     """The product of TRL's masks of a tokenised row; 1 without any."""
-    given = [torch.as_tensor(row[name]) for name in ("completion_mask", "assistant_masks") if name in row]
+    given = [torch.as_tensor(row[name]) for name in _MASKS if name in row]
     return torch.stack(given).prod(0) if given else torch.tensor(1)
 
 
@@ -113,10 +118,11 @@ def joined(documents: list[dict[str, Any]]) -> dict[str, Any]:
 class DocumentCollator:
     """Pads the rows of a batch to the longest one; a packed row (`documents`) is replaced with the rows in it.
 
-    Rows contain `input_ids`, and optionally `labels` (default: all tokens, or those that TRL's `completion_mask`
-    selects), `attention_mask` (default: all ones), `prompt_length` and `turn_spans`, a list of (start, end) pairs; rows
-    of several documents also `position_ids`, or the documents' `seq_lengths`. The batch contains long tensors
-    `input_ids`, `attention_mask`, `labels` (B, S), `prompt_length` (B,) if any row has one (otherwise the strided
+    Rows contain `input_ids`, and optionally `labels` (default: all tokens, or those that TRL's `completion_mask` and
+    `assistant_masks` select), `attention_mask` (default: all ones), `prompt_length` and `turn_spans`, (start, end)
+    pairs (default: one turn, or each run of tokens that TRL's masks select); rows of several documents also
+    `position_ids`, or the documents' `seq_lengths`. The batch contains long tensors `input_ids`, `attention_mask`,
+    `labels` (B, S), `prompt_length` (B,) if any row has one (otherwise the strided
     trainer derives it from the labels), `turn_spans` (B, turns, 2), padded with zeros, if any row has some, and
     `position_ids` (B, S) if any row has them. With `with_prompt_length` false, `prompt_length` and `turn_spans` are
     left out, since plain causal models do not accept them.
@@ -159,8 +165,10 @@ class DocumentCollator:
         if self.with_prompt_length and any(length is not None for length in given):
             lengths = [_leading_masked(x) if length is None else int(length) for x, length in zip(labels, given)]
             batch["prompt_length"] = torch.tensor(lengths)
-        turns = [torch.as_tensor(row.get("turn_spans") or [], dtype=torch.long).reshape(-1, 2) for row in rows]
-        if self.with_prompt_length and any(map(len, turns)):
+        turns: list[Tensor] = []
+        for row, mask, label, position in zip(rows, masks, labels, positions) if self.with_prompt_length else ():
+            turns += _turns(row, label[mask.bool()], None if position is None else position[mask.bool()])
+        if any(map(len, turns)):
             batch["turn_spans"] = _padded(turns, 0)
         return batch
 
@@ -178,6 +186,24 @@ def _position_ids(row: dict[str, Any], tokens: Tensor) -> Tensor | None:
             f"a row has {len(tokens)} input_ids and {len(positions)} positions; they must have the same length"
         )
     return positions
+
+
+def _turns(row: dict[str, Any], labels: Tensor, positions: Tensor | None) -> list[Tensor]:
+    """The turns (turns, 2) of each document of a row: those given, or the runs of TRL's masks; empty without both."""
+    if row.get("turn_spans"):
+        return [torch.as_tensor(row["turn_spans"], dtype=torch.long)]
+    starts = [0] if positions is None else positions.eq(0).nonzero().flatten().tolist()
+    edges = [pad(part.ne(IGNORE).int(), (1, 1)).diff() for part in labels.tensor_split(starts[1:])]
+    runs = [torch.stack([edge.eq(sign).nonzero().flatten() for sign in (1, -1)], dim=-1) for edge in edges]
+    if "labels" not in row and not row.keys().isdisjoint(_MASKS):
+        return runs
+    if any(len(of_document) > 1 for of_document in runs):
+        warnings.warn(
+            "A row has masked labels between others and no turn_spans: rollouts replace the masked tokens too. Add a "
+            "column turn_spans with the (start, end) of each turn to train on.",
+            stacklevel=3,
+        )
+    return [labels.new_empty(0, 2)] * len(runs)
 
 
 def _leading_masked(labels: Tensor) -> int:

@@ -165,4 +165,5 @@ class ProcessRewardModel(Classifier):
         from ebft.data.batches import DocumentCollator
         from ebft.reward_models import ProcessRewardTrainer
 
-        return ProcessRewardTrainer(model=model, data_collator=DocumentCollator(tokenizer.pad_token_id), **common)
+        collator = DocumentCollator(tokenizer.pad_token_id, with_prompt_length=False)
+        return ProcessRewardTrainer(model=model, data_collator=collator, **common)

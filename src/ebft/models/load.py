@@ -7,7 +7,8 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from peft import PeftModel
@@ -21,10 +22,13 @@ from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
 from ebft.models.quantised_experts import quantise_experts, quantises
 from ebft.models.weights import check_gguf_file
+from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
+
+Settings = TypeVar("Settings", bound="ModelSettings")
 
 # Settings of generation that have no effect without sampling, beams, a dict of outputs, and a cache.
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
@@ -50,6 +54,7 @@ def load_model(
 
     `tell` is called with the names of plugins' hooks and the model, when it is built and when it has its adapter.
     """
+    config = usable_quantisation(config)
     base = load_base_model(config, tokenizer, head)
     if config.adapter is None and base.can_generate() and base.generation_config is not None:
         _make_saveable(base.generation_config, config.base_model)
@@ -415,23 +420,42 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
     return None
 
 
-def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
-    """Settings for 4-bit or 8-bit weights, or None without quantisation.
+def usable_quantisation(config: Settings) -> Settings:
+    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes.
 
-    None, with a warning, on a machine without a GPU and without bitsandbytes. Raises ModelError if it is missing.
+    Raises ModelError if there is a GPU.
     """
-    if not (config.load_in_4bit or config.load_in_8bit):
-        return None
+    if not _is_quantised(config) or importlib.util.find_spec("bitsandbytes") is not None:
+        return config
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
-    if importlib.util.find_spec("bitsandbytes") is None:
-        if torch.cuda.is_available():
-            raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
-        dtype = str(weights_dtype(config)).removeprefix("torch.")
-        warnings.warn(
-            f"{key} has no effect: the package bitsandbytes is not installed (pip install 'ebft[qlora]'), so the "
-            f"weights are {dtype}.",
-            stacklevel=2,
-        )
+    if torch.cuda.is_available():
+        raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
+    dtype = str(weights_dtype(config)).removeprefix("torch.")
+    warnings.warn(
+        f"{key} has no effect: the package bitsandbytes is not installed (pip install 'ebft[qlora]'), so the "
+        f"weights are {dtype}.",
+        stacklevel=2,
+    )
+    return config.model_copy(update=_UNQUANTISED)
+
+
+def as_trained(config: Settings, folder: Path) -> Settings:
+    """`config`, without quantisation if the run that saved the adapter in `folder` could not quantise its weights."""
+    record = keys_of_base(folder)
+    is_dense = record.get("load_in_4bit") is False and record.get("load_in_8bit") is False
+    return config.model_copy(update=_UNQUANTISED) if is_dense and _is_quantised(config) else config
+
+
+_UNQUANTISED = {"load_in_4bit": False, "load_in_8bit": False, "adapter": "lora"}
+
+
+def _is_quantised(config: ModelSettings) -> bool:
+    return config.load_in_4bit or config.load_in_8bit
+
+
+def quantisation_config(config: ModelSettings) -> BitsAndBytesConfig | None:
+    """Settings for 4-bit or 8-bit weights, or None without quantisation; see `usable_quantisation`."""
+    if not _is_quantised(config := usable_quantisation(config)):
         return None
     given = config.bnb_config_kwargs
     return BitsAndBytesConfig(

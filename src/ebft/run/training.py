@@ -30,7 +30,7 @@ from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
 from ebft.models.adapter_targets import fused_experts
-from ebft.models.load import check_sequence_len, load_model, load_model_config, weights_dtype
+from ebft.models.load import check_sequence_len, load_model, load_model_config, usable_quantisation, weights_dtype
 from ebft.models.quantised_experts import unpacked_size
 from ebft.models.sharding import load_on_first_process, load_whole
 from ebft.models.tokenizer import load_tokenizer
@@ -109,6 +109,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
         raise ConfigError(f"train() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     with _interruptible(config, stop):
         _check(config)
+        config = usable_quantisation(config)  # what the run records is what it trains
         with _output_folder(config) as found, recorded(config) as files, _services(config) as server:
             plugins = Plugins(config)
             tokenizer, model_config = load_tokenizer(config), load_model_config(config)

@@ -162,17 +162,19 @@ def held_out_metrics(
     batches: Iterable[dict[str, Tensor]],
     *,
     accelerator=None,
+    copies: Callable[[], int] = lambda: 1,
     **settings,
 ) -> dict[str, float]:
     """Return the means over all blocks (feature metrics) and tokens (cross-entropy) of the batches, over all ranks.
 
-    `settings` are the arguments of HeldOutMeasure; `block_options` is required. Raises ValueError if there are no
-    batches.
+    `copies` returns the number of ranks that evaluate the current batch. `settings` are the arguments of
+    HeldOutMeasure; `block_options` is required. Raises ValueError if there are no batches.
     """
     autocast = accelerator.autocast if accelerator is not None else nullcontext
     measure = HeldOutMeasure(causal_lm, network, autocast=autocast, **settings)
     for number, inputs in enumerate(batches):
         measure.add(inputs, [number] * len(Documents.from_inputs(inputs).lengths))
+        measure.scores.divide(number, copies())
     means = measure.scores.means(accelerator)
     if "cfm_loss" not in means:
         raise ValueError("cannot evaluate: the held-out set is empty")

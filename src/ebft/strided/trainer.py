@@ -30,7 +30,7 @@ from ebft.machine import copy_to
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.pretrained import check_adapter, disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
-from ebft.monitor.metrics import Throughput
+from ebft.monitor.metrics import HeldOutRows, Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.prefix.forward import check_supported, prepare
 from ebft.prefix.sampling import Truncation
@@ -142,6 +142,7 @@ class StridedEBFTTrainer(OverTrainer):
         self._throughput = Throughput(self.budget)
         self._term_gradients = TermGradients(self.model.parameters())
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
+        self._held_out_rows = HeldOutRows(self)
 
     def compute_loss(
         self,
@@ -325,6 +326,7 @@ class StridedEBFTTrainer(OverTrainer):
             alignment_coef=self.args.alignment_coef,
             diversity_coef=self.args.diversity_coef,
             accelerator=self.accelerator,
+            copies=lambda: self._held_out_rows.copies,
         )
         logs = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(logs)
@@ -335,17 +337,18 @@ class StridedEBFTTrainer(OverTrainer):
         """Yield the batches, and call callbacks after each, such as the progress bar, as Trainer's evaluation does."""
         self.callback_handler.eval_dataloader = batches
         for inputs in batches:
+            self._held_out_rows.begin_batch()
             yield inputs
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
     def _held_out_batches(self, dataset: Any) -> Any:
         """Return this rank's share of the held-out rows, each row exactly once.
 
-        With FSDP, where all ranks must run the same number of batches, and for streaming datasets, return Trainer's
-        data loader, which repeats rows to give every rank the same number.
+        With FSDP, where all ranks must run the same number of batches, all evaluate the last rows together; so they do
+        for streaming datasets.
         """
         if is_sharded(self.model) or not hasattr(dataset, "__len__"):
-            return self.get_eval_dataloader(dataset)
+            return self._held_out_rows.loader(dataset, self.get_eval_dataloader)
         share = Subset(dataset, range(self.args.process_index, len(dataset), self.args.world_size))
         return DataLoader(share, batch_size=self.args.eval_batch_size, collate_fn=self.data_collator)
 

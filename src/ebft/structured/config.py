@@ -123,6 +123,8 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
             self.bf16: bool | None = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        if self.loss_type == "cispo" and self.epsilon_high is None:
+            self.epsilon_high = 5.0  # TRL's recommendation; its default is epsilon, which scales every gradient by 0.2
         rename_checkpointing(self)  # TRL's default has the older name
         if self.vllm_server_base_url is not None:
             self._set_server(self.vllm_server_base_url)

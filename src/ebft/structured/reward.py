@@ -257,8 +257,8 @@ def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continua
 
     They equal those of separate forward passes, because padding is on the right only, which causal models do not
     attend to. `mean_pooling` is the mean over all tokens without padding, including the prompt; `completion_mean` the
-    mean over the continuation; `concat` the states at one quarter, one half and three quarters of the sequence without
-    padding. For an empty continuation, `last_token` and `completion_mean` use the prompt's last token.
+    mean over the continuation; `concat` the states at one quarter, one half and three quarters of the continuation.
+    Except for `mean_pooling`, an empty continuation is replaced by the prompt's last token.
     """
     prompt, own = continuation_features(network, prompt_ids, continuations)
     return torch.stack([pool_sequence(prompt, features, network.embed_method) for features in own])
@@ -294,9 +294,9 @@ def shares_prompts(causal_lm: PreTrainedModel) -> bool:
 
 def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
     """Pool the features (P, D) and (C, D) of a sequence to an L2-normalised embedding, (D,) or (3 D,) for `concat`."""
-    if embed_method in ("last_token", "completion_mean"):
-        return pool(continuation if len(continuation) else prompt[-1:], embed_method)
-    return pool(torch.cat([prompt, continuation]), embed_method)
+    if embed_method == "mean_pooling":
+        return pool(torch.cat([prompt, continuation]), embed_method)
+    return pool(continuation if len(continuation) else prompt[-1:], embed_method)
 
 
 def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) -> Tensor:

@@ -50,6 +50,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
 
     args: EBFTConfig
     config_class: type[RolloutGRPOConfig] = EBFTConfig
+    _tokens_of_step: Tensor
     only_evaluates = True
 
     def __init__(
@@ -188,12 +189,27 @@ class EBFTTrainer(RolloutGRPOTrainer):
     def _reference_tokens(self, inputs: dict[str, Any]) -> Tensor:
         """Return the number of reference tokens in the cross-entropy of this optimizer step, over all processes."""
         per_generation, per_step = self.args.steps_per_generation, self.current_gradient_accumulation_steps
-        if per_generation % per_step:  # not all batches of this step are generated yet: use its share of this one
-            return inputs["reference_tokens"] * per_step / per_generation
+        if per_generation % per_step:  # not all batches of this step are generated yet
+            return self._tokens_of_step
         first = self.trained_micro_batches % per_generation // per_step * per_step
         of_this_step = self.generation_batch[first : first + per_step]
         counts = sum(batch["reference_mask"].sum() for batch in of_this_step)
         return self.accelerator.reduce(counts, "sum")
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        """Also count the reference tokens of a step that samples later, a part of a generation batch in proportion."""
+        count, per_generation = len(batch_samples), self.args.steps_per_generation
+        if self.args.ce_coef > 0 and count and per_generation % count:
+            every = per_generation * self.num_iterations
+            begun = min(-self.trained_micro_batches % every, count) if self.generation_batch else 0
+            total = torch.zeros((), device=self.args.device)
+            for first in range(begun, count, every):
+                groups = self.generation.conversations(batch_samples[first][:: self.num_generations])
+                total += sum(sum(self._labelled(group)[1]) for group in groups) * min(every, count - first)
+            total = self.accelerator.reduce(total, "sum")
+            total += self.generation_batch[0]["reference_tokens"] * begun if begun else 0
+            self._tokens_of_step = total / per_generation
+        return super()._get_num_items_in_batch(batch_samples, device)
 
     def _nll_sums(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return two pairs (summed negative log-likelihood, number of tokens), each (B,) and 0 without a reference.

@@ -217,6 +217,7 @@ def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
         row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
         if not mask_thinking:
             return row
+        row["turn_spans"] = [[row["prompt_length"], len(row["input_ids"])]]  # thinking is sampled too
         thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
         masked = [False] * len(prompt_ids) + thought
         return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on

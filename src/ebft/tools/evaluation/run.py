@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
+from ebft.models.load import as_trained
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
@@ -62,6 +64,7 @@ def evaluate(
         raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
+    config = as_trained(config, Path(config.output_dir))
     check_comparable(config)
     settings = Settings.of(config)
     metrics = load_metrics(config.evaluation.metrics)

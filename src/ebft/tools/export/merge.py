@@ -22,7 +22,7 @@ from ebft.errors import ConfigError, ModelError
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import file_hash, write_text
 from ebft.models.keys import ModelSettings
-from ebft.models.load import find_base_model, weights_dtype
+from ebft.models.load import as_trained, find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run_files import RECORDS, keys_of_base
@@ -368,6 +368,7 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
     folder = Path(adapter or config.output_dir).expanduser()
     if not (folder / CONFIG).is_file():
         raise no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
+    config = as_trained(config, folder)
     return MergeSource(
         folder,
         lasting_name(base) if base else find_base_model(config),

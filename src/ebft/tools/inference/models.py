@@ -22,7 +22,7 @@ from ebft.data.transforms import is_plain_text
 from ebft.errors import ModelError, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
-from ebft.models.load import load_base_model
+from ebft.models.load import as_trained, load_base_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weight_files import pickles, refuse_other_formats
 from ebft.run.checkpoints import checkpoint_hint
@@ -87,7 +87,7 @@ def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
     if not _is_model(folder):
         train = checkpoint_hint(folder, "ebft inference {}") or "Train the config first: ebft train CONFIG"
         raise ModelError(f"output_dir: {folder} contains no trained model. {train}")
-    tokenizer = load_tokenizer(config)
+    config, tokenizer = as_trained(config, folder), load_tokenizer(config)
     return Loaded(
         str(folder),
         _open(config, folder, tokenizer),
