@@ -13,7 +13,7 @@ from tests.devices.__main__ import CASES
 
 ROOT, SOURCE = Path(__file__).parents[2], Path(ebft.__file__).parent
 GUARD = re.compile(
-    r"torch\.cuda\.|torch\.accelerator\.|\.is_cuda\b|\.type [!=]= [\"'](cuda|cpu)[\"']|[\"']cuda[\"']|is_accelerator\("
+    r"torch\.cuda\.|torch\.backends\.cuda|torch\.accelerator\.|\.is_cuda\b|\.type [!=]= [\"'](cuda|cpu)[\"']|[\"']cuda[\"']|is_accelerator\("
 )
 GPU = "on a GPU only"
 GUARDED = {  # "file function", or a folder or file -> how
@@ -38,7 +38,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "prefix/cpu.py _suits": "tests/prefix/test_cpu.py",
     "prefix/cpu.py keep_freed_memory": "tests/run/test_freed_memory.py",
     "prefix/gpu.py": "strided_lora",
-    "prefix/parity.py difference_and_tolerance": "strided_lora",  # TF32 on a GPU only
+    "prefix/parity.py difference_and_tolerance": "strided_tf32",
     "prefix/sampling.py of_device": "strided_lora",
     "run/callbacks.py": "tests/run/test_callbacks.py",
     "run/trainer.py this_machine": "strided_lora",
