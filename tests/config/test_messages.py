@@ -84,8 +84,6 @@ def structured(**trl):
     ({"flash_attention": True, "flex_attention": True}, "attn_implementation"),
     ({"sdp_attention": True, "attn_implementation": "eager"}, "attn_implementation"),
     ({"flash_attention": False, "attn_implementation": "flash_attention_2"}, "attn_implementation"),
-    ({"xformers_attention": True, "attn_implementation": "eager"},
-     "xformers_attention: true, attn_implementation: eager"),
     ({"attn_implementation": "quick"}, "'eager'"),
     # Optimizer, batches, precision
     ({"warmup_steps": 1, "warmup_ratio": 0.1}, "warmup_steps and warmup_ratio are both set"),
@@ -370,7 +368,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
       for name in ("reinforce", "group_norm")),
     (strided(use_whitening=True, whitening_space="sample", rloo_baseline="mean", alignment_coef=0.0), None),
     *(({key: value}, text) for key, value, text in (
-        ("attn_implementation", "xformers", "attn_implementation: xformers is replaced with sdpa..."),
+        ("attn_implementation", "xformers", "attn_implementation: xformers is ignored: the model's default..."),
         ("activation_offloading", "legacy", "...: legacy is replaced with true"),
         ("gradient_checkpointing", "offload", "...: offload is replaced with gradient_checkpointing: true and activa"),
         ("float16", True, "float16: true is replaced with fp16: true..."),
@@ -386,7 +384,7 @@ IN_CHUNKS = "True has no effect: SFT and strided mode compute the cross-entropy 
     ({"fsdp": True, "fsdp_config": {"activation_checkpointing": True}, "gradient_checkpointing": True},
      "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing..."),
     ({**PROMPTS, "batch_flattening": True}, "batch_flattening has no effect: the completions of a prompt share..."),
-    ({"xformers_attention": True}, "...so attn_implementation: sdpa is used"),
+    ({"xformers_attention": True}, "xformers_attention: True has no effect..."),
     *(({key: True}, f"{key}: {IN_CHUNKS}")
       for key in ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "liger_cross_entropy")),
     ({"rl": "dpo", "chunked_cross_entropy": True, **PREFERENCES},

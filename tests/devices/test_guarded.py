@@ -13,7 +13,8 @@ from tests.devices.__main__ import CASES
 
 ROOT, SOURCE = Path(__file__).parents[2], Path(ebft.__file__).parent
 GUARD = re.compile(
-    r"torch\.cuda\.|torch\.accelerator\.|\.is_cuda\b|\.type [!=]= [\"'](cuda|cpu)[\"']|[\"']cuda[\"']|is_accelerator\("
+    r"torch\.cuda\.|torch\.backends\.cuda|torch\.accelerator\.|\.is_cuda\b|is_accelerator\("
+    r"|\.type [!=]= [\"'](cuda|cpu)[\"']|[\"']cuda[\"']"
 )
 GPU = "on a GPU only"
 GUARDED = {  # "file function", or a folder or file -> how
@@ -32,13 +33,14 @@ GUARDED = {  # "file function", or a folder or file -> how
     "prefix/attention/flex.py attend_all": "strided_flex",
     "prefix/attention/flex.py pass_mask": "strided_flex",  # uncompiled
     "prefix/attention/passes.py document_attention": "strided_lora",
+    "prefix/attention/passes.py takes_grouped_heads": "tests/devices/test_cuda.py",
     "prefix/attention/passes.py rows_per_tile": "strided_lora",
     "prefix/attention/tiles.py": "strided_lora",
     "prefix/cpu.py cpu_matmul": "strided_lora",
     "prefix/cpu.py _suits": "tests/prefix/test_cpu.py",
     "prefix/cpu.py keep_freed_memory": "tests/run/test_freed_memory.py",
     "prefix/gpu.py": "strided_lora",
-    "prefix/parity.py difference_and_tolerance": "strided_lora",  # TF32 on a GPU only
+    "prefix/parity.py difference_and_tolerance": "strided_tf32",
     "prefix/sampling.py of_device": "strided_lora",
     "run/callbacks.py": "tests/run/test_callbacks.py",
     "run/trainer.py this_machine": "strided_lora",
@@ -77,7 +79,7 @@ def guarded():
             if isinstance(node, ast.FunctionDef):
                 functions |= dict.fromkeys(range(node.lineno, node.end_lineno + 1), node.name)
         for number, line in enumerate(source.splitlines(), start=1):
-            if GUARD.search(line) and not line.lstrip().startswith("#"):
+            if GUARD.search(line) and not line.lstrip().startswith(("#", "from ")):
                 found.add(f"{path.relative_to(SOURCE).as_posix()} {functions.get(number, '')}".strip())
     return found
 

@@ -63,21 +63,35 @@ def test_weights_dtype_and_attention(make_config, tokenizer, monkeypatch, keys, 
     assert model.config.pad_token_id == model.generation_config.pad_token_id == tokenizer.pad_token_id
 
 
+FLASH, HUB = {"flash_attention": True}, {"attn_implementation": "kernels-community/flash-attn2"}
+
+
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("family", "keys", "has_cuda", "lacking"),
     [
-        ({"flash_attention": True}, "attn_implementation: flash_attention_2 cannot be used"),
-        ({"flex_attention": True},
-         "flex_attention supports training on CUDA only: sdpa is used, with the same results"),
-        ({"attn_implementation": "kernels-community/flash-attn2"},
-         "flash-attn2 cannot be used .no CUDA device is available"),
+        ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
+        ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
+        (
+            "gpt_oss",
+            {"attn_implementation": "flash_attention_3"},
+            True,
+            "flash_attention_3 cannot be used .its package",
+        ),
+        ("gemma2", {"flex_attention": True}, False, "flex_attention cannot be used .no CUDA device is available"),
+        ("llama", HUB, False, "flash-attn2 cannot be used .no CUDA device"),
+        ("gpt_oss", HUB, True, "cannot be used .the package kernels is not installed"),
     ],
-)  # fmt: skip
-def test_attention_that_needs_a_gpu_warns_once_and_uses_sdpa(keys, message, make_config, tokenizer, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.warns(UserWarning, match=message) as caught:
-        model = load_model(make_config(**keys), tokenizer)
-    assert len(caught) == 1 and model.config._attn_implementation == "sdpa"
+)
+def test_attention_that_cannot_be_used_warns_once(
+    family, keys, has_cuda, lacking, make_config, tokenizer, make_base, monkeypatch
+):
+    """The model is loaded with transformers' choice: Gemma 2 and gpt-oss do not support sdpa."""
+    base = make_base(tiny_model(family, vocab_size=len(tokenizer)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used instead") as caught:
+        model = load_model(make_config(base_model=base, **keys), tokenizer)
+    assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
 
 
 def test_sequence_len_beyond_positions(make_config):

@@ -151,8 +151,8 @@ _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
         "is replaced with true: TRL's hooks offload the same activations",
     ),
     ("attn_implementation", "xformers"): (
-        {"attn_implementation": "sdpa"},
-        "is replaced with sdpa, which has the same memory-efficient kernels",
+        {},
+        "is ignored: the model's default is used, which has the same memory-efficient kernels where it is sdpa",
     ),
     ("float16", True): (
         {"fp16": True},
@@ -239,6 +239,7 @@ _IGNORED = (
         (False,),
         "ebft merge-lora adds the adapter to the weights in their own dtype",
     ),
+    ("xformers_attention", (False,), "the model's default has the same memory-efficient kernels where it is sdpa"),
     (
         "gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen",
         (False,),
@@ -467,7 +468,7 @@ def _replace_values(found: dict[str, Any]) -> None:
         given = found.get(key)
         if given == value and type(given) is type(value):
             del found[key]
-            if any(found.get(name) != new for name, new in other.items()):
+            if not other or any(found.get(name) != new for name, new in other.items()):
                 warnings.warn(f"{key}: {str(value).lower()} {reason}.", stacklevel=2)
             found.update(other)
     for key in ("bfloat16", "float16"):

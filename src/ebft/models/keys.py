@@ -199,9 +199,6 @@ class AttentionKeys(Section):
     flex_attention: bool | None = Field(None, description="Alias for attn_implementation: flex_attention.")
     sdp_attention: bool | None = Field(None, description="Alias for attn_implementation: sdpa.")
     eager_attention: bool | None = Field(None, description="Alias for attn_implementation: eager.")
-    xformers_attention: bool | None = Field(
-        None, description="Replaced with attn_implementation: sdpa, which has the same memory-efficient kernels."
-    )
 
     @field_validator("attn_implementation")
     @classmethod

@@ -305,24 +305,26 @@ def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: Pr
 
 
 _IDLE = 0.9  # free part of the memory of a GPU that no program uses; drivers and displays take some
-_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+# What implementations require besides a CUDA device.
+_PACKAGES = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+    "flex_attention": lambda: True,
+}
 
 
 def usable_attention(wanted: str | None) -> str | None:
-    """`wanted`, or `sdpa` with a warning if it requires a GPU or a package that is missing; None stays None."""
-    if wanted == "flex_attention" and not torch.cuda.is_available():
-        warnings.warn(
-            "flex_attention supports training on CUDA only: sdpa is used, with the same results.", stacklevel=2
-        )
-        return "sdpa"
+    """`wanted`, or None, transformers' choice for the model, with a warning if a GPU or a package is missing."""
     is_on_hub, has_cuda = wanted is not None and "/" in wanted, torch.cuda.is_available()
-    available = (lambda: importlib.util.find_spec("kernels") is not None) if is_on_hub else _FLASH.get(wanted)
+    available = (lambda: importlib.util.find_spec("kernels") is not None) if is_on_hub else _PACKAGES.get(wanted)
     if available is None or (has_cuda and available()):
         return wanted
     package = "the package kernels" if is_on_hub else "its package"
     lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
-    warnings.warn(f"attn_implementation: {wanted} cannot be used ({lacking}): sdpa is used instead.", stacklevel=2)
-    return "sdpa"
+    warnings.warn(
+        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used instead.", stacklevel=2
+    )
+    return None
 
 
 def usable_device_map(wanted: str | dict | None) -> str | dict | None:

@@ -24,7 +24,6 @@ _ATTENTION_FLAGS = {
     "flex_attention": "flex_attention",
     "sdp_attention": "sdpa",
     "eager_attention": "eager",
-    "xformers_attention": "sdpa",
 }
 _VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|(^|/)\$[A-Za-z_]\w*(?=/|$)")
 # Templates, formats, texts of tokens, regular expressions, and arguments of other libraries.
@@ -35,8 +34,10 @@ _ANY_TEXT = re.compile(
 
 def resolve(config: MethodConfig) -> None:
     """Resolve `config` to the settings that the run uses; each change to a requested setting gives one warning."""
+    config.attn_implementation = _resolve_attention(config)
+    for flag in _ATTENTION_FLAGS:
+        setattr(config, flag, None)
     for change in (
-        _set_attention,
         _resolve_axolotl,
         _variables_in_texts,
         _activations,
@@ -56,17 +57,6 @@ def resolve(config: MethodConfig) -> None:
         config.fsdp = True
     if config.wandb_run_id and not config.wandb_name:
         config.wandb_name = config.wandb_run_id
-
-
-def _set_attention(config: MethodConfig) -> Iterator[str]:
-    config.attn_implementation = _resolve_attention(config)
-    if config.xformers_attention:
-        yield (
-            "xformers_attention: transformers has no xformers attention, so attn_implementation: sdpa is used, which "
-            "has the same memory-efficient kernels."
-        )
-    for flag in _ATTENTION_FLAGS:
-        setattr(config, flag, None)
 
 
 def _resolve_attention(keys: AttentionKeys) -> str | None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -238,18 +239,23 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     longest = max(end - start for start, end in spans)
     are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
     if _is_plain(pattern, scores, sinks) and not are_short:
+        query, key = query.to(value.dtype), key.to(value.dtype)  # with autocast, float32 after the rotary embedding
         documents, lengths = [], [end - start for start, end in spans]
         # Split rather than sliced, whose gradients would be as many tensors, padded with zeros.
         parts = ((query, key, value),) if len(spans) == 1 else zip(*(x.split(lengths, -2) for x in (query, key, value)))
         for of_query, of_key, of_value in parts:
+            of_query, of_key, of_value = of_query.flatten(0, 1)[None], of_key[None], of_value[None]
+            if q > 1 and not takes_grouped_heads(of_query, of_key, of_value, scores.dropout):
+                # For the memory-efficient kernel: the remaining one stores S x S scores.
+                of_key, of_value = (x.repeat_interleave(q, 1) for x in (of_key, of_value))
             part = F.scaled_dot_product_attention(
-                of_query.flatten(0, 1)[None],
-                of_key[None],
-                of_value[None],
+                of_query,
+                of_key,
+                of_value,
                 dropout_p=scores.dropout,
                 is_causal=True,
                 scale=scores.scaling,
-                enable_gqa=q > 1,
+                enable_gqa=of_query.shape[1] != of_key.shape[1],
             )
             documents.append(part.squeeze(0).transpose(0, 1))
         return documents[0] if len(documents) == 1 else torch.cat(documents)
@@ -257,6 +263,14 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     tiles = pattern.document_tiles(spans, q, k, sinks is None, query.device)
     output = attend(rows, key, value, None, tiles, scores, sink_rows(sinks, k, q, 1))
     return output.view(k, s, q, -1).transpose(0, 1).flatten(1, 2)
+
+
+def takes_grouped_heads(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
+    """Whether a fused kernel takes several query heads for a key head: FlashAttention on a GPU, or on a planned one."""
+    if query.is_cuda:
+        return can_use_flash_attention(SDPAParams(query, key, value, None, dropout, True, True))
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.device.type == "cpu" or (is_half and query.shape[-1] == value.shape[-1] <= 256)
 
 
 def _is_plain(pattern: MaskPattern, scores: Scores, sinks: Tensor | None) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ebft.prefix.attention.passes import takes_grouped_heads
 from ebft.tools.doctor import backend
 from ebft.tools.doctor.backend import CPU, DEVICES, INDEXING, NAME, aten, on_cpu, own, run, shares_memory
 
@@ -214,14 +215,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention, as on a GPU: that of FlashAttention, or with a mask the memory-efficient one."""
-    if attn_mask is None:
+    """Attention as on a GPU: FlashAttention, the memory-efficient kernel, or one that keeps the scores."""
+    if attn_mask is None and takes_grouped_heads(query, key, value, dropout_p):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    bias = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
-    bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True
+        )[0]
+    bias = None if attn_mask is None else attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+    bias = None if bias is None else bias.expand(*query.shape[:-1], key.shape[-2])
     needs = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs, dropout_p, is_causal, scale=scale

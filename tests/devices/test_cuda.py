@@ -1,0 +1,72 @@
+"""Flags of a GPU on models, tensors and machines that say they are CUDA, without one."""
+
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from ebft.prefix.attention import passes
+from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
+from ebft.transformers_internals import causal_mask_function
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "precision", "rough"),
+    [
+        ("cuda", torch.float32, "none", False),
+        ("cuda", torch.float32, "ieee", False),
+        ("cuda", torch.float32, "tf32", True),
+        ("cuda", torch.bfloat16, "none", True),
+        ("cuda", torch.float16, "ieee", True),
+        ("cpu", torch.float32, "tf32", False),
+    ],
+)
+def test_tolerance_by_precision(device, dtype, precision, rough, monkeypatch):
+    """As `tf32: true` of transformers sets it, after which `allow_tf32` cannot be read."""
+    monkeypatch.setattr(torch.backends, "fp32_precision", precision)
+    model = SimpleNamespace(device=torch.device(device), dtype=dtype)
+    found = difference_and_tolerance(model, "states", torch.tensor([0.0, 1e-6, 1.0]))
+    assert found == (pytest.approx(1e-6) if rough else 1.0, TOLERANCES[rough])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "takes"),
+    [
+        (torch.float32, 64, False),
+        (torch.bfloat16, 64, True),
+        (torch.float16, 256, True),
+        (torch.bfloat16, 512, False),  # as of Gemma 4
+    ],
+)
+def test_kernels_of_grouped_heads(dtype, size, takes):
+    """On a planned GPU by a rule, on CUDA by PyTorch's answer, which a build for CPU gives for no tensor."""
+    of_meta = [torch.empty(1, heads, 5, size, dtype=dtype, device="meta") for heads in (4, 2, 2)]
+    assert passes.takes_grouped_heads(*of_meta, 0.0) == takes
+    with FakeTensorMode(), patch.object(passes, "can_use_flash_attention", return_value=takes) as asked:
+        of_cuda = [torch.empty(1, heads, 5, size, dtype=dtype, device="cuda") for heads in (4, 2, 2)]
+        assert passes.takes_grouped_heads(*of_cuda, 0.0) == takes
+    [[params]] = [call.args for call in asked.call_args_list]
+    assert params.enable_gqa and params.is_causal and params.query.shape == (1, 4, 5, size)
+
+
+@pytest.mark.parametrize("spans", [[(0, 600)], [(0, 300), (300, 600)]])
+def test_repeated_keys_are_grouped_heads(spans):
+    """Values and gradients where no fused kernel takes grouped heads."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+    parts = [draw(2, 3, 600, 8), draw(2, 600, 8), draw(2, 600, 8)]
+    found = []
+    for takes in (True, False):
+        with (
+            patch.object(passes, "takes_grouped_heads", return_value=takes),
+            patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel,
+        ):
+            pattern = passes.MaskPattern(causal_mask_function)
+            output = passes.document_attention(spans, *parts, pattern, Scores(0.3), None)
+        found.append((output, *torch.autograd.grad(output.square().sum(), parts)))
+        assert [call.kwargs["enable_gqa"] for call in kernel.call_args_list] == [takes] * len(spans)
+    torch.testing.assert_close(*found)
