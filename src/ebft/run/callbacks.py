@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
 
 from ebft.config.schema import RunConfig
+from ebft.errors import cause, doing
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
@@ -78,6 +80,28 @@ def profiled_steps(steps: int | list[int] | None, start: int | None) -> Collecti
     if isinstance(steps, int):
         return range((start or 0) + 1, (start or 0) + steps + 1)
     return steps or ()
+
+
+def keep_going_without_trackers(trainer: OverTrainer) -> None:
+    """Make errors of trackers warnings, except at the start of training."""
+    kinds = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
+    events = [name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_train_begin"]
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, kinds):
+            name = type(callback).__name__.removesuffix("Callback")
+            callback.on_train_begin = doing(f"starting the tracker {name}")(callback.on_train_begin)
+            for event in events:
+                setattr(callback, event, _warning(getattr(callback, event), name))
+
+
+def _warning(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            warnings.warn(f"The tracker {name} failed, so its logs are incomplete: {cause(error)}", stacklevel=2)
+
+    return call
 
 
 class EarlyStopping(EarlyStoppingCallback):
