@@ -8,13 +8,15 @@ from unittest.mock import Mock, call
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from ebft import train
-from ebft.errors import told
+from ebft.errors import ConfigError, told
 from ebft.run import callbacks
 from ebft.run.callbacks import profiled_steps
+from ebft.run.output import final_step
 from ebft.run.reporting import start_trackers
-from tests.run.conftest import assert_equal
+from tests.run.conftest import STRIDED, assert_equal
 
 AUTO = {"auto_resume_from_checkpoints": True}
 # A learning rate that makes every evaluation after the first one worse.
@@ -125,3 +127,21 @@ def test_a_tracker_that_fails_later_is_a_warning(make, out, monkeypatch):
     with pytest.raises(OSError) as found:
         train(make(max_steps=2, use_tensorboard=True))
     assert "while starting the tracker TensorBoard" in told(found.value)
+
+
+@pytest.mark.parametrize("event", ["on_train_end", "on_log", "on_step_end"])
+def test_an_error_after_the_last_update_does_not_lose_the_model(make, out, event):
+    with pytest.raises(ConfigError, match=f"{event} failed: OSError: full"):
+        train(make(**STRIDED, max_steps=2, save_strategy="no", plugins=[f"tests.run.test_callbacks.Failing{event}"]))
+    assert final_step(out) == 2 and json.loads((out / "run.json").read_text())["state"] == "failed"
+
+
+def failing(event):
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise OSError("full")
+
+    return type(f"Failing{event}", (TrainerCallback,), {event: fail})
+
+
+Failingon_train_end, Failingon_log, Failingon_step_end = map(failing, ("on_train_end", "on_log", "on_step_end"))

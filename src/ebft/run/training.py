@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerState, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, save_remedy
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
@@ -292,6 +292,13 @@ def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: 
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, HealthCallback):
                 callback.failed(error, trainer.args, trainer.state)
+        raise
+    except SaveError:
+        raise
+    except Exception:  # of a callback or an evaluation
+        if trainer.load_result():
+            save(config, trainer, last_metrics(trainer), stop)
+            say(f"The model is saved in {config.output_dir}, although training ended with an error.", err=True)
         raise
     except StopRequested:
         trainer.save_stopped()
