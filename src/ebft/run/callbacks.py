@@ -21,7 +21,7 @@ from ebft.errors import cause, doing
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
-from ebft.processes import has_failed, is_main_process, signal_handler
+from ebft.processes import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
 from ebft.trainer import OverTrainer
 
 _ALLOCATIONS = 1_000_000  # of a profiled step that its snapshot has
@@ -167,7 +167,9 @@ _held = threading.local()  # the signals that a thread had blocked before it for
 
 
 def _before_fork() -> None:
-    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # Python would drop it in a new process
+    _held.mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]
+    )  # Python would drop it in a new process
 
 
 def _after_fork() -> None:
@@ -177,7 +179,12 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """Give processes that user code forks, such as workers of a multiprocessing.Pool, the handlers of Python."""
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_IGN,
+    }
+    for number, default in defaults.items():  # a step may need the process until it is saved
         if getattr(signal.getsignal(number), "__func__", None) is StopOnSignal._on_signal:
             signal.signal(number, default)
     _after_fork()
@@ -202,7 +209,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopOnSignal(TrainerCallback):
-    """Stops a run on Ctrl-C or SIGTERM: immediately, or where that is not possible, after the step or the save.
+    """Stops a run on Ctrl-C, SIGTERM or SIGHUP: immediately, or where that is not possible, after the step or the save.
 
     Several processes must stop after the same step, so they always complete it and its evaluation. `requested` is set
     by a signal. `command`: the words of the command that started the run, for the message on how to resume.
@@ -233,7 +240,7 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
-        with signal_handler((signal.SIGINT, signal.SIGTERM), self._on_signal):
+        with signal_handler(SIGNALS, self._on_signal):
             yield
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -241,7 +248,7 @@ class StopOnSignal(TrainerCallback):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
-        self.request(number)
+        self.request(passed_on(number))
         if self._can_stop():
             raise StopRequested
         if not is_main_process() or has_failed():  # a failed process ends the others
