@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -9,6 +10,7 @@ from ebft.config.schema import RunConfig
 from ebft.printed import without_secrets, without_secrets_in_text
 from ebft.run.reporting import model_card, recorded
 from ebft.tools.cli import app
+from ebft.tools.cli.console import polite
 from ebft.tools.dashboard.report import report
 
 
@@ -126,3 +128,15 @@ def test_the_files_of_a_run_have_no_secrets(tmp_path):
     assert json.loads(run)["config"]["special_tokens"]["pad_token"] == "<pad>"
     assert "no answer from https://(removed)@host?key=(removed)" in json.loads(run)["error"]
     assert os.listdir(tmp_path).count("report.html") == 1
+
+
+def test_tracebacks(monkeypatch, capsys):
+    monkeypatch.setenv("EBFT_DEBUG", "1")
+
+    def fail():
+        raise OSError("https://user:password@host is not there")
+
+    with pytest.raises(typer.Exit):
+        polite(fail)()
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed and "https://(removed)@host" in printed and "password" not in printed

@@ -386,7 +386,17 @@ def _weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     if found.suffix != ".json":
         return [found]
-    return [folder / file for file in sorted(set(json_object(found)["weight_map"].values()))]
+    return indexed_files(found)
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The files that an index of weights names. Raises OSError or ValueError if it names none."""
+    places = json_object(index).get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    wrong = next((name for name in names if not isinstance(name, str)), None)
+    if not names or wrong is not None:
+        raise ValueError(f"weight_map must name the file of each tensor, got {wrong!r:.60}")
+    return [index.parent / name for name in sorted(set(names))]
 
 
 def _tensors_hash(files: list[Path]) -> str:

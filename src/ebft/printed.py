@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,6 +43,15 @@ def duration(seconds: float) -> str:
             part = small // 60 if unit != "dh" else 3600
             return f"{seconds // small}{unit[0]}{seconds % small // part:02d}{unit[1]}"
     return f"over {10**9}d"  # from damaged times
+
+
+def all_printable(value: Any) -> Any:
+    """`value` with the texts of its lists and mappings as `printable` shows them."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [all_printable(item) for item in value]
+    return {key: all_printable(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def printable_json(text: str) -> str:
@@ -229,6 +239,11 @@ def without_secrets_in_text(text: str) -> str:
     for pattern, replacement in _TEXTS:
         text = pattern.sub(replacement, text)
     return text
+
+
+def traced(error: BaseException) -> str:
+    """The traceback of an error, without secrets."""
+    return without_secrets_in_text("".join(traceback.format_exception(error)))
 
 
 def without_secrets(value: Any, key: str = "") -> Any:

@@ -162,8 +162,10 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 @contextmanager
 def signal_handler(numbers: Sequence[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Call `handler` for these signals inside the block, instead of their usual effect."""
-    previous = {number: signal.signal(number, handler) for number in numbers}
+    """Call `handler` for these signals inside the block, instead of their usual effect; nohup ignores SIGHUP."""
+    always = (signal.SIGINT, signal.SIGTERM)
+    handled = [number for number in numbers if number in always or signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
+import math
 from random import Random
 
+import numpy as np
 import pytest
 
 from ebft import training_outcome
@@ -47,7 +49,7 @@ def case(log, *present, absent="(nothing)", **options):
 @pytest.mark.parametrize(
     ("log", "options", "present", "absent"),
     [
-        case(LEARNED, "the model learned: ebft/ce_loss improved", "First and last fifth", "±", "ebft/ce_loss 2.874"),
+        case(LEARNED, "the model learned: ebft/ce_loss improved", "First and last tenth", "±", "ebft/ce_loss 2.924"),
         case(UNLEARNED, "the model did not learn: ebft/alignment became worse"),
         case(PREFERRED, "the model learned: rewards/margins improved", absent="ebft evaluate", evaluate=None),
         case(MARGINS, "eval_rewards/margins 0 -> 0.5", absent="ebft evaluate", evaluate=None),
@@ -59,7 +61,7 @@ def case(log, *present, absent="(nothing)", **options):
         case([entry | {"ebft/alignment": 1.0} for entry in MEAN], absent="reward"),
         # evaluations come first, with their steps and the command that compares the models
         case(KNOWN + STEADY, "learned: eval_cfm_loss improved", "cfm_loss 0.5 -> 0.2 (-0.3 ± 0.0084, counts from "),
-        case(KNOWN + STEADY, absent="fifth"),
+        case(KNOWN + STEADY, absent="tenth"),
         case(CFM[:3], "First and last evaluation (steps 0 and 20):\n  eval_cfm_loss"),
         case(CFM[:3] + [{"step": 33, "train_loss": 1.0}], f"confidence intervals:\n  {COMMAND}", evaluate=COMMAND),
         # an error that two evaluations, or two values, do not show
@@ -70,7 +72,7 @@ def case(log, *present, absent="(nothing)", **options):
         case(
             FOUR, TOO_FEW, "eval_loss 5 -> 3.3 (-1.7 ± 0.24, counts from 2.3)", "a smaller eval_steps", absent="unknown"
         ),
-        case(FOUR + STEADY, TOO_FEW, "First and last fifth of the training logs:\n  ebft/cfm_loss"),
+        case(FOUR + STEADY, TOO_FEW, "First and last tenth of the training logs:\n  ebft/cfm_loss"),
         case(FOUR + LEARNED, "the model learned: ebft/ce_loss improved", absent=TOO_FEW),
         case([], "Outcome: unknown", "test_datasets"),
         case(SHORT, "Outcome: unknown"),
@@ -127,11 +129,28 @@ def test_noise_of_evaluations_rarely_gives_a_verdict(count, names):
 
 
 def test_noise_of_training_logs_rarely_gives_a_verdict():
-    for seed in range(10):
-        assert NO_CHANGE in training_outcome(training("reward", [0.5] * 50, spread=0.3, seed=seed))
+    assert verdicts(training("reward", [0.5] * 50, spread=0.3, seed=seed) for seed in range(100)) < 0.05 * 100
     random = Random(0)
     entry = lambda i: {"step": i, "ebft/ce_loss": random.gauss(2, 1), "ebft/alignment": random.random()}
     assert verdicts([entry(i) for i in range(8)] for _ in range(400)) < 0.05 * 400
+
+
+@pytest.mark.parametrize("correlation", [0.5, 0.8, 0.9, 0.95])
+@pytest.mark.parametrize("count", [10, 50, 300])
+def test_correlated_noise_of_training_logs_rarely_gives_a_verdict(count, correlation):
+    noise = np.random.default_rng(count).standard_normal((2, 300, count))
+    for time in range(1, count):
+        noise[..., time] *= math.sqrt(1 - correlation**2)
+        noise[..., time] += correlation * noise[..., time - 1]
+    for names in (["loss"], ["ebft/ce_loss", "ebft/alignment"]):
+        assert verdicts(evaluated(**dict(zip(names, series.tolist()))) for series in noise.swapaxes(0, 1)) < 0.05 * 300
+
+
+def test_a_change_far_above_correlated_noise_counts():
+    decay = [2 + 0.5 * 0.98**i for i in range(200)]
+    assert "the model learned: ebft/ce_loss improved" in training_outcome(training("ebft/ce_loss", decay, spread=0.1))
+    short = training("ebft/ce_loss", [2 - 0.05 * i for i in range(10)], spread=0.05)
+    assert "too few logs of training to tell" in training_outcome(short)
 
 
 def test_a_step_and_a_trend_are_not_noise():

@@ -94,6 +94,14 @@ def test_one_process_of_accelerate(launched, act, status):
     assert launched(act, ACCELERATE, "accelerate") == status
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_processes_of_one_machine_meet_at_an_address_of_it(launched, launcher, tmp_path):
+    two = ACCELERATE.replace("--num_processes 1", "--num_processes 2 --multi_gpu --main_process_port 0")
+    assert launched("listening", TORCHRUN if launcher == "torchrun" else two, launcher) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["0200007F"] * 2  # 127.0.0.2
+
+
 def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
     monkeypatch.setattr(agent, "_STARTUP", 0.0)
     stop = agent.threading.Event()
@@ -106,7 +114,7 @@ def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
 
 def test_a_launcher_that_cannot_start(launched):
     with pytest.raises(LaunchError, match="The processes cannot be started"):
-        launched("nothing", "--nproc-per-node 1 --master-addr 127.0.0.1 --master-port -3")
+        launched("nothing", "--nproc-per-node none")
 
 
 def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):

@@ -1,9 +1,12 @@
 """Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
 
 import json
+import os
 import socket
 import sys
 import warnings
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +15,7 @@ from ebft.errors import ConfigError, LaunchError
 from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
-from ebft.tools.launch.ray_driver import check_reachable, worker_resources
+from ebft.tools.launch.ray_driver import check_reachable, connected, worker_resources
 from tests.launch.test_plan import MANAGED
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]}
@@ -130,6 +133,15 @@ def test_an_address_at_which_nothing_listens_is_an_error_at_once():
     with pytest.raises(LaunchError, match=message):
         check_reachable(address)
     check_reachable("auto")
+
+
+def test_a_start_of_ray_that_times_out_is_an_error(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    init = Mock(side_effect=Exception("The current node timed out during startup."))  # as in Ray
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    message = "cannot connect to a local Ray: The current node timed out"
+    with pytest.raises(LaunchError, match=message), connected(config_with(use_ray=True)):
+        pass
 
 
 def test_training_from_python_refuses_the_key_before_anything_is_loaded():

@@ -25,6 +25,15 @@ def _meet(folder, rank):
     wait_until(lambda: len(list(folder.iterdir())) == 2)
 
 
+def _addresses(pid):
+    """The addresses at which a process listens, in hexadecimal digits as Linux lists them."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    for family in ("tcp", "tcp6"):
+        for fields in map(str.split, Path(f"/proc/net/{family}").read_text().splitlines()[1:]):
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
+                yield fields[1].partition(":")[0]
+
+
 def main(act, folder):
     rank, received = os.environ.get("RANK", "0"), []
     if act == "signals":
@@ -43,6 +52,15 @@ def main(act, folder):
     if act == "parent":
         Path(folder, rank).write_text(os.environ[processes.PARENT])
     processes.join_launch()
+    if act == "listening":
+        from torch import distributed  # imported for this one only, as it is slow
+
+        distributed.init_process_group("gloo")
+        _meet(Path(folder, "here"), rank)
+        Path(folder, rank).write_text(" ".join(_addresses(os.getppid())))
+        distributed.barrier()
+        distributed.destroy_process_group()
+        sys.exit()
     if act == "signals":
         for place, number in enumerate((signal.SIGINT, signal.SIGHUP)):
             if rank == "0":  # one after another: signals that arrive together are handled in the order of their numbers

@@ -1,17 +1,22 @@
 """What profiles a run, and ends it before its last step: evaluations that do not improve, losses above a threshold."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from ebft import train
+from ebft.errors import ConfigError, told
 from ebft.run import callbacks
 from ebft.run.callbacks import profiled_steps
-from tests.run.conftest import assert_equal
+from ebft.run.output import final_step
+from ebft.run.reporting import start_trackers
+from tests.run.conftest import STRIDED, assert_equal
 
 AUTO = {"auto_resume_from_checkpoints": True}
 # A learning rate that makes every evaluation after the first one worse.
@@ -93,3 +98,50 @@ def test_peak_memory_of_a_gpu(make, monkeypatch):
     for name, peak in {"max_memory_allocated": 2**30, "max_memory_reserved": 2**31}.items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda peak=peak: peak)
     assert result.trainer._peak_memory() == {"memory/max_alloc": 1.0, "memory/max_reserved": 2.0}
+
+
+def test_a_tracker_that_cannot_start_ends_the_run_before_the_model_is_loaded(make, monkeypatch, tmp_path):
+    monkeypatch.setattr("ebft.run.training.load_model", None)
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(file / "logs"))
+    with pytest.raises(NotADirectoryError) as found:
+        train(make(use_tensorboard=True))
+    assert "TENSORBOARD_LOGGING_DIR of TensorBoard: NotADirectoryError" in told(found.value)
+    init = Mock(side_effect=RuntimeError("api_key not configured"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None, init=init))
+    with pytest.raises(RuntimeError) as found:
+        start_trackers(["wandb"], "name")
+    assert "while starting the tracker wandb" in told(found.value)
+    assert init.call_args.kwargs == {"project": "huggingface", "name": "name"}
+
+
+def test_a_tracker_that_fails_later_is_a_warning(make, out, monkeypatch):
+    failed = Mock(side_effect=OSError("disk quota exceeded"))
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", failed)
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.close", failed)
+    with pytest.warns(UserWarning, match="The tracker TensorBoard failed.*: disk quota exceeded"):
+        train(make(max_steps=2, use_tensorboard=True))
+    assert (out / "model.safetensors").is_file() and failed.call_count > 1
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_text", failed)
+    with pytest.raises(OSError) as found:
+        train(make(max_steps=2, use_tensorboard=True))
+    assert "while starting the tracker TensorBoard" in told(found.value)
+
+
+@pytest.mark.parametrize("event", ["on_train_end", "on_log", "on_step_end"])
+def test_an_error_after_the_last_update_does_not_lose_the_model(make, out, event):
+    with pytest.raises(ConfigError, match=f"{event} failed: OSError: full"):
+        train(make(**STRIDED, max_steps=2, save_strategy="no", plugins=[f"tests.run.test_callbacks.Failing{event}"]))
+    assert final_step(out) == 2 and json.loads((out / "run.json").read_text())["state"] == "failed"
+
+
+def failing(event):
+    def fail(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise OSError("full")
+
+    return type(f"Failing{event}", (TrainerCallback,), {event: fail})
+
+
+Failingon_train_end, Failingon_log, Failingon_step_end = map(failing, ("on_train_end", "on_log", "on_step_end"))

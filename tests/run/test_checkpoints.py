@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ebft.config.load import apply_overrides
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
-from ebft.files import write_checksums
+from ebft.files import weights_hash, write_checksums
 from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
 from ebft.run.resume_compat import optimizer_keys, write_run_keys
 from tests.config.conftest import MINIMAL
@@ -190,6 +190,15 @@ def test_a_renamed_checkpoint_is_named_with_its_step(make, checkpoint, folder, n
     assert newest_checkpoint(folder.parent) == folder
     copied = renamed.rename(folder.parent / "copy-of-6")  # a name without a step
     assert resumed(make(resume_from_checkpoint=copied)) == str(copied)
+
+
+def test_an_index_without_a_mapping_is_damaged(make, checkpoint, folder):
+    torn = checkpoint(6, "optimizer.pt", "config.json")
+    (torn / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+    assert_skipped(make, torn, folder, "model.safetensors.index.json is damaged .weight_map must name the file of each")
+    assert weights_hash(torn) is not None
+    (torn / "model.safetensors").unlink()
+    assert weights_hash(torn) is None
 
 
 def test_folders_with_other_names_are_no_checkpoints(make, checkpoint, folder):

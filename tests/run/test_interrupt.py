@@ -110,7 +110,7 @@ def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
     assert (stop.requested, stop.signal_number, added) == (True, 15, [stop])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_process_that_user_code_forks_has_the_default_handlers(number):
     stop = StopOnSignal()
     stop.requested = True  # ignores a second SIGTERM
@@ -122,4 +122,14 @@ def test_a_process_that_user_code_forks_has_the_default_handlers(number):
                 os._exit(3 if type(error) is KeyboardInterrupt else 1)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == (3 if number == signal.SIGINT else -signal.SIGTERM)
+    assert status == {signal.SIGINT: 3, signal.SIGTERM: -signal.SIGTERM, signal.SIGHUP: 0}[number]
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with (stop := StopOnSignal()).listening():
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, former)

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from ebft import train
 from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
+from ebft.nemo_gym.client import Failure, GymClient
 from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.turns import Sampling
 from tests.nemo_gym import servers
@@ -90,6 +91,35 @@ def test_responses_that_are_not_those_of_vllm(body, options):
         for call in (client.base_model, lambda: client.tokenize("m", "text"), complete):
             with pytest.raises(RolloutError, match="does not respond to /.* as vLLM does.*trl.vllm_server_host"):
                 call()
+
+
+def test_a_response_that_does_not_end(gym):
+    def trickle(handler, body):
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        with suppress(OSError):
+            for _ in range(100):
+                handler.wfile.write(b"a")
+                time.sleep(0.05)
+
+    server = gym.serve(None)
+    server.server.RequestHandlerClass.respond = trickle
+    vllm, head = VLLMClient("127.0.0.1", server.port, 0.5), GymClient(server.port, timeout=0.5)
+    with pytest.raises(RolloutError, match="did not respond to /tokenize within 0.5 s"):
+        vllm.tokenize("m", "text")
+    assert head.post_all([(head.head, {})]) == [Failure("no response within 0.5 s (nemo_gym_verify_timeout)")]
+    vllm.close()
+    head.close()
+
+
+def test_a_response_that_is_too_large(monkeypatch):
+    monkeypatch.setattr("ebft.structured.rollouts.client._LARGEST", 100)
+    with (
+        answering(" " * 101) as client,
+        pytest.raises(RolloutError, match="vLLM does: 'the response has more than 1"),
+    ):
+        client.models()
 
 
 @pytest.mark.parametrize("logprobs", ['"a"', "[1]", '{"token_logprobs": 5}', '{"token_logprobs": ["a"]}'])

@@ -49,6 +49,13 @@ def test_references_do_not_limit_the_completions_of_grpo(chat_tokenizer, build, 
     assert max(len(rollout.ids) for rollout in rollouts) == 25
 
 
+def test_what_trl_prints_does_not_control_the_terminal(chat_tokenizer, build, capfd):
+    data = [{"prompt": [{"role": "user", "content": f"\x1b[2J{number}"}], "ground_truth": "a"} for number in range(6)]
+    build(chat_model(chat_tokenizer), Dataset.from_list(data), log_completions=True, max_steps=1).train()
+    printed = capfd.readouterr().out
+    assert "\u241b[2J" in printed and "\x1b[2J" not in printed
+
+
 def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
     options = {"eval_strategy": "steps", "eval_steps": 2, "use_whitening": True, "per_device_eval_batch_size": 4}
     trainer = build(eval_dataset=rows().select(range(3)), **options)

@@ -136,9 +136,12 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()}
 
 
+_TAB = r"character '\t' that cannot start any token"  # words of ruamel.yaml
+
+
 def problem(error: YAMLError) -> tuple[int | None, str]:
     """The line (counted from 1) and the message of a YAML error."""
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         words = ", ".join(part for part in (error.context, error.problem) if part)
-        return error.problem_mark.line + 1, words
+        return error.problem_mark.line + 1, words.replace(_TAB, "a tab: indent with spaces only")
     return None, str(error)

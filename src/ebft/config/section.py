@@ -96,7 +96,10 @@ def or_null(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(*names: str) -> Any:
-    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line."""
+    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line.
+
+    Only `path`, of a dataset, may be a URL.
+    """
 
     def expanded(value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, str):
@@ -106,6 +109,8 @@ def paths(*names: str) -> Any:
                 f"{info.field_name}: {value!r:.200} begins or ends with a line break, as blocks that start with > or | "
                 "do. Start the block with >- or |-, or write the value on one line."
             )
+        if "://" in value and info.field_name != "path":
+            raise ValueError(f"{info.field_name}: {value!r:.200} is a URL. Set a path on this machine.")
         try:
             return expand_home(value)
         except ValueError as error:

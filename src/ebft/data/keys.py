@@ -232,6 +232,8 @@ class DataKeys(Section):
         "Default: assistant.",
     )
 
+    _prepared_path = paths("dataset_prepared_path")
+
 
 class SeedKeys(Section):
     """Random seeds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from statistics import mean, variance
+from statistics import mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ NAMES = frozenset({*_HELD_OUT, "eval_loss", *_TRAINING, *_SFT_LOSS, "ebft/mean_r
 # Rewards can be missing: functions return None for what they do not score.
 _ALWAYS_FINITE = ("eval_cfm_loss", "eval_alignment", "eval_ce_loss", "eval_loss", "ebft/cfm_loss", "loss")
 _COMPARISON = "This compares the trained model with the base model and gives confidence intervals:\n  "
-_FEWEST = 4  # values on each side of a comparison, and evaluations for the error of their difference
-_ERRORS = 3  # standard errors that a change of training must exceed at least, since neighbouring logs are similar
-_LEVEL = 0.03  # probability that any metric without a change is counted as changed, under independent normal noise
+_FEWEST = 4  # evaluations for the error of their difference; half of the logs of training
+_LEVEL = 0.03  # probability that any metric without a change is counted as changed, under normal noise
+_BLOCKS = 10  # of the logs of training, whose means are compared
+_MEMORY = 25  # logs of training over which noise may be similar: a correlation of up to 0.95 between neighbours
 
 
 class Change(NamedTuple):
@@ -96,7 +97,7 @@ class Outcome(NamedTuple):
     def __str__(self) -> str:
         parts = [f"Outcome: {self.verdict}.", *self.reported]
         if self.training:
-            parts.append(f"First and last fifth of the training logs:{_listed(self.training)}")
+            parts.append(f"First and last tenth of the training logs:{_listed(self.training)}")
         if self.steps is not None:
             first, last = self.steps
             parts.append(f"First and last evaluation (steps {first} and {last}):{_listed(self.held_out)}")
@@ -126,9 +127,10 @@ def training_outcome(
     second, the features and rewards of training are not compared, as each step has a space of its own.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. If these
-    are too few to tell, also compares the first and the last fifth of the logs of training, and concludes from these.
+    are too few to tell, also compares the first and the last tenth of the logs of training, and concludes from these.
     A change counts if it exceeds a limit that depends on its standard error, the number of values, and the number of
-    metrics.
+    metrics. The noise of evaluations is assumed to be independent. The noise of logs of training may be
+    correlated, by up to 0.95 between neighbours, so few logs need a large change.
     """
     return str(outcome_of(log_history, evaluate, unresolved, has_held_out, eval_strategy, use_whitening))
 
@@ -235,11 +237,7 @@ def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
     found = {name: _values(log_history, name) for name in names or {"eval_loss": False}}
     found = {name: values for name, values in found.items() if len(values) >= 2}
     for name, values in found.items():
-        error = series_error(values) if len(values) >= _FEWEST else None
-        limits = [
-            None if error is None else error * series_quantile(n, _LEVEL / len(found)) for n in (len(values), _LONGEST)
-        ]
-        yield Change(name, values[0], values[-1], error, limits[0], limits[1], names.get(name, False))
+        yield _change(name, values, names.get(name, False), _LEVEL / len(found))
 
 
 def _training_changes(log_history: list[dict[str, Any]], use_whitening: bool) -> Iterator[Change]:
@@ -250,11 +248,20 @@ def _training_changes(log_history: list[dict[str, Any]], use_whitening: bool) ->
         found.pop("reward", None)  # alignment and diversity are its only parts
     found = {name: values for name, values in found.items() if len(values) >= 2 * _FEWEST}
     for name, values in found.items():
-        part = max(_FEWEST, len(values) // 5)
-        first, last = values[:part], values[-part:]
-        error = math.sqrt((variance(first) + variance(last)) / part)
-        limits = [error * max(_ERRORS, t_quantile(2 * n - 2, _LEVEL / len(found))) for n in (part, _LONGEST)]
-        yield Change(name, mean(first), mean(last), error, limits[0], limits[1], names[name])
+        ends = [len(values) * end // _BLOCKS for end in range(_BLOCKS + 1)]
+        blocks = [mean(values[start:end]) for start, end in zip(ends, ends[1:]) if start < end]
+        correlation = _MEMORY / (_MEMORY + len(values) / len(blocks))  # about that of the means of AR(1) noise
+        yield _change(name, blocks, names[name], _LEVEL / len(found), correlation)
+
+
+def _change(name: str, values: list[float], greater: bool, level: float, correlation: float = 0.0) -> Change:
+    """The change from the first to the last value, if neighbours have up to this correlation."""
+    error = series_error(values) if len(values) >= _FEWEST else None
+    if error is None:
+        return Change(name, values[0], values[-1], None, None, None, greater)
+    many = len(values) if correlation else _LONGEST  # the number of blocks does not grow
+    limits = [series_quantile(len(values), level, correlation), series_quantile(many, level)]
+    return Change(name, values[0], values[-1], error, *(error * limit for limit in limits), greater)
 
 
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
@@ -297,8 +304,11 @@ def series_error(values: list[float]) -> float | None:
 
 
 @cache
-def series_quantile(length: int, level: float) -> float:
-    """What |last - first| / `series_error` exceeds with probability `level` in series of independent normal values."""
+def series_quantile(length: int, level: float, correlation: float = 0.0) -> float:
+    """What |last - first| / `series_error` exceeds with probability `level` in series of normal values.
+
+    `correlation`: the largest one between neighbours, of an autoregressive series.
+    """
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -306,29 +316,11 @@ def series_quantile(length: int, level: float) -> float:
     found = []
     for _ in range(10):
         series_RT = generator.standard_normal((_SIMULATED // 10, length))
+        for time in range(1, length):
+            series_RT[:, time] *= math.sqrt(1 - correlation**2)
+            series_RT[:, time] += correlation * series_RT[:, time - 1]
         found.append(np.abs(series_RT[:, -1] - series_RT[:, 0]) / (math.sqrt(2) * _noise(series_RT)))
     return float(np.quantile(np.concatenate(found), 1 - level))
-
-
-@cache
-def t_quantile(freedom: int, level: float) -> float:
-    """What the absolute value of a variable with Student's t distribution exceeds with probability `level`."""
-    low, high = 0.0, 1e4
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _t_tail(middle, freedom) > level else (low, middle)
-    return high
-
-
-def _t_tail(value: float, freedom: int) -> float:
-    """P(|t| > value) for an even number of degrees of freedom, as a finite sum (Abramowitz and Stegun, 26.7.4)."""
-    assert freedom % 2 == 0
-    sine, cosine2 = value / math.sqrt(freedom + value**2), freedom / (freedom + value**2)
-    term = total = 1.0
-    for index in range(1, freedom // 2):
-        term *= cosine2 * (2 * index - 1) / (2 * index)
-        total += term
-    return 1 - sine * total
 
 
 def _noise(series_RT: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ebft.errors import ModelError, cause, some_of
-from ebft.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS, first_weights
+from ebft.files import ADAPTER_WEIGHTS, MODEL_WEIGHTS, first_weights, indexed_files
 from ebft.models.files import read_object
 from ebft.models.sharded_index import WEIGHTS as PARTS
 
@@ -36,15 +36,12 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     if path.suffix != ".json":
         return [path]
-    index = read_object(path, again)
-    for key in ("metadata", "weight_map"):
-        if not isinstance(index.get(key), dict):
-            raise ModelError(f"{path}: {key}: invalid value {index.get(key)!r:.60}; expected an object. {again}")
-    names = list(index["weight_map"].values())
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if not names or wrong is not None:
-        raise ModelError(f"{path}: weight_map must name the file of each tensor, got {wrong!r:.60}. {again}")
-    files = [folder / name for name in sorted(set(names))]
+    if not isinstance(metadata := read_object(path, again).get("metadata"), dict):
+        raise ModelError(f"{path}: metadata: invalid value {metadata!r:.60}; expected an object. {again}")
+    try:
+        files = indexed_files(path)
+    except ValueError as error:
+        raise ModelError(f"{path}: {error}. {again}") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ModelError(

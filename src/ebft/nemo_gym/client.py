@@ -22,15 +22,13 @@ from ebft.printed import say
 from ebft.processes import is_main_process
 from ebft.serving.keys import base_url
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
-from ebft.structured.rollouts.client import BackgroundLoop, described, shortened
+from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient, described, shortened
 
 HOST = "127.0.0.1"
 CONFIG_PATH = "/global_config_dict_yaml"  # of the head server: the config of all servers
 ATTEMPTS = 4  # for a request that fails with a lost connection or a server error (5xx)
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
-_CONNECT_TIMEOUT = 5.0
 _POLL = 0.5  # seconds between checks of servers that are not up
-_CONCURRENT = 256  # requests at the same time
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
 
 
@@ -140,12 +138,8 @@ class GymClient:
     def __init__(self, head_port: int, timeout: float, run_timeout: float = 300.0) -> None:
         self.head, self.timeout, self.run_timeout = f"http://{HOST}:{head_port}", timeout, run_timeout
         self._loop = BackgroundLoop("ebft-nemo-gym", f"The connection to NeMo Gym at {self.head} is closed.")
-        self._http = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT),
-            limits=httpx2.Limits(max_connections=_CONCURRENT, max_keepalive_connections=32),
-            trust_env=False,  # ignore proxy settings
-        )
-        weakref.finalize(self, self._loop.close, self._http.aclose, _CONNECT_TIMEOUT)
+        self._http = HTTPClient()
+        weakref.finalize(self, self._loop.close, self._http.aclose, CONNECT_TIMEOUT)
 
     def servers(self, timeout: float) -> Servers:
         """The servers that the head server lists. Waits up to `timeout` seconds for it; then raises RolloutError."""
@@ -178,17 +172,12 @@ class GymClient:
 
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close(self._http.aclose, _CONNECT_TIMEOUT)
+        self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
 
     async def _post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool) -> list[Any]:
-        limit = asyncio.Semaphore(_CONCURRENT)
         timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
-
-        async def post(url: str, body: dict[str, Any]) -> Any:
-            async with limit:
-                return await self._post(url, body, timeout, f"nemo_gym_{key}_timeout")
-
-        return await asyncio.gather(*(post(url, body) for url, body in requests))
+        sent = (self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
+        return await asyncio.gather(*sent)
 
     async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""
@@ -196,9 +185,8 @@ class GymClient:
             if attempt:
                 await asyncio.sleep(BACKOFF * 2 ** (attempt - 1))
             try:
-                async with asyncio.timeout(timeout):
-                    response = await self._http.post(url, json=body)
-            except TimeoutError:
+                response = await self._http.whole("POST", url, timeout, body)
+            except httpx2.ReadTimeout:
                 return Failure(f"no response within {timeout:g} s ({key})")
             except httpx2.RequestError as error:
                 reason = described(error)
@@ -232,7 +220,7 @@ class GymClient:
     async def _answer(self, url: str, any_status: bool = False) -> tuple[str | None, str]:
         """The text of a response, None if there is none, and the reason."""
         try:
-            response = await self._http.get(url, timeout=_CONNECT_TIMEOUT)
+            response = await self._http.whole("GET", url, CONNECT_TIMEOUT)
         except (httpx2.RequestError, httpx2.InvalidURL) as error:
             return None, described(error)
         is_good = any_status or response.status_code == 200

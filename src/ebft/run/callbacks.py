@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
 
 from ebft.config.schema import RunConfig
+from ebft.errors import cause, doing
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
-from ebft.processes import has_failed, is_main_process, signal_handler
+from ebft.processes import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
 from ebft.trainer import OverTrainer
 
 _ALLOCATIONS = 1_000_000  # of a profiled step that its snapshot has
@@ -78,6 +80,28 @@ def profiled_steps(steps: int | list[int] | None, start: int | None) -> Collecti
     if isinstance(steps, int):
         return range((start or 0) + 1, (start or 0) + steps + 1)
     return steps or ()
+
+
+def keep_going_without_trackers(trainer: OverTrainer) -> None:
+    """Make errors of trackers warnings, except at the start of training."""
+    kinds = tuple(get_reporting_integration_callbacks(trainer.args.report_to))
+    events = [name for name in vars(TrainerCallback) if name.startswith("on_") and name != "on_train_begin"]
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, kinds):
+            name = type(callback).__name__.removesuffix("Callback")
+            callback.on_train_begin = doing(f"starting the tracker {name}")(callback.on_train_begin)
+            for event in events:
+                setattr(callback, event, _warning(getattr(callback, event), name))
+
+
+def _warning(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            warnings.warn(f"The tracker {name} failed, so its logs are incomplete: {cause(error)}", stacklevel=2)
+
+    return call
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -143,7 +167,9 @@ _held = threading.local()  # the signals that a thread had blocked before it for
 
 
 def _before_fork() -> None:
-    _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # Python would drop it in a new process
+    _held.mask = signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]
+    )  # Python would drop it in a new process
 
 
 def _after_fork() -> None:
@@ -153,7 +179,12 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """Give processes that user code forks, such as workers of a multiprocessing.Pool, the handlers of Python."""
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_IGN,
+    }
+    for number, default in defaults.items():  # a step may need the process until it is saved
         if getattr(signal.getsignal(number), "__func__", None) is StopOnSignal._on_signal:
             signal.signal(number, default)
     _after_fork()
@@ -178,7 +209,7 @@ class StopRequested(KeyboardInterrupt):
 
 
 class StopOnSignal(TrainerCallback):
-    """Stops a run on Ctrl-C or SIGTERM: immediately, or where that is not possible, after the step or the save.
+    """Stops a run on Ctrl-C, SIGTERM or SIGHUP: immediately, or where that is not possible, after the step or the save.
 
     Several processes must stop after the same step, so they always complete it and its evaluation. `requested` is set
     by a signal. `command`: the words of the command that started the run, for the message on how to resume.
@@ -209,7 +240,7 @@ class StopOnSignal(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield  # Python delivers signals to the main thread only
             return
-        with signal_handler((signal.SIGINT, signal.SIGTERM), self._on_signal):
+        with signal_handler(SIGNALS, self._on_signal):
             yield
 
     def _on_signal(self, number: int, frame: Any) -> None:
@@ -217,7 +248,7 @@ class StopOnSignal(TrainerCallback):
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             return  # launchers send SIGTERM to their processes repeatedly, followed by SIGKILL if they take too long
-        self.request(number)
+        self.request(passed_on(number))
         if self._can_stop():
             raise StopRequested
         if not is_main_process() or has_failed():  # a failed process ends the others

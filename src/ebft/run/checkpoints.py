@@ -20,7 +20,16 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STATE, checksum, json_object, safetensors_header
+from ebft.files import (
+    ADAPTER_CONFIG,
+    CHECKSUMS,
+    RUN_FILE,
+    STATE,
+    checksum,
+    indexed_files,
+    json_object,
+    safetensors_header,
+)
 from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
@@ -387,9 +396,11 @@ def _check_weights(checkpoint: Path) -> None:
     if not _has(checkpoint, _WEIGHTS):
         raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
     for index in checkpoint.glob("*.index.json"):
-        for name in sorted(set(json_object(index).get("weight_map", {}).values())):
-            if not (checkpoint / name).is_file():
-                raise DamagedError(f"it has no {name}, which {index.name} names")
+        with _damaged(index.name):
+            files = indexed_files(index)
+        for file in files:
+            if not file.is_file():
+                raise DamagedError(f"it has no {file.name}, which {index.name} names")
     if any(checkpoint.glob("adapter_model*")) and not (checkpoint / ADAPTER_CONFIG).is_file():
         raise DamagedError(f"it has no {ADAPTER_CONFIG}")
     has_adapter = any(checkpoint.glob("adapter_model*")) or (checkpoint / WEIGHTS).is_dir()

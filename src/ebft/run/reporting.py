@@ -20,7 +20,8 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, MissingPackageError, SaveError, cause
+from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
+from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
@@ -350,6 +351,21 @@ def _asked(config: RunConfig) -> dict[str, Tracker]:
     if config.use_wandb is None and config.wandb_project:
         asked["wandb_project"] = _TRACKERS["wandb"]
     return asked
+
+
+def start_trackers(names: list[str], run_name: str | None) -> None:
+    """Start what needs an account, a network or a folder, so that its error comes before the model is loaded."""
+    if "wandb" in names:
+        import wandb
+
+        with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):
+            if wandb.run is None:  # transformers continues with the run
+                wandb.init(project=os.getenv("WANDB_PROJECT", "huggingface"), name=run_name)
+    folder = os.getenv("TENSORBOARD_LOGGING_DIR")
+    if "tensorboard" in names and folder:
+        with doing("creating the folder TENSORBOARD_LOGGING_DIR of TensorBoard"):
+            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+            check_writable(Path(folder).expanduser())
 
 
 def tracker_environment(config: RunConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
-from ebft.run.callbacks import callbacks_of
+from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
 from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
 from ebft.run.keys import RATE_KEYS
 from ebft.run.optimizer import optimizer_arguments
@@ -69,6 +69,7 @@ def build_trainer(
         processing_class=tokenizer,
         callbacks=[ConsoleMetrics()],
     )
+    keep_going_without_trackers(trainer)
     trainer.rate_of = rates_of(config, trainer.model)
     trainer.add_callback(StopAtBudget(trainer.budget, config.budget))
     if config.health:

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerState, set_seed
 from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, save_remedy
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
@@ -54,7 +54,7 @@ from ebft.run.output import claim, declare_end_of_turn, final_step, listed, outp
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
 from ebft.run.rehearsal import check_space, check_step_fits, rehearse
-from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, tracker_environment
+from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, start_trackers, tracker_environment
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
@@ -137,6 +137,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             head = config.method.head(config)
             plugins("pre_model_load")
             if is_main_process():
+                start_trackers(args.report_to, args.run_name)
                 say(f"Loading the model {config.base_model} ...", err=True)
             model = load_model(config, tokenizer, head, plugins)
             into_model = declare_end_of_turn(config, model, tokenizer, train_data)
@@ -292,6 +293,13 @@ def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: 
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, HealthCallback):
                 callback.failed(error, trainer.args, trainer.state)
+        raise
+    except SaveError:
+        raise
+    except Exception:  # of a callback or an evaluation
+        if trainer.load_result():
+            save(config, trainer, last_metrics(trainer), stop)
+            say(f"The model is saved in {config.output_dir}, although training ended with an error.", err=True)
         raise
     except StopRequested:
         trainer.save_stopped()

@@ -25,7 +25,7 @@ from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import lockstep
-from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
+from ebft.structured.rollouts.server import Agents, ServerRollouts, check_ids, run_agents
 from ebft.structured.rollouts.turns import (
     Backend,
     Completion,
@@ -164,6 +164,9 @@ class Generation:
                 else lockstep(self._trainer.model_wrapped, self._trainer.accelerator)
             ):
                 self.rollouts = job.run()
+        if self.server is not None:
+            for rollout in self.rollouts:
+                check_ids(rollout.prompt_ids + rollout.ids, self._trainer.model)
         self._end(job.backend, job.weights_step, job.seconds)
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self.rollouts],

@@ -88,6 +88,8 @@ class OverTrainer(Trainer):
     only_evaluates: bool = False  # whether `predict` is not supported
     is_saving: bool = False  # whether a checkpoint is being saved
     _is_stopping = False  # whether it is the one of `save_stopped`
+    _is_ending = False  # whether the last step and its evaluation are complete
+    _has_best = False  # whether the best model is loaded
     _saved_step = 0  # the step of the newest checkpoint of this run, or the step that it was resumed at
     _evaluated_step = -1
     _completed: dict[str, Any] | None = None  # what `save_stopped` needs of the last completed step
@@ -391,6 +393,7 @@ class OverTrainer(Trainer):
     def _finalize_training(self, *args: Any, **others: Any) -> Any:
         """End training without transformers' deletion of all checkpoints but the best: the newest one is kept too."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
+        self._is_ending = not self.is_interrupted
         try:
             return super()._finalize_training(*args, **others)
         finally:
@@ -442,6 +445,20 @@ class OverTrainer(Trainer):
             load_weights(self.model, folder)
         else:
             super()._load_best_model()
+        self._has_best = True
+
+    def load_result(self) -> bool:
+        """After an exception in `train`: whether the model is trained; then load the best one if it is the result.
+
+        False for the last step of several processes, since the others go on to its evaluation.
+        """
+        is_last = 0 < self.state.max_steps <= self.state.global_step and self.args.world_size == 1
+        if not (is_last or self._is_ending):
+            return False
+        self.use_result()
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint and not self._has_best:
+            self._load_best_model()
+        return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = Path(resume_from_checkpoint), self.model if model is None else model

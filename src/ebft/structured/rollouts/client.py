@@ -20,7 +20,9 @@ from ebft.structured.rollouts.turns import Completion, Sampling
 
 _ATTEMPTS = 5  # for a request that fails with a server error (5xx)
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
-_CONNECT_TIMEOUT = 5.0
+CONNECT_TIMEOUT = 5.0
+_CONCURRENT = 256  # requests at the same time
+_LARGEST = 2**30  # bytes of a response
 _POLL = 0.5  # seconds between health checks of a server that is not running
 
 
@@ -50,12 +52,7 @@ class VLLMClient:
         closed = f"The connection to the vLLM server at {self.address} is closed."
         self._loop = BackgroundLoop("ebft-vllm-client", closed)
         self._run = self._loop.run
-        self._http = httpx2.AsyncClient(
-            base_url=url,
-            timeout=httpx2.Timeout(timeout, connect=_CONNECT_TIMEOUT, pool=None),
-            limits=httpx2.Limits(max_connections=256, max_keepalive_connections=32),
-            trust_env=False,  # ignore proxy settings
-        )
+        self._http = HTTPClient(url)
 
     # Server state
 
@@ -95,7 +92,7 @@ class VLLMClient:
         """Unload an adapter, in a single attempt: a server that is not running or was restarted does not have it."""
         body = {"lora_name": name}
         with suppress(httpx2.RequestError):
-            self._run(self._http.post("/v1/unload_lora_adapter", json=body, timeout=_CONNECT_TIMEOUT))
+            self._run(self._http.whole("POST", "/v1/unload_lora_adapter", CONNECT_TIMEOUT, body))
 
     # Sampling
 
@@ -165,7 +162,7 @@ class VLLMClient:
         last = "none (connection lost)"
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                response = await self._http.request(method, path, json=body)
+                response = await self._http.whole(method, path, self.timeout, body)
             except httpx2.ReadTimeout as error:
                 raise RolloutError(
                     f"The vLLM server at {self.address} did not respond to {path} within {self.timeout:g} s. Increase "
@@ -223,7 +220,7 @@ class VLLMClient:
 
     async def _why_not_up(self) -> str | None:
         try:
-            response = await self._http.get("/health", timeout=_CONNECT_TIMEOUT)
+            response = await self._http.whole("GET", "/health", CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
             return described(error)
         if response.status_code in (307, 404):  # TRL's server redirects to /health/
@@ -238,7 +235,7 @@ class VLLMClient:
     async def _refuse_server_of_trl(self) -> None:
         """Raise RolloutError if the server has an endpoint that only that of earlier versions of TRL has."""
         try:
-            response = await self._http.get("/get_world_size/", timeout=_CONNECT_TIMEOUT)
+            response = await self._http.whole("GET", "/get_world_size/", CONNECT_TIMEOUT)
         except httpx2.RequestError:
             return
         if response.status_code == 200 and "world_size" in response.text:
@@ -254,7 +251,7 @@ class VLLMClient:
 
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
-        self._loop.close(self._http.aclose, _CONNECT_TIMEOUT)
+        self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
 
 
 def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Sampling) -> dict[str, Any]:
@@ -293,6 +290,34 @@ def shortened(text: str, length: int = 500) -> str:
 def described(error: Exception) -> str:
     """The type of an error, and what it says, if anything."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+class HTTPClient(httpx2.AsyncClient):
+    """Sends JSON and receives whole responses, within a limit of time and of size."""
+
+    def __init__(self, base_url: str = "") -> None:
+        super().__init__(
+            base_url=base_url,
+            timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT),
+            limits=httpx2.Limits(max_connections=_CONCURRENT, max_keepalive_connections=32),
+            trust_env=False,  # ignore proxy settings
+        )
+        self._free = asyncio.Semaphore(_CONCURRENT)  # the time limit does not include the wait for a connection
+
+    async def whole(self, method: str, url: str, timeout: float, body: Any = None) -> httpx2.Response:
+        """The response. Raises ReadTimeout if it does not end within `timeout` seconds."""
+        content = bytearray()
+        async with self._free:
+            try:
+                async with asyncio.timeout(timeout), self.stream(method, url, json=body) as response:
+                    async for part in response.aiter_bytes():
+                        content += part
+                        if len(content) > _LARGEST:
+                            raise httpx2.DecodingError(f"the response has more than {_LARGEST:,} bytes")
+            except TimeoutError:
+                raise httpx2.ReadTimeout(f"no complete response within {timeout:g} s") from None
+        kind = response.headers.get("content-type", "")
+        return httpx2.Response(response.status_code, headers={"content-type": kind}, content=bytes(content))
 
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import atexit
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -254,6 +254,7 @@ def check_server(
         return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
     [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
+    check_ids(completion.ids, model)
     tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
     sampled = torch.tensor(completion.logps, dtype=torch.float64)
     difference = (sampled - tempered).abs().mean().item()
@@ -271,6 +272,17 @@ def check_server(
         f"{difference:.2f} nats on average (tolerance: {limit}). Start the server with the config of this run: `ebft "
         "vllm-serve CONFIG`."
     )
+
+
+def check_ids(ids: Iterable[int], model: Any) -> None:
+    """Raise RolloutError for a token id that the model does not have."""
+    size = unwrap_adapter(model).config.get_text_config().vocab_size
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise RolloutError(
+            f"The server of the rollouts returned the token id {wrong}, but the model that is trained has {size} "
+            "tokens. Start the server with the config of this run: `ebft vllm-serve CONFIG`."
+        )
 
 
 def _check_vocabulary(

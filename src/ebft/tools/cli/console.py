@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from ebft.config.user_code import place_of
 from ebft.errors import LONGEST_MESSAGE, ConfigError, EBFTError, LaunchError, shortened, told
-from ebft.printed import go_on_without_output, safe_console, say, without_secrets_in_text
+from ebft.printed import go_on_without_output, safe_console, say, traced, without_secrets_in_text
 from ebft.processes import is_main_process, leave_error, reports_failure
 
 FAILED = 1
@@ -76,7 +75,7 @@ def _report(error: BaseException, message: str) -> None:
         return
     _end_progress_bars()
     if os.environ.get(DEBUG):
-        traceback.print_exception(error)
+        say(traced(error), err=True)
     else:
         message = shortened(message, LONGEST_MESSAGE)
     # The progress bar of another process is not ended from here.

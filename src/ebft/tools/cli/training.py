@@ -3,7 +3,6 @@
 import os
 import shlex
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError, RunError
-from ebft.printed import print_table, say
+from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
@@ -411,8 +410,8 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     training = Training(arguments, folder)
     try:
         result = TrainingDashboard(folder, training).run()
-    except Exception:  # errors of the dashboard must not end the training
-        traceback.print_exc()
+    except Exception as error:  # errors of the dashboard must not end the training
+        say(traced(error), err=True)
         result = None
     if training.is_running() and result == "left":
         say(

@@ -103,7 +103,7 @@ def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[s
     steps = "" if outcome.steps is None else f" (steps {outcome.steps[0]} and {outcome.steps[1]})"
     parts = {
         f"First and last evaluation{steps}": outcome.held_out,
-        "First and last fifth of the training logs": outcome.training,
+        "First and last tenth of the training logs": outcome.training,
     }
     return [(title, [(each.name, _cells(each)) for each in found]) for title, found in parts.items() if found]
 

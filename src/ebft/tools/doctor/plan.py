@@ -15,7 +15,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ModelError
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
+from ebft.printed import say, traced
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.rows import rows_per_step
@@ -170,7 +170,7 @@ def serve() -> None:
             with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
                 found: Plan | str = _plan(request, folder, hollow.ledger)
         except Exception as error:  # of any library: the message is reported
-            traceback.print_exc()
+            say(traced(error), err=True)
             found = str(error) or type(error).__name__
         pickle.dump(found, results)
         results.flush()

@@ -14,6 +14,7 @@ import logging
 import os
 import shlex
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -53,6 +54,7 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
     accept, KeyboardInterrupt if a signal arrives before they have started.
     """
     parsed = parsed_arguments(plan.launcher, launcher_arguments(plan, words))
+    store = _own_store(plan, parsed)  # noqa: F841 (it is open as long as this variable)
     if plan.launcher == ACCELERATE:
         from accelerate.commands.launch import launch_command as run
     else:
@@ -72,6 +74,27 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
             logging.disable(logging.NOTSET)
             for name in variables:
                 os.environ.pop(name, None)
+
+
+def _own_store(plan: Plan, parsed: Namespace) -> Any:
+    """The store at which processes of one machine find each other; launchers open theirs on all addresses.
+
+    The launcher, which runs in this process, finds the store by its port. accelerate refuses a port that is open on
+    127.0.0.1.
+    """
+    if plan.options.machines > 1 or sys.platform != "linux":  # others have no second address
+        return None
+    from torch.distributed import TCPStore
+
+    try:
+        listening = socket.create_server((_OWN, plan.options.main_process_port or 0))
+    except OSError as error:
+        raise LaunchError(f"The processes cannot be started: --main-process-port: {cause(error)}") from error
+    port = listening.getsockname()[1]
+    parsed.rdzv_backend, parsed.standalone, parsed.master_addr = "static", False, _OWN
+    parsed.master_port = parsed.main_process_port = port
+    options = {"multi_tenant": True, "wait_for_workers": False, "use_libuv": False}
+    return TCPStore(_OWN, port, is_master=True, master_listen_fd=listening.detach(), **options)
 
 
 def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
@@ -169,6 +192,7 @@ THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 PROGRAM = "ebft"  # the module that each process runs
 _LOCAL = "127.0.0.1"
+_OWN = "127.0.0.2"
 
 
 def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:

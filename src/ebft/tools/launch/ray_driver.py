@@ -85,7 +85,7 @@ def connected(config: RunConfig) -> Iterator[None]:
         return
     try:
         _connect(config)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises no common class, and Exception itself if its start times out
         where = f"the cluster at {RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
         hint = " If it requires a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN." if uses_cluster() else ""
         raise LaunchError(f"use_ray: cannot connect to {where}: {cause(error)}.{hint}") from error

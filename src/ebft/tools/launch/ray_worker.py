@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 import threading
-import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from transformers import TrainerCallback
 from ebft.config.schema import RunConfig
 from ebft.config.user_code import place_of, what_happened
 from ebft.errors import EBFTError, LaunchError
-from ebft.printed import say
+from ebft.printed import say, traced
 from ebft.processes import join_ray
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
@@ -152,7 +151,7 @@ def plain(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _failure(error: BaseException, rank: int) -> Failure:
     """The failure with the message that `ebft train` prints for this error in one process, or the traceback."""
-    text = "".join(traceback.format_exception(error))
+    text = traced(error)
     if isinstance(error, EBFTError):
         status = error.status if isinstance(error, LaunchError) else _WRONG_INPUT
         return Failure(rank, status, str(error), text)
