@@ -56,7 +56,6 @@ def test_errors(run, refused, tiny_llama_dir, tmp_path, monkeypatch):
     for arguments, message in (
         ([tmp_path], "does not contain an adapter"),
         ([tiny_llama_dir], "contains a full model, which needs no merging. Use the folder as it is."),
-        ([run, "adapter=", "lora_r=", "lora_alpha=", "lora_target_modules="], "full model, which needs no merging"),
         ([output, "--base-model", tmp_path / "absent"], "does not exist"),
     ):  # fmt: skip
         assert message in refused("merge-lora", *arguments)
