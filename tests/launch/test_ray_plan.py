@@ -1,18 +1,17 @@
 """Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
 
 import json
-import socket
 import sys
 import warnings
 
 import pytest
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, LaunchError
+from ebft.errors import ConfigError
 from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
-from ebft.tools.launch.ray_driver import check_reachable, worker_resources
+from ebft.tools.launch.ray_driver import worker_resources
 from tests.launch.test_plan import MANAGED
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]}
@@ -47,9 +46,7 @@ def test_the_plan_counts_workers_and_says_where_they_run(monkeypatch):
     [
         ({"num_processes": 2}, "--num-processes cannot be used. Set ray_num_workers"),
         ({"launcher": "torchrun"}, "--launcher cannot be used"),
-        ({"num_machines": 2}, "--num-machines cannot be used"),
         ({"passed_on": ("--log-dir", "logs")}, "-- cannot be used"),
-        ({"launcher": "ray"}, "--launcher ray: Ray Train is selected in the config. Set use_ray=true."),
     ],
 )
 def test_options_of_other_launchers_are_refused(options, message):
@@ -61,7 +58,6 @@ def test_options_of_other_launchers_are_refused(options, message):
     "has_ray, variables, message",
     [
         (True, {"LOCAL_RANK": "0"}, "use_ray: true starts the workers itself, but this process was started by"),
-        (True, {"RAY_ADDRESS": "ray://10.0.0.1:10001"}, "RAY_ADDRESS: use_ray does not support Ray Client"),
         (False, {}, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
     ],
 )
@@ -76,8 +72,6 @@ def test_machines_on_which_ray_is_not_started(monkeypatch, has_ray, variables, m
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"ray_num_workers": 0}, "ray_num_workers"),
-        ({"ray_max_failures": -1}, "ray_max_failures"),
         ({"ray_run_name": "a/b"}, "ray_run_name"),
         ({"resources_per_worker": {"gpu": 1}}, "resources_per_worker: gpu is written GPU in Ray"),
         ({"resources_per_worker": {"GPU": 2}}, "invalid value GPU: 2; expected 1 or 0"),
@@ -120,16 +114,6 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch,
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
-
-
-def test_an_address_at_which_nothing_listens_is_an_error_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        check_reachable(address)
-    message = f"RAY_ADDRESS={address}: no cluster can be reached .*Start one with ray start"
-    with pytest.raises(LaunchError, match=message):
-        check_reachable(address)
-    check_reachable("auto")
 
 
 def test_training_from_python_refuses_the_key_before_anything_is_loaded():

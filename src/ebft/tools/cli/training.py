@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -146,7 +146,7 @@ def train(
         ),
     ] = False,
     launcher: Annotated[
-        str | None,
+        Literal["accelerate", "torchrun", "python"] | None,
         _launch_option(
             "--launcher",
             "NAME",
@@ -160,15 +160,18 @@ def train(
             "--num-processes",
             "N",
             "Number of processes on all machines together. Default: one per visible GPU, one on CPU.",
+            min=1,
         ),
     ] = None,
     num_machines: Annotated[
         int | None,
-        _launch_option("--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1."),
+        _launch_option(
+            "--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1.", min=1
+        ),
     ] = None,
     machine_rank: Annotated[
         int | None,
-        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one."),
+        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one.", min=0),
     ] = None,
     main_process_ip: Annotated[
         str | None, _launch_option("--main-process-ip", "ADDRESS", "Address of machine 0, the same on all machines.")
@@ -179,6 +182,8 @@ def train(
             "--main-process-port",
             "PORT",
             "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
+            min=1,
+            max=65535,
         ),
     ] = None,
     cloud: Annotated[str | None, typer.Option("--cloud", hidden=True)] = None,
