@@ -43,9 +43,7 @@ def test_what_was_measured_before_a_model_failed_is_kept(refused, write_config, 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--model", "./nothing/here"], "the local path './nothing/here' does not exist"),
-    (["--metric", "tests.evaluation.metrics.nothing"], "has no function 'nothing'"),
-    (["--output", "/proc/nowhere/result.json"], "cannot write"),
-    (["evaluation.sample=3"], "Did you mean"),
+    (["--output", "/"], "/ is not writable"),
 ])  # fmt: skip
 def test_errors_end_in_one_line(arguments, message, refused, write_config):
     assert message in refused("evaluate", write_config("strided"), *arguments)

@@ -63,11 +63,9 @@ def test_a_wrong_config_is_one_message(refused, tmp_path, monkeypatch):
     # The config of `ebft train run.yaml trl.use_vllm=true`, which configures the server only.
     trained = ("trl.use_vllm=false", "vllm.max_model_len=64", "trl.vllm_server_timeout=5", "vllm.python=nowhere/python")
     for arguments, message in (
-        (["vllm.prot=1"], "vllm.port"), (["lora_r=600"], "exceeds the maximum of 512"),
-        (["vllm.python=/nowhere/python"], "vllm.python: /nowhere/python is not an executable"),
+        (["lora_r=600"], "exceeds the maximum of 512"),
         (["--port", "x"], "vllm.port: invalid value 'x'"),
-        (["--prt=1"], "Did you mean --port?"), (["--tensor-parallel-size=0"], "vllm.tensor_parallel_size: invalid"),
-        (["--learning-rate=x"], "learning_rate: invalid"), (trained, "nowhere/python"),
+        (["--prt=1"], "Did you mean --port?"), (trained, "nowhere/python"),
     ):  # fmt: skip
         said = refused("vllm-serve", "run.yaml", *arguments)
         assert message in said and "no effect" not in said
@@ -111,6 +109,7 @@ def test_a_killed_command_leaves_nothing(serve, tmp_path):
     assert eventually(lambda: not alive(pids_in(pids)))
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_by_itself(serve):
     process = serve("--verbose", program="import sys; sys.exit('stand-in: no memory left')")
     output, errors = process.communicate(timeout=60)

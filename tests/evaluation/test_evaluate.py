@@ -188,10 +188,7 @@ def test_plain_rows_without_room_for_a_block_and_trained_prompts(write_config, m
 
 
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": [LENGTH], "num_generations": 2, "max_completion_length": 4}}
-SAMPLE, PROMPTS = (
-    "trl.generation_kwargs={do_sample: true}",
-    "test_datasets.0.type=tests.evaluation.metrics.only_prompts",
-)
+PROMPTS = "test_datasets.0.type=tests.evaluation.metrics.only_prompts"
 TOO_LONG = "100000 exceeds the .* as many tokens may be in one document"
 PASS_AT = "pass@9 requires at least as many samples, got 3"
 
@@ -199,11 +196,8 @@ PASS_AT = "pass@9 requires at least as many samples, got 3"
 @pytest.mark.parametrize(
     ("kind", "keys", "name", "override", "error", "message"),
     [
-        ("strided", {}, "base", "test_datasets=[]", DataError, "test_datasets or val_set_size"),
-        ("strided", {}, "nothing", "", ModelError, "--model: the local path '.*nothing.*does not exist"),
         ("strided", {}, "base", "evaluation.pass_at=[9]", ConfigError, PASS_AT),
         ("structured", {}, "base", "sequence_len=100000", ConfigError, TOO_LONG),
-        ("structured", {}, "base", SAMPLE, ConfigError, "do_sample cannot be set here"),
         ("structured", GRPO, "base", PROMPTS, DataError, "nothing to evaluate"),
         ("texts", {"evaluation": {"metrics": [LENGTH]}}, "base", "", DataError, "text without prompts"),
     ],
@@ -216,10 +210,9 @@ def test_what_cannot_be_evaluated(kind, keys, name, override, error, message, wr
 def test_what_cannot_be_evaluated_anywhere(write_config, monkeypatch):
     with pytest.raises(ConfigError, match="load_config"):
         evaluate(str(write_config("strided")))
-    for count in ("2", "many"):
-        monkeypatch.setenv("WORLD_SIZE", count)
-        with pytest.raises(ConfigError, match="single process"):
-            evaluate(load_config(write_config("strided")))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="single process"):
+        evaluate(load_config(write_config("strided")))
 
 
 def test_what_has_no_effect_is_a_warning(write_config, models):
@@ -270,9 +263,8 @@ def test_models_that_fail_are_named(write_config, models, tmp_path):
     with pytest.raises(ModelError, match="(?s)--model .*sampled token 5.*has only 512 token embeddings"):
         evaluate(load_config(write_config("strided")), [padded])
     broken = save_changed(models, tmp_path / "broken", spoil)
-    for kind in MODES:
-        with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):
-            evaluate(load_config(write_config(kind)), [broken])
+    with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):
+        evaluate(load_config(write_config("plain")), [broken])
 
 
 @pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}])

@@ -75,14 +75,12 @@ def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     ("words", "message"),
     [
         ("--num-proceses 2", "Unknown option '--num-proceses'. Did you mean --num-processes?"),
-        ("--cloud modal.yaml", "--cloud is not supported: ebft starts no machines."),
         ("--learning-rate=x", "learning_rate: invalid value 'x'"),
         ("ddp=true", "ddp: true, but only one process runs"),
         ("--launcher torchrn", "'torchrn' is not one of 'accelerate', 'torchrun', 'python'"),
         ("--num-processes 0", "Invalid value for '--num-processes'"),
         ("ddp=false TWO", "ddp: false, but 2 processes were launched"),
         ("TWO -- --no-such-option", "Options after --: accelerate does not accept them: unr"),
-        ("--tui --sweep nowhere.yaml", "--tui shows one run"),
         ("TWO -- --tee 3 foo.py", "'foo.py' is not an option of accelerate"),
         ("TWO -- --num-processes=3", "sets --num_processes of accelerate itself"),
         ("TWO -- --mixed_precision bf16", "sets --mixed_precision of accelerate itself"),
@@ -103,7 +101,7 @@ def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
 
 def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
     run_file.write_text(run_file.read_text() + "pad_to_sequence_len: true\n")
-    monkeypatch.setattr("ebft.tools.cli.training.start", lambda plan, words: 0)
+    monkeypatch.setattr("ebft.tools.launch.agent.launch", lambda plan, words: 0)
     monkeypatch.setattr("ebft.tools.cli.training.train_here", lambda *given: None)
     with pytest.warns(UserWarning, match="pad_to_sequence_len"):
         assert ebft("train", run_file, "--launcher", "python").exit_code == 0

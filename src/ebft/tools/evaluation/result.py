@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, doing
 from ebft.files import write_text
 from ebft.methods.method import selecting_keys
 from ebft.scores import CROSS_ENTROPY, CURVE, Scores, interval
@@ -85,8 +85,14 @@ class Evaluation:
         return asdict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all results as JSON; raises ConfigError if that fails."""
-        write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        """Write all results as JSON, atomically unless `path` is not a regular file, such as /dev/stdout."""
+        path, text = Path(path).resolve(), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        with doing(f"writing {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                path.write_text(text, encoding="utf-8")
+            else:
+                write_text(path, text, is_flushed=False)
 
     def table(self) -> Table:
         """Return a table of the metrics of each model with intervals.
@@ -99,10 +105,8 @@ class Evaluation:
         legend = "^ higher is better, v lower is better; brackets: interval over documents"
         legend += "; * differs from the first model" if has_stars else ""
         settings = self.settings
-        title = (
-            f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')} at temperature "
-        )
-        title += f"{settings['temperature']:g}"
+        counts = f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')}"
+        title = f"{counts} at temperature {settings['temperature']:g}"
         table = Table("metric", *_headings(self), title=title, caption=legend)
         for name in _ordered({name for result in self.models for name in result.metrics}):
             table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in self.models))
@@ -178,30 +182,11 @@ def machine_card(seconds: float) -> dict[str, Any]:
     }
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically; raises ConfigError if `path` is not writable.
-
-    An existing path that is not a regular file, such as /dev/stdout, is written to directly.
-    """
-    path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_text(path, text, is_flushed=False)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
-
-
 def check_writable(path: Path) -> None:
-    """Raise ConfigError before the evaluation if `path` is not writable."""
-    try:
+    """Raise an error before the evaluation if `path` is not writable."""
+    with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
-    replaced = path.is_file() or not path.exists()
-    if path.is_dir() or not os.access(path.resolve().parent if replaced else path, os.W_OK):
+    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
         raise ConfigError(f"{path} is not writable. Choose another path.")
 
 
@@ -237,15 +222,8 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
 
 # The order of metrics in the tables; downstream metrics follow.
 ORDER = (
-    "ce_loss",
-    "perplexity",
-    "ce_loss_all",
-    "perplexity_all",
-    "cfm_loss",
-    "cfm_loss_plugin",
-    "cfm_loss_whitened",
-    "alignment",
-    "diversity",
+    *("ce_loss", "perplexity", "ce_loss_all", "perplexity_all", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened"),
+    *("alignment", "diversity"),
 )
 
 
@@ -299,20 +277,17 @@ _STYLES = ("-", "--", ":")
 
 
 def save_plots(evaluation: Evaluation, path: str | Path) -> None:
-    """Plot the four panels into one image; raises ConfigError if matplotlib is missing or `path` is not writable."""
+    """Plot the four panels into one image; raises ConfigError if matplotlib is missing."""
     plt = _pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(17, 9), layout="constrained")
     _draw_nll(axes[0, 0], evaluation.models)
     _draw_cfm(axes[0, 1], evaluation.models)
     _draw_histogram(axes[1, 0], evaluation.models, "alignment")
     _draw_histogram(axes[1, 1], evaluation.models, "reward")
-    try:
+    with doing(f"writing --plot {path}"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write --plot {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    plt.close(figure)
 
 
 def check_plots(path: Path) -> None:
@@ -363,8 +338,7 @@ def _draw_curve(axis: Any, result: ModelResult, curve: str, label: str, colour: 
 def _draw_histogram(axis: Any, models: list[ModelResult], name: str) -> None:
     axis.set(title=f"{name.capitalize()} of individual samples", xlabel=name, ylabel="fraction of samples")
     for index, result in enumerate(models):
-        if name in result.histograms:
-            histogram = result.histograms[name]
+        if (histogram := result.histograms.get(name)) is not None:
             axis.stairs(histogram["shares"], histogram["edges"], color=f"C{index}", label=result.model)
     _legend(axis)
 

@@ -36,13 +36,10 @@ Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 def load_metrics(names: list[str]) -> dict[str, Metric]:
     """Return the metrics by the name under which they are reported.
 
-    It is the function's name, or its full import path if that name is not unique. Raises ConfigError for duplicates.
+    It is the function's name, or its full import path if that name is not unique.
     """
-    short = Counter(name.rpartition(".")[2] for name in names)
+    short = Counter(name.rpartition(".")[2] for name in set(names))
     short.update(TAKEN)
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ConfigError(f"{KEY}: {repeated[0]!r} is listed more than once. Remove the duplicate.")
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
 
 

@@ -19,14 +19,12 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_seed
 
 from ebft.data.conversation import Renderer
-from ebft.data.messages import Message, as_texts
+from ebft.data.messages import Message
 from ebft.errors import DataError, ModelError
 from ebft.models.causal_lm import end_token_ids, positions_of, unwrap_adapter
 from ebft.printed import printable, safe_console, say
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.tools.inference.models import Loaded
-
-_CHARACTERS = 32  # per position, of the part of a long text that is tokenised first
 
 
 @dataclass(frozen=True)
@@ -66,26 +64,8 @@ class Sampler:
         self.positions = positions_of(loaded.tuned)
 
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
-        """Ids of a prompt. Raises DataError if it cannot be rendered, or if its first part is far too long."""
-        if self.positions is not None and len(str(prompt)) > _CHARACTERS * self.positions:
-            is_text = isinstance(prompt, str)
-            text = prompt if is_text else self.renderer.template(as_texts(prompt), add_generation_prompt=True)
-            self.check_length(text, "prompt")
+        """Ids of a prompt. Raises DataError if it cannot be rendered."""
         return self.renderer.prompt_ids(prompt)
-
-    def check_length(self, text: str, what: str) -> None:
-        """Raise DataError if the first part of a text has twice as many tokens as there are positions.
-
-        A text of some hundred thousand characters without words takes minutes to tokenise.
-        """
-        part = text[: _CHARACTERS * (self.positions or 0)]
-        if len(part) < len(text) and self.positions:
-            length = len(self.loaded.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-            if length > 2 * self.positions:
-                raise DataError(
-                    f"The {what} has more than {length} tokens, but the model has {self.positions} positions. Use a "
-                    f"shorter {what}."
-                )
 
     def reply_ids(
         self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
@@ -197,8 +177,6 @@ class Scorer:
         positions = self._sampler.positions
         if positions is None:
             return
-        self._sampler.prompt_ids(prompt)
-        self._sampler.check_length(reference, "reference")
         row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
         length = len(row.prompt_ids) + len(row.reference_ids)
         if length > positions:
