@@ -7,12 +7,7 @@ import pytest
 
 from ebft.errors import FetchError
 from ebft.tools.fetch import fetch_wheel
-from tests.fetch.wheel_files import (
-    copy_without_pip,
-    make_wheel,
-    use_folder_as_index,
-    without_network,
-)
+from tests.fetch.wheel_files import copy_without_pip, make_wheel, use_folder_as_index, without_network
 
 
 @pytest.fixture

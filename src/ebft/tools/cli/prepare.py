@@ -31,8 +31,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 @listing
 def doctor(
     config: Annotated[
-        Path | None,
-        argument("[CONFIG]", "The YAML config file. Without it, check the installation."),
+        Path | None, argument("[CONFIG]", "The YAML config file. Without it, check the installation.")
     ] = None,
     overrides: Overrides = None,
     step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
@@ -113,8 +112,7 @@ def doctor(
 @listing
 def env(
     config: Annotated[
-        Path | None,
-        argument("[CONFIG]", "The YAML config file; adds the interpreter of vLLM (vllm.python)."),
+        Path | None, argument("[CONFIG]", "The YAML config file; adds the interpreter of vLLM (vllm.python).")
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -232,8 +232,7 @@ def inference(
         option("--reference", "TEXT", "Show the feature-matching rewards of --samples replies against this text."),
     ] = None,
     samples: Annotated[
-        int | None,
-        option("--samples", "N", "Number of replies scored with --reference (default: 4).", min=1, max=256),
+        int | None, option("--samples", "N", "Number of replies scored with --reference (default: 4).", min=1, max=256)
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")

@@ -98,8 +98,7 @@ def train_sweep(
 def train(
     context: typer.Context,
     config: Annotated[
-        Path | None,
-        argument("[CONFIG]", "The YAML config file; not needed with --model and --data."),
+        Path | None, argument("[CONFIG]", "The YAML config file; not needed with --model and --data.")
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
