@@ -104,7 +104,9 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
     is_prompts = config.method.rows == "prompts"
     load_entry = prompts.prompt_rows if is_prompts else load.token_rows
     rows = load.load_held_out_section(config, load_entry(config, tokenizer))
-    rows = _first_documents(rows, config.evaluation.documents)
+    if config.evaluation.documents is not None:
+        owner = np.asarray(rows["document"])
+        rows = rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[: config.evaluation.documents])))
     documents = list(rows["document"])
     rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")
     return HeldOut(rows, documents, config.test_datasets or config.datasets)
@@ -122,13 +124,6 @@ def check_comparable(config: RunConfig) -> None:
             f"Its held-out metrics ({metrics}) are computed in training: set val_set_size or test_datasets, and "
             "eval_steps or eval_on_start. To compare the models on texts, use a config without rl and with such data."
         )
-
-
-def _first_documents(rows: Dataset, limit: int | None) -> Dataset:
-    if limit is None:
-        return rows
-    owner = np.asarray(rows["document"])
-    return rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[:limit])))
 
 
 @dataclass(frozen=True)
