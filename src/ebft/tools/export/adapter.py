@@ -146,9 +146,18 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             for name, value in module.modules_to_save["default"].state_dict().items():
                 adapter.replaced[f"{prefix}.{name}"] = value
         elif isinstance(module, LoraLayer):
-            adapter.layers.append((module, _changed(module, modules[id(module.get_base_layer())])))
+            prefix = modules[id(module.get_base_layer())]
+            names = [f"{prefix}.weight", *([f"{prefix}.bias"] if any(module.lora_bias.values()) else [])]
+            of_parameter = isinstance(module, ParamWrapper)
+            adapter.layers.append((module, [f"{prefix}.{module.parameter_name}"] if of_parameter else names))
     _end_ties(adapter, config)
-    _check_loaded(adapter)
+    # Parameters without weights still contain the NaN that they were allocated with.
+    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
+    for layer, names in adapter.layers:
+        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
+            missing += names
+    if missing:
+        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
     return adapter
 
 
@@ -221,22 +230,6 @@ def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
                 setattr(module, attribute, allocated[id(parameter)])
 
 
-def _check_loaded(adapter: Adapter) -> None:
-    """Raise ModelError for parameters that still contain the NaN that they were allocated with."""
-    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
-    for layer, names in adapter.layers:
-        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
-            missing += names
-    if missing:
-        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
-
-
-def _changed(layer: LoraLayer, prefix: str) -> list[str]:
-    if isinstance(layer, ParamWrapper):
-        return [f"{prefix}.{layer.parameter_name}"]
-    return [f"{prefix}.weight", *([f"{prefix}.bias"] if any(layer.lora_bias.values()) else [])]
-
-
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
     """Remove the ties of weights that differ after merging, because only one of them is changed.
 
@@ -248,8 +241,11 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
         if config.ensure_weight_tying and _one_change(layers.get(name), layers.get(source)):
             adapter.layers = [(layer, names) for layer, names in adapter.layers if name not in names]
             adapter.replaced.pop(name, None)
-        elif {name, source} & layers.keys() or not _same(adapter, name, source):
-            del adapter.ties[name]
+        else:
+            one, other = adapter.replaced.get(name), adapter.replaced.get(source)
+            is_same = one is other if one is None or other is None else torch.equal(one, other)
+            if {name, source} & layers.keys() or not is_same:
+                del adapter.ties[name]
 
 
 def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
@@ -259,13 +255,6 @@ def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
     pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
     own = [(linear["default"].weight, factor["default"].T) for linear, factor in pairs]
     return all(one.isnan().all() or torch.equal(one, other) for one, other in own)
-
-
-def _same(adapter: Adapter, name: str, source: str) -> bool:
-    one, other = adapter.replaced.get(name), adapter.replaced.get(source)
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
 
 
 class BitsAndBytesRounding:
@@ -285,7 +274,8 @@ class BitsAndBytesRounding:
             )
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
+        is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
+        self._names = {f"{name}.weight" for name in linear if not any(is_within(name, other) for other in kept)}
         self._names |= {*fused_experts(model)} if settings.quantize_moe_experts else set()
 
     def covers(self, name: str) -> bool:
@@ -303,7 +293,3 @@ class BitsAndBytesRounding:
                 return functional.dequantize_4bit(*stored).to(weight.dtype)
             quantised, scale, _ = functional.int8_vectorwise_quant(loaded.half())
             return functional.int8_vectorwise_dequant(quantised, scale).to(weight.dtype)
-
-
-def _is_within(name: str, other: str) -> bool:
-    return name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")

@@ -108,7 +108,9 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     refuse_other_formats(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
     of_base = keys_of_base(folder) if is_adapter and base is None else {}
-    base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
+    base = base or (read_adapter_config(folder).base_model_name_or_path if is_adapter else _base_of_model(folder))
+    if is_adapter and not base:
+        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
     has_tokenizer = any(folder.glob("tokenizer*"))
     settings = ModelSettings(
         base_model=base if is_adapter else str(folder),
@@ -126,20 +128,18 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, bool]:
-    """Of a model in a folder: options of the reward, arguments of the chat template, the origin of both, is_plain."""
+    """For a model in a folder: options of the reward, arguments of the chat template, their origin, is_plain."""
     found = run_of_model(folder)
     if found is None:
         origin = f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings"
         return {}, None, origin, False
     path, config = found
-    given, trl = config.get("ebft") or {}, config.get("trl") or {}
+    given, trl, names = config.get("ebft") or {}, config.get("trl") or {}, option_names(RewardOptions)
     with doing(f"reading the settings in {path}"):
-        section = EBFTSection.model_validate(
-            {name: given[name] for name in option_names(RewardOptions) if name in given}
-        )
+        section = EBFTSection.model_validate({name: given[name] for name in names if name in given})
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
         types = [entry.get("type") for entry in config.get("datasets") or ()]
-    reward = {name: getattr(section, name) for name in option_names(RewardOptions)}
+    reward = {name: getattr(section, name) for name in names}
     return reward, template, f"from {path}", bool(types) and is_plain_text(types)
 
 
@@ -161,13 +161,6 @@ def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerB
         own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
         model = load_base_model(settings.model_copy(update=own), tokenizer)
     return placed(model).eval().requires_grad_(False)
-
-
-def _base_of_adapter(folder: Path) -> str:
-    found = read_adapter_config(folder).base_model_name_or_path
-    if not found:
-        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
-    return found
 
 
 def _base_of_model(folder: Path) -> str | None:

@@ -100,7 +100,9 @@ class Sampler:
                 logits_processor=[_RefusesNaN("The base model" if base else self.loaded.name)],
                 streamer=streamer,
             )
-        return [_cut(row[len(ids) :].tolist(), ends) for row in output]
+        replies = [row[len(ids) :].tolist() for row in output]
+        stops = [next((n for n, token in enumerate(reply) if token in ends), len(reply)) for reply in replies]
+        return [reply[: stop + 1] for reply, stop in zip(replies, stops)]  # the rest is padding
 
     def text(self, ids: list[int]) -> str:
         """A reply as text, without special tokens."""
@@ -120,12 +122,6 @@ class _RefusesNaN(LogitsProcessor):
                 "again with a lower learning_rate."
             )
         return scores
-
-
-def _cut(ids: list[int], ends: list[int]) -> list[int]:
-    """The ids up to and including the first end token; what follows is padding."""
-    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: end + 1]
 
 
 @dataclass(frozen=True)
@@ -229,9 +225,15 @@ class Session:
     def answer(self, text: str) -> None:
         """Answer one prompt, and print the reply."""
         if self._scorer is not None:
-            self._show_scores(text)
+            sides = (True, False) if self._compares else (self.base,)
+            found = [(side, self._scorer(self._prompt(text, side), self._reference, side)) for side in sides]
+            self._console.print(Group(*(_table("base" if side else "tuned", scored) for side, scored in found)))
         elif self._compares:
-            self._show_both(text)
+            replies = {"base": self._reply(text, True), "tuned": self._reply(text, False)}
+            shown = {title: reply if reply.strip() else EMPTY for title, reply in replies.items()}
+            width = self._console.width // 2 - 1
+            panels = [Panel(Text(reply), title=title, width=width) for title, reply in shown.items()]
+            self._console.print(Columns(panels))
         else:
             streamer = _Printed(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if not self._reply(text, self.base, streamer).strip():
@@ -253,27 +255,22 @@ class Session:
                 self._handle(line)
 
     def _handle(self, line: str) -> None:
-        if line in COMMANDS:
-            self._command(line)
-            return
-        if line.startswith("/") and " " not in line:
-            say(f"Unknown command {line}; /help shows the commands.")
-            return
-        try:
-            self.answer(line)
-        except KeyboardInterrupt:
-            say("\n(stopped)")
-        except DataError as error:  # such as a conversation that is too long
-            say(error, err=True)
-
-    def _command(self, name: str) -> None:
-        if name in ("/base", "/tuned"):
-            self.base = name == "/base"
-        elif name == "/reset":
+        if line in ("/base", "/tuned"):
+            self.base = line == "/base"
+        elif line == "/reset":
             self._messages = {False: [], True: []}
-        else:
+        elif line == "/help":
             for command, about in COMMANDS.items():
                 say(f"{command}  {about}")
+        elif line.startswith("/") and " " not in line:
+            say(f"Unknown command {line}; /help shows the commands.")
+        else:
+            try:
+                self.answer(line)
+            except KeyboardInterrupt:
+                say("\n(stopped)")
+            except DataError as error:  # such as a conversation that is too long
+                say(error, err=True)
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
         return [*self._messages[base], {"role": "user", "content": text}] if self._chats else text
@@ -284,18 +281,6 @@ class Session:
         if self._chats:
             self._messages[base] = [*prompt, {"role": "assistant", "content": reply}]
         return reply
-
-    def _show_both(self, text: str) -> None:
-        replies = {"base": self._reply(text, True), "tuned": self._reply(text, False)}
-        width = self._console.width // 2 - 1
-        shown = {title: reply if reply.strip() else EMPTY for title, reply in replies.items()}
-        panels = [Panel(Text(reply), title=title, width=width) for title, reply in shown.items()]
-        self._console.print(Columns(panels))
-
-    def _show_scores(self, text: str) -> None:
-        sides = (True, False) if self._compares else (self.base,)
-        found = [(side, self._scorer(self._prompt(text, side), self._reference, side)) for side in sides]
-        self._console.print(Group(*(_table("base" if side else "tuned", scored) for side, scored in found)))
 
 
 def _table(title: str, scored: ScoredReplies) -> Table:

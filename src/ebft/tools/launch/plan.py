@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ebft.config.schema import RunConfig
@@ -40,7 +40,7 @@ class LaunchOptions:
     @property
     def is_given(self) -> bool:
         """Whether any option is given."""
-        return any(value not in (None, ()) for value in astuple(self))
+        return bool(self.words())
 
     def words(self) -> list[str]:
         """The options as words of a command, with those for the launcher last."""
@@ -91,7 +91,16 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
         return Plan(options, None, 1, 0)
     gpus = visible_gpus()
     processes, reason = (options.num_processes, "") if options.num_processes else _automatic(options, config, gpus)
-    _check_count(processes, options, gpus)
+    if processes % options.machines:
+        raise ConfigError(
+            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
+            f"--num-machines {options.machines}. Use {max(1, processes // options.machines) * options.machines}."
+        )
+    if 0 < gpus < processes // options.machines:
+        raise ConfigError(
+            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * options.machines}. Use fewer, or "
+            "make more GPUs visible (CUDA_VISIBLE_DEVICES)."
+        )
     if processes == 1 and options.launcher is None:
         if options.passed_on:
             raise ConfigError(
@@ -100,7 +109,7 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
             )
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
-    return Plan(options, plan.launcher, processes, gpus, _note(plan, reason))
+    return replace(plan, note=_note(plan, reason))
 
 
 def visible_gpus() -> int:
@@ -177,19 +186,4 @@ def _check_machines(options: LaunchOptions) -> None:
         raise ConfigError(
             f"--num-machines {machines} requires --machine-rank, 0 to {machines - 1}, another one on each machine, and "
             "--main-process-ip, the address of the machine with rank 0, the same on every machine."
-        )
-
-
-def _check_count(processes: int, options: LaunchOptions, gpus: int) -> None:
-    machines = options.machines
-    if processes % machines:
-        raise ConfigError(
-            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
-            f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
-        )
-    here = processes // machines
-    if 0 < gpus < here:
-        raise ConfigError(
-            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * machines}. Use fewer, or make "
-            "more GPUs visible (CUDA_VISIBLE_DEVICES)."
         )

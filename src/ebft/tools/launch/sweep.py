@@ -107,10 +107,6 @@ def _as_yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _canonical(values: dict[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
-
-
 def _name(values: dict[str, Any]) -> str:
     name = ",".join(f"{key}={_shown(value)}" for key, value in values.items())
     return name if len(name) <= _LONGEST else name[:_LONGEST].rstrip(",=") + _mark(values)
@@ -125,7 +121,7 @@ def _shown(value: Any) -> str:
 
 def _mark(values: dict[str, Any]) -> str:
     """A suffix for names that are not unique, or shortened."""
-    return "-" + hashlib.sha256(_canonical(values).encode()).hexdigest()[:8]
+    return "-" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 RESULTS = "sweep.json"
@@ -171,7 +167,10 @@ class Sweep:
         self.folder = Path(configs[0].output_dir)
         for run in runs:
             run.output_dir = str(self.folder / run.name)
-            self._check_held_out(run)
+            with prefixed(f"The run {run.name} of the sweep"):
+                config = load_config(self.config, self._measuring(run))
+            if not config.test_datasets and not config.val_set_size:
+                raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
 
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
@@ -219,7 +218,11 @@ class Sweep:
         """
         earlier = self._earlier()
         for run in self.runs:
-            self._take(run, earlier.get(run.name, {}))
+            before = earlier.get(run.name, {})
+            # Metrics that belong to this model and these settings.
+            if before.get("metrics") and self.is_finished(run) and before.get("measured") == self._identity(run):
+                run.state, run.exit_status, run.measured = "finished", 0, before["measured"]
+                run.metrics, run.intervals = before["metrics"], before.get("intervals", {})
         with received_signals() as received:
             for place, run in enumerate(self.runs):
                 if received:
@@ -271,12 +274,6 @@ class Sweep:
         own = [word for word in run.overrides() if word.partition("=")[0].split(".")[0] not in _MEASURE]
         return [*self.overrides, *own]
 
-    def _check_held_out(self, run: SweepRun) -> None:
-        with prefixed(f"The run {run.name} of the sweep"):
-            config = load_config(self.config, self._measuring(run))
-        if not config.test_datasets and not config.val_set_size:
-            raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
-
     def _train(self, run: SweepRun, received: list[int], say: Callable[[str], None]) -> None:
         if self.is_finished(run):
             say(f"Already finished in {run.output_dir}.")
@@ -297,13 +294,6 @@ class Sweep:
 
     def _identity(self, run: SweepRun) -> str:
         return _identity(load_config(self.config, self._measuring(run)), Path(run.output_dir))
-
-    def _take(self, run: SweepRun, earlier: dict[str, Any]) -> None:
-        """Take the state and metrics that were stored before, if they belong to this model and these settings."""
-        if not earlier.get("metrics") or not self.is_finished(run) or earlier.get("measured") != self._identity(run):
-            return
-        run.state, run.exit_status, run.measured = "finished", 0, earlier["measured"]
-        run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
 
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
