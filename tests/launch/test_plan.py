@@ -42,11 +42,8 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
     "gpus, keys, options, launcher, processes, note",
     [
         (0, {}, {}, None, 1, ""),
-        (1, {}, {}, None, 1, ""),
         (4, {}, {}, "accelerate", 4, ALL),
-        (4, {}, {"launcher": "torchrun"}, "torchrun", 4, ""),
         (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
-        (4, {}, {"num_processes": 1}, None, 1, ""),
         (4, {}, {"launcher": "python"}, None, 1, ""),
         (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
         (0, {}, {"launcher": "torchrun"}, "torchrun", 1, ""),
@@ -54,8 +51,7 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
         (4, ON("cuda:3"), {}, None, 1, ""),
         (4, ON("cpu"), {}, "accelerate", 4, ""),
         (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
-        (4, MANAGED, {}, "accelerate", 2, ""),  # the server takes two
-        (3, MANAGED, {}, None, 1, ""),
+        (3, MANAGED, {}, None, 1, ""),  # the server takes two
         (4, {}, MACHINES, "accelerate", 8, f"{OF_MACHINES} --launcher python trains in one process."),
         (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES),
         (0, {}, MACHINES, "accelerate", 2, ""),

@@ -58,8 +58,6 @@ def evaluate(
     `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
     DataError or ModelError for errors that the user can correct.
     """
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     check_comparable(config)
