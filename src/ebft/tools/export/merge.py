@@ -27,16 +27,7 @@ from ebft.models.load import find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.run_files import RECORDS, keys_of_base, read_object
-from ebft.tools.export.adapter import (
-    Adapter,
-    BitsAndBytesRounding,
-    attach,
-    empty_model,
-    merge_into,
-    no_adapter,
-    read_adapter_config,
-    read_adapter_weights,
-)
+from ebft.tools.export import adapter as adapters
 from ebft.tools.export.checkpoint import (
     OTHER_FORMATS,
     PROGRESS,
@@ -100,13 +91,13 @@ def merge_adapter(
     Raises ModelError if the adapter or the base model cannot be merged.
     """
     size = None if max_shard_size is None else parse_size(max_shard_size)
-    config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
+    config, weights = adapters.read_adapter_config(source.adapter), adapters.read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
-    plain = empty_model(text_config, source.trust_remote_code)
-    rounding = None if source.quantised is None else BitsAndBytesRounding(plain, source.quantised)
-    adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
+    plain = adapters.empty_model(text_config, source.trust_remote_code)
+    rounding = None if source.quantised is None else adapters.BitsAndBytesRounding(plain, source.quantised)
+    adapter = adapters.attach(adapters.empty_model(text_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     part_of = {key: part for part in merge.parts for key in part.outputs}
@@ -233,9 +224,9 @@ class Merge:
     def __init__(
         self,
         model: PreTrainedModel,
-        adapter: Adapter,
+        adapter: adapters.Adapter,
         weights: Mapping[str, Tensor],
-        rounding: BitsAndBytesRounding | None,
+        rounding: adapters.BitsAndBytesRounding | None,
     ) -> None:
         self._model, self._adapter, self._rounding = model, adapter, rounding
         self.parts = self._joined(weight_groups(model, weights))
@@ -256,7 +247,7 @@ class Merge:
             elif self._rounding is not None and self._rounding.covers(name):
                 values[name] = self._rounding(value)
         for layer, names in part.layers:
-            merge_into(layer, names, values, self._adapter)
+            adapters.merge_into(layer, names, values, self._adapter)
         for name, source in self._adapter.ties.items():
             if name in values:
                 values[name] = values[source].clone()
@@ -327,7 +318,7 @@ def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | No
     """The adapter in the `output_dir` of a config (or in the folder `adapter`) and its base model."""
     folder = Path(adapter or config.output_dir).expanduser()
     if not (folder / CONFIG).is_file():
-        raise no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
+        raise adapters.no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
     return MergeSource(
         folder,
         lasting_name(base) if base else find_base_model(config),
@@ -344,7 +335,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
     Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
     """
-    config = read_adapter_config(folder)
+    config = adapters.read_adapter_config(folder)
     if _was_quantised(folder):
         raise ModelError(
             f"The adapter in {folder} was trained on quantised weights. Give the config of the run "

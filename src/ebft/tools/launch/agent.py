@@ -23,19 +23,9 @@ from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any, NoReturn
 
+from ebft import processes
 from ebft.errors import ConfigError, LaunchError, cause
 from ebft.printed import say
-from ebft.processes import (
-    COMMAND,
-    FAILED,
-    FOLDER,
-    PARENT,
-    SIGNALS,
-    UNEXPECTED,
-    passed_on,
-    received_signals,
-    typed_command,
-)
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -58,13 +48,13 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         from torch.distributed.run import run
     with tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created:
         folder = Path(created)
-        command = typed_command(["ebft", *words, *plan.options.words()])
-        (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        variables = environment(plan) | {FOLDER: created, PARENT: str(os.getpid())}
+        command = processes.typed_command(["ebft", *words, *plan.options.words()])
+        (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
+        variables = environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
         os.environ |= variables  # also that of new processes
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
-            with received_signals() as received:
+            with processes.received_signals() as received:
                 ended = _run(lambda: run(parsed), folder, received)
             return _status(ended, folder, bool(received))
         finally:
@@ -110,7 +100,7 @@ def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
         for number in new:
             kills = received.count(signal.SIGINT) >= _KILLING
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if kills else passed_on(number))
+                os.kill(pid, signal.SIGKILL if kills else processes.passed_on(number))
 
 
 def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
@@ -126,14 +116,14 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
         rank, code = _first_failure(error.failures, folder)
         who = f"The process of rank {rank}"
-    if code < 0 and was_signalled and -code in (*SIGNALS, signal.SIGKILL):
+    if code < 0 and was_signalled and -code in (*processes.SIGNALS, signal.SIGKILL):
         return 128 - code
     if code < 0:
         reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
-    if (folder / UNEXPECTED).exists():
-        say(f"\n{who} failed:\n{(folder / UNEXPECTED).read_text(encoding='utf-8')}", err=True)
-    elif not (folder / FAILED).exists() and code not in _INTERRUPTED:
+    if (folder / processes.UNEXPECTED).exists():
+        say(f"\n{who} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}", err=True)
+    elif not (folder / processes.FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
 
@@ -146,11 +136,11 @@ def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]
     """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
-        ends_itself = failure.exitcode >= 0 or -failure.exitcode in SIGNALS
+        ends_itself = failure.exitcode >= 0 or -failure.exitcode in processes.SIGNALS
         if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
             return rank, failure.exitcode
     with contextlib.suppress(OSError, ValueError):
-        rank = int((folder / FAILED).read_text())
+        rank = int((folder / processes.FAILED).read_text())
         if rank in failures:
             ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
             return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
