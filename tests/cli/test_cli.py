@@ -1,6 +1,5 @@
 import inspect
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -31,14 +30,14 @@ def good(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(get_command(app).commands))
-def test_help_has_the_brackets_of_its_texts(ebft, name):
+def test_help_has_the_brackets_of_its_texts_and_examples(ebft, name):
     """rich takes brackets in the text of a command for a style, and some versions of typer escape them."""
     command = get_command(app).commands[name]
     texts = [inspect.getdoc(command.callback), command.epilog or "", *(each.help or "" for each in command.params)]
     words = {word for text in texts for word in text.split() if "[" in word}
     shown = ebft(name, "--help").output
     assert {word for word in words if word.strip(".,:`") not in shown} == set()
-    assert len(shown.splitlines()) < 130
+    assert len(shown.splitlines()) < 130 and f"ebft {name}" in plain(shown).partition("Examples:")[2]
 
 
 def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
@@ -57,30 +56,21 @@ def test_the_json_schema_has_every_key_with_its_help_and_bounds(ebft):
     ("config strde", 2, ["No key contains 'strde'"]),
     ("config run.yaml", 2, ["`ebft config --check run.yaml`"]),
     ("config --josn-schema", 2, ["'--josn-schema'. Did you mean --json-schema?"]),
-    ("config --json-schema stride", 2, ["Leave out"]),
     ("config --check run.yaml", 0, ["max_steps: 7", "is valid"]),
-    ("config --check run.yaml seed=7", 0, ["seed: 7"]),
     ("config --check run.yaml --learning_rate 1e-4 --seed=7", 0, ["learning_rate: 0.0001", "seed: 7"]),
     ("config --check run.yaml --datasets.0.split test --bf16 --no-tf32", 0, ["'test'", "bf16: True", "tf32: False"]),
     ("config --seed 7 --check run.yaml --bf16 --fp16 No --tf32 1", 0, ["seed: 7", "bf16: True", "tf32: True"]),
     ("config --check run.yaml --fsdp full_shard --tf32=0", 0, ["fsdp: 'full_shard'", "tf32: False"]),
     ("config --check run.yaml --fsdp seed=7", 0, ["fsdp: True", "seed: 7"]),
-    ("config --check run.yaml --no-sample-packing=true", 2, ["no-sample-packing has no value. Write --no-sam"]),
     ("config --check run.yaml --no-bf16 true", 2, ["has no value. Write --no-bf16 alone, or --bf16 VALUE."]),
     ("config --check run.yaml --bf16 maybe", 2, ["'maybe'"]),
     ("preprocess --max-steps many --bf16 run.yaml", 2, ["max_steps: invalid value 'many'"]),
     ("train --max-steps 7", 2, ["Missing argument 'CONFIG'"]),
-    ("config --check run.yaml --bf16 auto --seed -1", 2, ["seed: invalid value -1"]),
     ("config --learning-rate --check run.yaml", 2, ["Error: --learning-rate requires a value: "]),
     ("config --check run.yaml --stride 4", 2, ["'--stride'. Did you mean --ebft.stride?"]),
     ("config --check run.yaml --lr 1e-4", 2, ["Use 'learning_rate' instead"]),
     ("config --check run.yaml --xyz 1", 2, ["Unknown option '--xyz'. Run `ebft config`"]),
-    ("config --check run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
-    ("config --check run.yaml rl=grpo", 2, ["rl: grpo needs trl.reward_funcs"]),
-    ("config --check run.yaml ebft.feature_layers=0.5", 2, ["ebft.feature_layers"]),
     ("train run.yaml learning_rte=1", 2, ["'learning_rate'", "^Error: "]),
-    ("train run.yaml max_steps=many", 2, ["max_steps: invalid value 'many'"]),
-    ("train run.yaml --learning-rat=1e-4", 2, ["'--learning-rat'. Did you mean --learning-rate?"]),
     ("train run.yaml --max-steps many --no-seed", 2, ["Unknown option '--no-seed'"]),
     ("--show-completion bash", 0, ["complete"]),
 ])  # fmt: skip
@@ -92,21 +82,6 @@ def test_what_commands_say(ebft, good, monkeypatch, arguments, code, texts):
     for text in texts:
         found = said.startswith(text[1:]) if text[0] == "^" else text.lstrip("-") in said
         assert found == (text[0] != "-"), (text, said)
-
-
-SHOWN = {"vllm-serve": ["vllm.python=", "--verbose"],
-         "preprocess": ["ebft preprocess run.yaml --debug", "last_run_prepared", "--html"],
-         "train": ["ebft config", "--learning-rate 1e-5"]}  # fmt: skip
-
-
-def test_the_help_of_every_command_has_examples(ebft):
-    names = [command.name for command in app.registered_commands]
-    every = plain(ebft("--help").output)
-    for name in names:
-        text = plain(ebft(name, "--help").output)
-        assert name in every and f"ebft {name}" in text.partition("Examples:")[2]
-        patterns = [rf"\b{word}\b" if word.isidentifier() else re.escape(word) for word in SHOWN.get(name, ())]
-        assert [pattern for pattern in patterns if not re.search(pattern, text)] == []
 
 
 def test_options_have_the_same_name_in_all_commands():

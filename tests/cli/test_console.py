@@ -11,6 +11,7 @@ import pytest
 from tqdm import tqdm
 
 from ebft import load_config
+from ebft.errors import ConfigError
 from ebft.run.training import _whitening
 from ebft.tools.cli import console
 from tests.cli.conftest import ENVIRONMENT, plain
@@ -81,21 +82,20 @@ def test_variables_of_the_user_stay(monkeypatch):
     assert console.os.environ["TQDM_DISABLE"] == "" and console.os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
 
-@pytest.mark.parametrize("name", ["EBFT_LOG_LEVEL", "AXOLOTL_LOG_LEVEL"])
-def test_the_log_level_is_that_of_all_libraries(name):
+def test_the_log_level_applies_to_all_libraries(monkeypatch):
     code = "from ebft.tools.cli import app; import sys; sys.argv = ['ebft', 'config', 'tui'];\n"
     code += "try: app()\nfinally:\n import logging, os, transformers\n"
     code += " print(logging.getLogger().level, transformers.logging.get_verbosity(), os.environ.get('EBFT_DEBUG'))"
-    run = lambda level: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                                       env={**ENVIRONMENT, name: level})  # fmt: skip
-    for level, found in (("DEBUG", "10 10 1"), ("error", "40 40 None")):
-        assert run(level).stdout.splitlines()[-1] == found
-    assert f"{name}: invalid value 'verbose'; expected debug, info, warning or error." in run("verbose").stderr
+    environment = {**ENVIRONMENT, "AXOLOTL_LOG_LEVEL": "DEBUG"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "10 10 1"
+    monkeypatch.setenv("EBFT_LOG_LEVEL", "verbose")
+    with pytest.raises(ConfigError, match="EBFT_LOG_LEVEL: invalid value 'verbose'; expected debug, info, warning or"):
+        console.set_log_level()
 
 
 @pytest.mark.parametrize(("keys", "expected"), [
     (["bf16=true"], "features are computed in bfloat16, so differences between samples below 0.016 of"),
-    (["bf16=true", "torch_dtype=float32"], "features are computed in bfloat16"),
     (["fp16=true"], "features are computed in float16, so differences between samples below 0.002 of"),
     (["bf16=true", "ebft.whitening_space=sample"], ""), (["bf16=true", "ebft.use_whitening=false"], ""), ([], ""),
 ])  # fmt: skip
@@ -110,9 +110,9 @@ def in_shell(words, redirection=""):
 
 
 @pytest.mark.parametrize(("redirection", "status", "unbuffered"), [  # with the exit status of a listing command
-    ("| head -1", 141, ""), (">&-", 1, ""), ("> /dev/full", 1, "1"), ("2> /dev/full", 0, "1"),
+    ("| head -1", 141, ""), ("> /dev/full", 1, "1"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        ("| head -1", 141, "1"), ("> /dev/full", 1, ""), ("2>&-", 0, ""), ("<&-", 0, ""))),
+        (">&-", 1, ""), ("2> /dev/full", 0, "1"), ("> /dev/full", 1, ""), ("2>&-", 0, ""), ("<&-", 0, ""))),
 ])  # fmt: skip
 def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffered, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
@@ -122,7 +122,7 @@ def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&- <&-", "> /dev/full 2>&1", "2>&1 | true"])
+@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&- <&-", "> /dev/full 2>&1"])
 def test_training_goes_on_without_its_output(run_file, tmp_path, redirection):
     keys = ["max_steps=3", "save_strategy=steps", "save_steps=2", f"output_dir={tmp_path / 'out'}"]
     done = in_shell(["train", str(run_file), *keys], redirection)

@@ -14,7 +14,6 @@ from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder
 from ebft.tools.inference.sampling import Sampler, SamplingOptions
 from tests.cli.conftest import TERMINAL, flat
-from tests.file_edits import pickled
 from tests.inference.conftest import config_file, folders
 from tests.terminal import Terminal, ebft_command
 
@@ -68,7 +67,7 @@ def scored(ebft, source, *more):
 
 
 def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, ebft, tmp_path):
-    """The same rewards as with the config; without run.json those of the defaults, which is reported."""
+    """The same rewards as with the config; without run.json, the defaults are used and reported."""
     config = config_file()
     expected, settings = scored(ebft, config)
     assert "Reward settings: feature_layers: [0.5]" in settings and "(from the config)" in settings
@@ -82,8 +81,6 @@ def test_a_folder_is_scored_with_the_settings_of_its_run(folders, config_file, e
     for folder in (run, run / "checkpoint-3"):
         found, settings = scored(ebft, folder)
         assert found == expected and "diversity_coef: 0.5" in settings and f"(from {run / 'run.json'})" in settings
-    (run / "run.json").write_text('{"config": {"ebft": {"feature_layers": 3}}}')
-    assert f"(defaults: the settings in {run / 'run.json'} cannot be read" in scored(ebft, run)[1]
 
 
 def test_few_samples_with_whitening_are_a_note(config_file, ebft):
@@ -97,45 +94,16 @@ def test_few_samples_with_whitening_are_a_note(config_file, ebft):
 
 def test_a_folder_with_checkpoints_alone_names_the_newest(folders, config_file, ebft, refused, tmp_path):
     folder = tmp_path / "unfinished"
-    for step in (3, 12):
-        checkpoint = shutil.copytree(folders["adapter"], folder / f"checkpoint-{step}")
-        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     newest, config = folder / "checkpoint-12", config_file(output_dir=str(folder))
+    shutil.copytree(folders["adapter"], newest)
+    (newest / "trainer_state.json").write_text(json.dumps({"global_step": 12}))
     for source in (folder, config):
         said = refused("inference", source, "--prompt", "say 3")
         assert said.endswith(f"to use the newest: ebft inference {newest}")
         said = refused("merge-lora", source)
         assert "does not contain an adapter" in said and said.endswith(str(newest))
-    result = ebft("merge-lora", config, "--lora-model-dir", newest)
-    assert result.exit_code == 0, result.output
-    for source in ([newest], [config, "--lora-model-dir", newest]):
-        result = ebft("inference", *source, "--prompt", "say 3", *OPTIONS)
-        assert result.exit_code == 0, result.output
-        assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
-
-
-@pytest.mark.parametrize(("kind", "name"), [("adapter", "adapter_model"), ("full", "model")])
-def test_weights_in_pickles(kind, name, folders, config_file, ebft, refused, tmp_path):
-    """They are read as tensors, by every command; in other files than those of transformers and PEFT, they are not."""
-    old, rows = shutil.copytree(folders[kind], tmp_path / "old"), tmp_path / "rows.jsonl"
-    pickled(f"{name}.safetensors")(old)
-    rows.write_text("".join(json.dumps({"input": f"say {i}", "output": f"it is {i}"}) + "\n" for i in range(9)))
-    entry = {"path": str(rows), "type": "ebft_strided_structured.transform_prompts"}
-    evaluated = ["evaluate", config_file(datasets=[entry], val_set_size=2), "--model", old, "--output", tmp_path / "a"]
-    merged = ["merge-lora", old, "--output", tmp_path / "merged"]
-    if kind == "full":
-        merged = ["merge-lora", folders["adapter"], "--base-model", old, "--output", tmp_path / "merged"]
-    asked = ["inference", old, "--prompt", "a", *OPTIONS]
-    for arguments in (asked, evaluated, merged):
-        result = ebft(*arguments)
-        assert result.exit_code == 0, (arguments, result.output)
-    assert ebft(*asked).stdout == ebft("inference", folders[kind], *asked[2:]).stdout
-    path = next(old.glob("*model.bin"))
-    path.rename(old / "weights.pt")
-    shutil.rmtree(tmp_path / "merged")
-    for arguments in (asked, evaluated, merged):
-        message = refused(*arguments)
-        assert "weights.pt" in message and "save_pretrained" in message, (arguments, message)
+    result = ebft("inference", config, "--lora-model-dir", newest, "--prompt", "say 3", *OPTIONS)
+    assert result.stdout.strip("\n") == greedy(folders["adapter"], [{"role": "user", "content": "say 3"}])
 
 
 def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
@@ -143,14 +111,12 @@ def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
     prompt, untrained = ["--prompt", "a"], config_file(output_dir=str(tmp_path / "nothing"))
     for arguments, message in (
         (["absent", *prompt], "neither a config file nor a folder with a model"),
-        ([".", *prompt], "neither a config file nor a folder with a model"),
+        ([".", *prompt], "contains no trained model. Give a config file"),
         ([".", "seed=1", *prompt], "overrides require a config"),
         ([".", "--lora-model-dir", "a", *prompt], "--lora-model-dir requires a config"),
-        ([".", *prompt, "--reference", " "], "--reference: the text is empty"),
         ([".", *prompt, "--reference", "b", "--temperature", "0"], "Use --samples 1"),
         ([folders["adapter"], *prompt, "--samples", "8"], "Add --reference"),
-        ([folders["adapter"], "--prompt", "a\udc80"], "--prompt is not UTF-8 text"),
-        ([folders["adapter"]], "standard input is empty"), ([untrained, *prompt], "contains no trained model"),
+        ([folders["adapter"]], "The prompt is empty"), ([untrained, *prompt], "contains no trained model"),
     ):  # fmt: skip
         assert message in refused("inference", *arguments)
 
@@ -171,12 +137,3 @@ def test_a_session_in_a_terminal(ends, folders):
         terminal.close()
     assert terminal.process.returncode == 0
     assert b"Traceback" not in terminal.output and b"chat. /help" in terminal.output
-
-
-def test_an_empty_reply_is_told_beside_it(folders, ebft, monkeypatch):
-    command = ("inference", folders["adapter"], "--prompt", "say 3", *OPTIONS)
-    assert "empty" not in ebft(*command).stderr
-    monkeypatch.setattr(Sampler, "reply_ids", lambda *given, **options: [[]])
-    result = ebft(*command)
-    assert result.exit_code == 0 and not result.stdout.strip()
-    assert "The reply is empty: the model ended it at once." in result.stderr

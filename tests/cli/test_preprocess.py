@@ -37,8 +37,6 @@ def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):
     assert f"Using {line}" in plain(result.stderr) and "documents produced" not in result.output
     result = ebft("preprocess", run_file, "dataset_prepared_path=last_run_prepared")
     assert plain(result.stdout) == f"Using {line}\n" and "ebft train" not in plain(result.stderr)
-    assert ebft("preprocess", run_file, "dataset_prepared_path=other").exit_code == 0
-    assert (tmp_path / "other" / folder.name).is_dir()
     result = ebft("preprocess", run_file, "sequence_len=32", "special_tokens.pad_token='<|end|>'")
     command = f"ebft train {run_file} sequence_len=32 'special_tokens.pad_token='\"'\"'<|end|>'\"'\"''"
     assert f"{command} dataset_prepared_path=last_run_prepared" in plain(result.stderr)
@@ -73,7 +71,6 @@ def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_
 
 @pytest.mark.parametrize(("overrides", "expected"), [
     (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
-    (["sample_packing=true"], r"\ndocument 2 of \d+  prompt: "),
     (["rl=", "sample_packing=true"], r"\ndocument 2 of \d+  prompt: \d+ tokens; in the cross-entropy: "),
     (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
     (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
@@ -86,32 +83,10 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     assert len(found) == 1 if overrides == ["chat_template=chatml"] else found
 
 
-@pytest.mark.parametrize(("type", "row", "trained"), [
-    ("alpaca", {"instruction": "Add", "input": "", "output": "3"}, r"\(-100,\d+\)3\(20,20\)<\|end\|>\(1,1\)row"),
-    ({"field_instruction": "q", "field_output": "a"}, {"q": "Add", "a": "3"}, r"3\(20,20\)<\|end\|>\(1,1\)"),
-    ("alpaca_chat.load_qa", {"question": "Add", "answer": "3"}, r"\\n\(-100,\d+\)3\(20,20\)<\("),
-    ("sharegpt", {"conversations": [{"from": "human", "value": "A"}, {"from": "gpt", "value": "3"}]},
-     r"\\n\(-100,\d+\)3\(20,20\)<\("),
-    ("input_output", {"segments": [{"text": "A", "label": False}, {"text": "3", "label": True}]},
-     r"A\(-100,34\)3\(20,20\)row"),
-])  # fmt: skip
-def test_the_labels_of_every_shape_of_rows(ebft, run_file, type, row, trained):
-    config = yaml.safe_load(run_file.read_text())
-    config |= {"rl": None, "ebft": None, "trl": None, "chat_template": "chatml", "sequence_len": 120}
-    config["datasets"] = [{"path": "rows.jsonl", "type": type}]
-    run_file.write_text(yaml.safe_dump(config))
-    run_file.with_name("rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
-    result = ebft("preprocess", run_file, "--debug")
-    assert result.exit_code == 0, result.output
-    assert re.search(trained, plain(result.stdout).replace("\n", "").replace(" ", "")), result.stdout
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
-    (["datasets.0.type=nothing.at_all"], "was not found"),
     (["sequence_len=6"], "No usable rows are left: a block needs"),
     (["val_set_size=9"], "leaves 0 usable documents for training"),
-    (["--html", "no/such/folder.html"], "the folder no/such does not exist"), (["learning_rte=1"], "learning_rate"),
 ])  # fmt: skip
 def test_errors_are_one_message_and_leave_no_rows(refused, run_file, tmp_path, arguments, message):
     said, base = refused("preprocess", run_file, *arguments), tmp_path / "last_run_prepared"

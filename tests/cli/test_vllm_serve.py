@@ -63,11 +63,9 @@ def test_a_wrong_config_is_one_message(refused, tmp_path, monkeypatch):
     # The config of `ebft train run.yaml trl.use_vllm=true`, which configures the server only.
     trained = ("trl.use_vllm=false", "vllm.max_model_len=64", "trl.vllm_server_timeout=5", "vllm.python=nowhere/python")
     for arguments, message in (
-        (["vllm.prot=1"], "vllm.port"), (["lora_r=600"], "exceeds the maximum of 512"),
-        (["vllm.python=/nowhere/python"], "vllm.python: /nowhere/python is not an executable"),
+        (["lora_r=600"], "exceeds the maximum of 512"),
         (["--port", "x"], "vllm.port: invalid value 'x'"),
-        (["--prt=1"], "Did you mean --port?"), (["--tensor-parallel-size=0"], "vllm.tensor_parallel_size: invalid"),
-        (["--learning-rate=x"], "learning_rate: invalid"), (trained, "nowhere/python"),
+        (["--prt=1"], "Did you mean --port?"), (trained, "nowhere/python"),
     ):  # fmt: skip
         said = refused("vllm-serve", "run.yaml", *arguments)
         assert message in said and "no effect" not in said
@@ -93,16 +91,6 @@ def test_a_signal_ends_everything(serve, tmp_path, number):
     assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
 
 
-@pytest.mark.slow
-def test_a_signal_while_the_server_starts(serve, tmp_path):
-    pids = tmp_path / "pids"
-    process = serve(program=stand_in(pids, "--silent"))
-    started = pids_in(pids)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[0] == "" and process.returncode == 130
-    assert alive(started) == []
-
-
 def test_a_killed_command_leaves_nothing(serve, tmp_path):
     pids = tmp_path / "pids"
     process = serve(program=stand_in(pids))
@@ -111,19 +99,10 @@ def test_a_killed_command_leaves_nothing(serve, tmp_path):
     assert eventually(lambda: not alive(pids_in(pids)))
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_by_itself(serve):
     process = serve("--verbose", program="import sys; sys.exit('stand-in: no memory left')")
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and output == ""
     assert "Error: vLLM exited before it was ready (exit code 1)" in errors and "model-out/vllm.log" in errors
     assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_become_ready(serve, tmp_path):
-    pids = tmp_path / "pids"
-    program = stand_in(pids, "--silent")
-    process = serve("trl.vllm_server_timeout=3", program=program)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "within 3 seconds" in errors and "trl.vllm_server_timeout" in errors
-    assert alive(pids_in(pids)) == []

@@ -58,7 +58,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "tools/evaluation/models.py placed": "strided_evaluated",
     "tools/evaluation/result.py machine_card": GPU,  # its name
     "tools/evaluation/run.py evaluate": "strided_as_cuda_resumed",
-    "tools/evaluation/run.py _seeded": GPU,
+    "tools/evaluation/run.py sample": GPU,
     "tools/export/quantize.py": GPU,
     "tools/init/": GPU,  # what fits on it
     "tools/launch/plan.py": "tests/launch/test_plan.py",

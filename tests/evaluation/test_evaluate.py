@@ -188,10 +188,7 @@ def test_plain_rows_without_room_for_a_block_and_trained_prompts(write_config, m
 
 
 GRPO = {"rl": "grpo", "trl": {"reward_funcs": [LENGTH], "num_generations": 2, "max_completion_length": 4}}
-SAMPLE, PROMPTS = (
-    "trl.generation_kwargs={do_sample: true}",
-    "test_datasets.0.type=tests.evaluation.metrics.only_prompts",
-)
+PROMPTS = "test_datasets.0.type=tests.evaluation.metrics.only_prompts"
 TOO_LONG = "100000 exceeds the .* as many tokens may be in one document"
 PASS_AT = "pass@9 requires at least as many samples, got 3"
 
@@ -199,11 +196,8 @@ PASS_AT = "pass@9 requires at least as many samples, got 3"
 @pytest.mark.parametrize(
     ("kind", "keys", "name", "override", "error", "message"),
     [
-        ("strided", {}, "base", "test_datasets=[]", DataError, "test_datasets or val_set_size"),
-        ("strided", {}, "nothing", "", ModelError, "--model: the local path '.*nothing.*does not exist"),
         ("strided", {}, "base", "evaluation.pass_at=[9]", ConfigError, PASS_AT),
         ("structured", {}, "base", "sequence_len=100000", ConfigError, TOO_LONG),
-        ("structured", {}, "base", SAMPLE, ConfigError, "do_sample cannot be set here"),
         ("structured", GRPO, "base", PROMPTS, DataError, "nothing to evaluate"),
         ("texts", {"evaluation": {"metrics": [LENGTH]}}, "base", "", DataError, "text without prompts"),
     ],
@@ -213,13 +207,10 @@ def test_what_cannot_be_evaluated(kind, keys, name, override, error, message, wr
         measured(write_config(kind, **keys), [name], models, *([override] if override else []))
 
 
-def test_what_cannot_be_evaluated_anywhere(write_config, monkeypatch):
-    with pytest.raises(ConfigError, match="load_config"):
-        evaluate(str(write_config("strided")))
-    for count in ("2", "many"):
-        monkeypatch.setenv("WORLD_SIZE", count)
-        with pytest.raises(ConfigError, match="single process"):
-            evaluate(load_config(write_config("strided")))
+def test_what_cannot_be_evaluated_in_several_processes(write_config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="single process"):
+        evaluate(load_config(write_config("strided")))
 
 
 def test_what_has_no_effect_is_a_warning(write_config, models):
@@ -269,14 +260,12 @@ def test_models_that_fail_are_named(write_config, models, tmp_path):
     padded = save_changed(models, tmp_path / "p", lambda model: model.resize_token_embeddings(600, mean_resizing=False))
     evaluate(load_config(write_config("strided")), [padded])
     broken = save_changed(models, tmp_path / "broken", spoil)
-    for kind in MODES:
-        with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):
-            evaluate(load_config(write_config(kind)), [broken])
+    with pytest.raises(NonFiniteLossError, match="--model .*broken: .*ce_loss.* not finite"):
+        evaluate(load_config(write_config("plain")), [broken])
 
 
-@pytest.mark.parametrize("settings", [{"init_lora_weights": "pissa"}, {"bias": "all"}])
-def test_adapters_that_change_the_base_get_a_network_of_its_own(settings, write_config, models, tmp_path):
-    adapter = str(save_adapter(tmp_path / "a", models / "base", target_modules=["q_proj"], **settings))
+def test_adapters_that_change_the_base_get_a_network_of_its_own(write_config, models, tmp_path):
+    adapter = str(save_adapter(tmp_path / "a", models / "base", target_modules=["q_proj"], bias="all"))
     tokenizer = AutoTokenizer.from_pretrained(models / "base")
     subject = load_subject(load_config(write_config("strided")), adapter, tokenizer)
     plain, ids = AutoModelForCausalLM.from_pretrained(models / "base").eval(), torch.tensor([[5, 9, 11, 40]])
@@ -312,8 +301,7 @@ def test_without_models_it_is_the_base_and_what_the_run_left(write_config, model
     assert [result.model for result in evaluate(config).models] == [str(models / "base"), config.output_dir]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_of_tokens_are_computed_from_float32_logits(dtype):
+def test_losses_of_tokens_are_computed_from_float32_logits(dtype=torch.bfloat16):
     """Twin: the hidden states of each sequence alone, and the head in float64."""
     model = tiny_model("llama").to(dtype).eval()
     model.lm_head.weight.data.mul_(20)

@@ -62,7 +62,7 @@ def test_documents_that_the_run_held_out_were_not_trained_on(notes, rows, tmp_pa
 
 def test_documents_of_which_a_weight_selects_a_part_may_be_training_documents(notes, rows, tmp_path):
     entry = {"path": str(rows / "pairs.jsonl"), "type": "ebft_strided_structured.transform"}
-    for weight, is_in_doubt in ((0.5, True), (1, False), (2.5, False)):
+    for weight, is_in_doubt in ((0.5, True), (1, False)):
         record_run(tmp_path / "run", "", datasets=[{**entry, "weight": weight}])
         [note] = notes()
         assert "9 of the 9" in note and ("or were left out by a weight below 1, so" in note) == is_in_doubt
@@ -119,7 +119,6 @@ TEXT = "A text of several words."
         ({"prompt": TEXT, "completion": "yes"}, {"prompt": TEXT, "completion": "no"}, False),
         ({"text": "yes"}, {"prompt": TEXT, "completion": "yes"}, False),  # a short line of another text
         ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": None}, True),
-        ({"input_ids": [1, 2]}, {"input_ids": [1, 3]}, False),
         ({"text": ""}, {"text": None}, False),
         ({"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": TEXT}]},
          {"input": "p", "output": TEXT}, True),

@@ -17,7 +17,7 @@ from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.checkpoint import base_folder, parse_size, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
 from tests.export.models import gpt2, gpt_oss, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
-from tests.file_edits import as_mxfp4, cut, named, pickled, settings, tensors
+from tests.file_edits import as_mxfp4, named, pickled, settings, tensors
 from tests.models.multimodal import MULTIMODAL, save_multimodal, text_logits
 
 # PEFT remarks on adapters that are as unusual as these.
@@ -27,8 +27,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 TIED = {"tie_word_embeddings": True}
 VARIANTS = {
     "lora": (llama(), ["q_proj", "v_proj"], {}),
-    "rslora": (llama(), "all-linear", {"use_rslora": True}),
-    "patterns": (llama(), "all-linear", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 9}}),
+    "patterns": (llama(), "all-linear", {"rank_pattern": {"q_proj": 2}, "use_rslora": True}),
     "dora": (llama(), "all-linear", {"use_dora": True}),
     "embedding": (llama(), ["embed_tokens", "lm_head"], {}),
     "modules_to_save": (llama(), ["q_proj"], {"modules_to_save": ["lm_head", "norm"]}),
@@ -39,13 +38,11 @@ VARIANTS = {
     ),
     "tied_untouched": (llama(**TIED), ["o_proj"], {}),
     "bias_all": (qwen2(), ["q_proj"], {"bias": "all"}),
-    "bias_lora_only": (qwen2(), ["q_proj"], {"bias": "lora_only"}),
     "lora_bias": (qwen2(), ["q_proj"], {"lora_bias": True}),
     "conv1d": (gpt2(), ["c_attn", "c_fc"], {}),
     "experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS}),
     "experts_by_module_names": (mixtral(), ["w1", "w2", "w3"], {}),
-    "some_layers": (llama(), ["q_proj", "up_proj"], {"layers_to_transform": [1]}),
-    "orthogonal": (llama(), ["q_proj"], {"init_lora_weights": "orthogonal", "use_rslora": True}),
+    "some_layers": (llama(), ["q_proj", "up_proj"], {"layers_to_transform": [1], "init_lora_weights": "orthogonal"}),
     "some_experts": (mixtral(), ["q_proj"], {"target_parameters": EXPERTS[1:]}),
 }
 
@@ -74,13 +71,13 @@ def assert_equal(model, expected):
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [*((name, torch.float32) for name in VARIANTS),
-     *((name, torch.bfloat16) for name in ("lora", "dora", "embedding", "modules_to_save", "experts"))],
+     *((name, torch.bfloat16) for name in ("dora", "modules_to_save", "experts"))],
 )  # fmt: skip
 def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
     config, targets, settings = VARIANTS[variant]
     base = save_base(tmp_path / "base", config, dtype)
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=targets, **settings)
-    result = merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
+    merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     unmerged = with_adapter(base, adapter)
     expected = logits(unmerged)
@@ -88,15 +85,13 @@ def test_the_result_is_that_of_peft(variant, dtype, tmp_path):
     assert (logits(AutoModelForCausalLM.from_pretrained(base)) - expected).abs().max() > 1e-3
     if dtype == torch.float32:
         assert torch.allclose(logits(merged), expected, atol=1e-5)
-    assert result.shards == len(list((tmp_path / "base").glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("max_shard_size", [None, "4KB"])
-def test_weights_in_mxfp4_become_bfloat16(max_shard_size, tmp_path):
+def test_weights_in_mxfp4_become_bfloat16(tmp_path):
     base = save_base(tmp_path / "base", gpt_oss(), torch.bfloat16, "1GB")
     adapter = save_adapter(tmp_path / "adapter", base, target_modules=["q_proj"], target_parameters=EXPERTS[:1])
     assert as_mxfp4(base)
-    merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", max_shard_size)
+    merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", "4KB")
     dense = AutoModelForCausalLM.from_pretrained(base, quantization_config=Mxfp4Config(dequantize=True))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert_equal(merged, PeftModel.from_pretrained(dense, adapter).merge_and_unload())
@@ -141,8 +136,7 @@ def test_tied_weights(target, saved, tmp_path):
         assert torch.equal(other.weight, plain)
 
 
-@pytest.mark.parametrize("zipped", [True, False])  # False: as PyTorch saved files before 1.6
-@pytest.mark.parametrize("max_shard_size", ["40KB", "1GB"])
+@pytest.mark.parametrize("max_shard_size, zipped", [("40KB", True), ("1GB", False)])  # False: as before PyTorch 1.6
 def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size, saved, tmp_path):
     base, adapter = saved(mixtral(), max_shard_size=max_shard_size, target_parameters=EXPERTS)
     source = MergeSource(adapter, str(base))
@@ -205,18 +199,15 @@ def test_an_interrupted_merge_continues(saved, tmp_path):
     base, adapter = saved(targets="all-linear")
     source, to = MergeSource(adapter, str(base)), tmp_path / "merged"
     with pytest.raises(Killed):
-        merge_adapter(source, to, on_shard=killed_at(3))
+        merge_adapter(source, to, on_shard=killed_at(2))
     assert not (to / "config.json").exists() and not (to / "model.safetensors.index.json").exists()
     shards = sorted(to.glob("*.safetensors"))
     times = [path.stat().st_mtime_ns for path in shards]
-    assert len(shards) == 3
-    damaged = bytearray(shards[1].read_bytes())
-    damaged[-1] ^= 1  # one bit
-    shards[1].write_bytes(damaged)
-    shards[2].with_name("model-00004-of-00005.safetensors.tmp").write_bytes(b"cut off")
+    assert len(shards) == 2
+    shards[1].with_name(f"{shards[1].name.replace('00002', '00003')}.tmp").write_bytes(b"cut off")
     result = merge_adapter(source, to)
-    assert result.resumed == 2
-    assert [path.stat().st_mtime_ns == time for path, time in zip(shards, times)] == [True, False, True]
+    assert result.resumed == 2 < result.shards
+    assert [path.stat().st_mtime_ns for path in shards] == times
     assert not (to / "merge_progress.json").exists() and not list(to.glob("*.tmp"))
     assert_equal(AutoModelForCausalLM.from_pretrained(to), with_adapter(base, adapter).merge_and_unload())
 
@@ -228,7 +219,7 @@ def test_folders_with_something_else_are_refused(saved, tmp_path):
     with pytest.raises(Killed):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged", on_shard=killed_at(1))
     other = save_adapter(tmp_path / "other", base, target_modules=["v_proj"])
-    with pytest.raises(ModelError, match="unfinished merge of another adapter"):
+    with pytest.raises(ModelError, match="is not empty"):
         merge_adapter(MergeSource(other, str(base)), tmp_path / "merged")
 
 
@@ -240,13 +231,6 @@ def rename(old, new):
     return lambda folder: (folder / old).rename(folder / new)
 
 
-def numbered(folder):
-    rename("base/model.safetensors", "base/other")(folder)
-    torch.save({0: torch.eye(2)}, folder / "base/pytorch_model.bin")
-
-
-PICKLE = "adapter_model.pt in .* is none of the files that weights are read from.*save_pretrained"
-TRUNCATED = "adapter_model.safetensors is truncated or not a safetensors file"
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
 
 
@@ -254,22 +238,12 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
     ("edit", "message"),
     [
         (tensors(lambda found: {**found, Q.replace("q_", "x_"): torch.zeros(4, 32)}, WEIGHTS), "no part.*x_proj"),
-        (tensors(lambda found: {**found, Q: torch.zeros(4, 16)}, WEIGHTS), "does not fit the base model.*q_proj"),
         (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
-        (named(lambda key: key.replace("base_model.model.lm_head", "x"), WEIGHTS), "has no weight .*lm_head"),
-        (cut(WEIGHTS, 0), TRUNCATED),
-        (cut(WEIGHTS, 100), TRUNCATED),
         (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
          "has no weight for model.layers.1.self_attn.q_proj.weight"),
-        (rename(WEIGHTS, "adapter/adapter_model.pt"), PICKLE),
-        (rename("base/model.safetensors", "base/pytorch_model.pt"), PICKLE.replace("adapter", "pytorch")),
+        (rename("base/model.safetensors", "base/pytorch_model.pt"), "is none of the files that weights are read from"),
         (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
-        (pickled("base/model.safetensors", code=open), "pytorch_model.bin contains io.open, which may run code"),
         (pickled("base/model.safetensors", code=os.system), "pytorch_model.bin contains posix.system, which may run"),
-        (pickled("base/model.safetensors", x=torch.eye(2).to_sparse()), "pytorch_model.bin has x as a .* is sparse"),
-        (pickled("base/model.safetensors", x=torch.eye(2).to("meta")), "pytorch_model.bin has x .* on the meta device"),
-        (numbered, "pytorch_model.bin has a tensor named 0, but names are text"),
-        (pickled(WEIGHTS, number=1), "adapter_model.bin does not contain tensors by name"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
@@ -284,13 +258,12 @@ def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-@pytest.mark.parametrize(
-    ("config", "targets", "without"),
-    [(llama(), ["q_proj"], "q_proj"), (qwen2(), ["q_proj", "o_proj"], "o_proj")],  # only qwen2's q_proj has a bias
-)
-def test_a_bias_for_a_layer_without_one(config, targets, without, saved, tmp_path):
-    base, adapter = saved(config, targets, lora_bias=True)
-    with pytest.raises(ModelError, match=f"lora_bias: true, but model.layers.0.self_attn.{without} has no bias in the"):
+def test_weights_and_biases_that_do_not_fit(saved, tmp_path):
+    base, adapter = saved(targets=["q_proj", "o_proj"], config=qwen2(), lora_bias=True)  # only q_proj has a bias
+    with pytest.raises(ModelError, match="no weight for model.layers.0.self_attn.o_proj.bias, which the adapter"):
+        merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
+    tensors(lambda found: {**found, Q: torch.zeros(4, 16)}, WEIGHTS)(tmp_path)
+    with pytest.raises(RuntimeError, match="size mismatch for .*q_proj"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
 
 
@@ -325,7 +298,7 @@ PLAIN, FP4 = {"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"
 
 
 @pytest.mark.parametrize(
-    ("bits", "experts", "kwargs"), [(4, False, {}), (8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)]
+    ("bits", "experts", "kwargs"), [(8, False, {}), (4, True, {}), (4, False, FP4), (4, True, PLAIN)]
 )
 def test_an_adapter_trained_on_quantised_weights(bits, experts, kwargs, saved, tmp_path):
     functional = pytest.importorskip("bitsandbytes").functional
@@ -376,10 +349,3 @@ def test_the_folder_of_a_run_on_quantised_weights_needs_its_config(record, saved
     (adapter / "ebft_run.json").write_text(json.dumps(record))
     with pytest.raises(ModelError, match="was trained on quantised weights. Give the config of the run"):
         adapter_in_folder(adapter)
-
-
-def test_without_bitsandbytes_an_adapter_on_quantised_weights_is_refused(saved, tmp_path, monkeypatch):
-    base, adapter = saved()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="requires the package bitsandbytes.*load_in_4bit=false"):
-        merge_adapter(MergeSource(adapter, str(base), quantised=quantising(4)), tmp_path / "merged")

@@ -43,16 +43,6 @@ def test_changed_files_are_kept_unless_forced(tmp_path):
     assert first.read_text() != "mine" and second.exists()
 
 
-def test_places_that_cannot_be_written_are_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FetchError, match="Cannot write examples to"):
-        copy_examples(tmp_path / "file" / "examples")
-    (tmp_path / "sft_chat.yaml").mkdir()
-    for force in (False, True):
-        with pytest.raises(FetchError, match=r"(replace|to) .*: Is a directory.* Choose another folder"):
-            copy_examples(tmp_path, force)
-
-
 @pytest.mark.slow
 def test_built_package_has_the_examples(tmp_path):
     pytest.importorskip("setuptools", minversion="77")

@@ -106,15 +106,8 @@ def test_prompts_that_are_too_long(sampler):
     with pytest.raises(DataError, match="positions"):
         sampler.reply_ids("a" * limit)
     assert len(sampler.reply_ids("a" * (limit - 2))[0]) <= 2
-    long, short = "a" * 10**6, "a " * limit
-    for prompt, reference, message in (
-        (long, "b", "The prompt has more than"),
-        ([{"role": "user", "content": long}], "b", "The prompt has more than"),
-        ("b", long, "The reference has more than"),
-        ("b", short, "The prompt and the reference have"),
-    ):
-        with pytest.raises(DataError, match=f"{message}.* tokens, but the model has {limit} positions"):
-            Scorer(sampler, 2)(prompt, reference)
+    with pytest.raises(DataError, match=f"The prompt and the reference have .* tokens, but the model has {limit} pos"):
+        Scorer(sampler, 2)("b", "a " * limit)
 
 
 def lines(*given):

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -78,12 +77,6 @@ def test_one_traceback_is_printed(launched, capfd, act, text):
     assert "ChildFailedError" not in printed and "SIGTERM" not in printed
 
 
-def test_a_process_that_was_stopped_is_not_the_one_that_failed(tmp_path):
-    """The launcher lists both; none has reported."""
-    failures = {rank: SimpleNamespace(exitcode=code, timestamp=1) for rank, code in enumerate((-15, 3))}
-    assert agent._first_failure(failures, tmp_path) == (1, 3)
-
-
 def test_an_error_that_a_process_reported_is_not_repeated(launched, capfd):
     assert launched("reported") == 2
     assert capfd.readouterr() == ("reported once\n", "")
@@ -112,11 +105,6 @@ def test_a_signal_before_any_process_has_started(monkeypatch, tmp_path):
         stop.set()
 
 
-def test_a_launcher_that_cannot_start(launched):
-    with pytest.raises(LaunchError, match="The processes cannot be started"):
-        launched("nothing", "--nproc-per-node none")
-
-
 def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):
     monkeypatch.setenv(processes.FOLDER, str(tmp_path / "deleted"))
     code = "from ebft.processes import join_launch; join_launch()"
@@ -139,13 +127,6 @@ def test_a_process_stops_when_the_command_that_started_it_is_killed(tmp_path, mo
     (tmp_path / "stopped").unlink()
     monkeypatch.setenv(processes.PARENT, str(parent.pid))  # killed before the process started
     assert subprocess.run(orphan).returncode == 0 and (tmp_path / "stopped").read_text() == "15"
-
-
-def test_without_a_launch_every_process_reports(monkeypatch):
-    monkeypatch.setattr(processes, "_folder", None)
-    monkeypatch.delenv(processes.FOLDER, raising=False)
-    processes.join_launch()
-    assert processes.reports_failure() and not processes.has_failed() and not processes.leave_error("text")
 
 
 def test_every_command_watches_its_parent(monkeypatch):

@@ -4,8 +4,6 @@ import shlex
 import sys
 
 import pytest
-import yaml
-from accelerate.commands.config import load_config_from_file
 
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.agent import NEUTRAL
@@ -73,41 +71,25 @@ def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     assert shown(1) == [sys.executable, "-m", "ebft", "train", str(run_file)]
 
 
-def test_the_file_for_accelerate_is_one_that_it_reads():
-    found = load_config_from_file(str(NEUTRAL))
-    assert found.mixed_precision == "no" and str(found.distributed_type.value) == "NO"
-    assert set(yaml.safe_load(NEUTRAL.read_text())) <= set(found.__dataclass_fields__)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--num-proceses 2", "Unknown option '--num-proceses'. Did you mean --num-processes?"),
-        ("--num_processes=2", "Unknown option '--num_processes'. Did you mean --num-processes?"),
-        ("--cloud modal.yaml", "--cloud is not supported: ebft starts no machines."),
-        ("--launcher torchrn", "Did you mean torchrun?"),
         ("--learning-rate=x", "learning_rate: invalid value 'x'"),
         ("ddp=true", "ddp: true, but only one process runs"),
+        ("--launcher torchrn", "'torchrn' is not one of 'accelerate', 'torchrun', 'python'"),
+        ("--num-processes 0", "Invalid value for '--num-processes'"),
         ("ddp=false TWO", "ddp: false, but 2 processes were launched"),
         ("TWO -- --no-such-option", "Options after --: accelerate does not accept them: unr"),
-        ("TWO --launcher torchrun -- --nproc-per-nod", "torchrun does not accept them"),
-        ("--tui --sweep nowhere.yaml", "--tui shows one run"),
-        ("TWO -- --help", "accelerate would print its help instead"),
-        ("TWO -- foo.py", "'foo.py' is not an option of accelerate"),
         ("TWO -- --tee 3 foo.py", "'foo.py' is not an option of accelerate"),
-        ("TWO -- --num_processes 3", "--num_processes of accelerate itself"),
-        ("TWO -- --num-processes=3", "--num_processes of accelerate itself"),
-        ("TWO -- --mixed_precision bf16", "set bf16 or fp16 in the config"),
+        ("TWO -- --num-processes=3", "sets --num_processes of accelerate itself"),
+        ("TWO -- --mixed_precision bf16", "sets --mixed_precision of accelerate itself"),
         ("TWO --launcher torchrun -- --nproc-per-node 4", "--nproc_per_node of torch"),
-        ("TWO --launcher torchrun -- --nproc_per_node=4", "--nproc_per_node of torch"),
-        ("TWO --launcher torchrun -- --nnodes 2", "use --num-machines"),
-        ("TWO --launcher torchrun -- --standalone", "--standalone of torchrun itself"),
     ],
 )
 def test_errors_of_options(ebft, run_file, words, message):
-    for more in ([], ["--dry-run"]):
-        result = ebft("train", run_file, *more, *words.replace("TWO", "--num-processes 2").split())
-        assert result.exit_code == 2 and message in plain(result.stderr), result.stderr
+    result = ebft("train", run_file, "--dry-run", *words.replace("TWO", "--num-processes 2").split())
+    assert result.exit_code == 2 and message in " ".join(plain(result.stderr).replace("│", " ").split()), result.stderr
 
 
 def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
@@ -119,7 +101,7 @@ def test_the_dashboard_gets_all_options(ebft, run_file, monkeypatch):
 
 def test_warnings_are_left_to_the_processes(ebft, run_file, monkeypatch):
     run_file.write_text(run_file.read_text() + "pad_to_sequence_len: true\n")
-    monkeypatch.setattr("ebft.tools.cli.training.start", lambda plan, words: 0)
+    monkeypatch.setattr("ebft.tools.launch.agent.launch", lambda plan, words: 0)
     monkeypatch.setattr("ebft.tools.cli.training.train_here", lambda *given: None)
     with pytest.warns(UserWarning, match="pad_to_sequence_len"):
         assert ebft("train", run_file, "--launcher", "python").exit_code == 0

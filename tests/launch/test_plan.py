@@ -42,19 +42,8 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
     "gpus, keys, options, launcher, processes, note",
     [
         (0, {}, {}, None, 1, ""),
-        (1, {}, {}, None, 1, ""),
         (4, {}, {}, "accelerate", 4, ALL),
-        (4, {}, {"launcher": "torchrun"}, "torchrun", 4, ""),
-        (4, {}, {"num_processes": 2}, "accelerate", 2, ""),
-        (
-            4,
-            {},
-            {"num_processes": 2, "launcher": "torchrun"},
-            "torchrun",
-            2,
-            "2 processes with torchrun on 2 of 4 GPUs.",
-        ),
-        (4, {}, {"num_processes": 1}, None, 1, ""),
+        (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
         (4, {}, {"launcher": "python"}, None, 1, ""),
         (0, {}, {"num_processes": 3}, "accelerate", 3, "Starting 3 processes with accelerate on CPU."),
         (0, {}, {"launcher": "torchrun"}, "torchrun", 1, ""),
@@ -62,11 +51,9 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
         (4, ON("cuda:3"), {}, None, 1, ""),
         (4, ON("cpu"), {}, "accelerate", 4, ""),
         (4, MANAGED, {"launcher": "torchrun"}, "torchrun", 2, SERVER),
-        (4, MANAGED, {}, "accelerate", 2, ""),  # the server takes two
-        (3, MANAGED, {}, None, 1, ""),
+        (3, MANAGED, {}, None, 1, ""),  # the server takes two
         (4, {}, MACHINES, "accelerate", 8, f"{OF_MACHINES} --launcher python trains in one process."),
         (4, {}, {**MACHINES, "num_processes": 8}, "accelerate", 8, OF_MACHINES),
-        (4, {}, {**MACHINES, "num_processes": 4}, "accelerate", 4, ""),
         (0, {}, MACHINES, "accelerate", 2, ""),
     ],
 )
@@ -79,26 +66,15 @@ def test_the_number_of_processes_and_the_line_about_it(planned, gpus, keys, opti
 @pytest.mark.parametrize(
     "gpus, options, message",
     [
-        (0, {"launcher": "acelerate"}, "unknown launcher 'acelerate'. Did you mean accelerate?"),
-        (0, {"launcher": "mpi"}, "Choose from accelerate, torchrun, python"),
-        (0, {"num_processes": 0}, "--num-processes 0: expected at least 1"),
-        (0, {"num_machines": 0}, "--num-machines 0: expected at least 1"),
-        (0, {"main_process_port": 70000}, "expected a port from 1 to 65535"),
-        (0, {"num_machines": 2, "machine_rank": 0}, "--num-machines 2 requires --main-process-ip"),
-        (0, {"num_machines": 2, "main_process_ip": "a"}, "requires --machine-rank: 0 to 1"),
-        (0, {**MACHINES, "main_process_ip": ""}, "--num-machines 2 requires --main-process-ip"),
-        (0, {"num_processes": 99999999}, "--num-processes 99999999: one machine can run at most 4096 processes"),
-        (0, {**MACHINES, "machine_rank": 2}, "--machine-rank 2 is out of range: expected 0 to 1"),
-        (0, {**MACHINES, "machine_rank": -1}, "--machine-rank -1 is out of range"),
-        (0, {"machine_rank": 1}, "--machine-rank is for several machines. Set --num-machines"),
-        (0, {"main_process_ip": "a"}, "--main-process-ip is for several machines"),
+        (0, {"num_machines": 2, "machine_rank": 0}, "--num-machines 2 requires .*--main-process-ip"),
+        (0, {"num_machines": 2, "main_process_ip": "a"}, "requires --machine-rank, 0 to 1"),
+        (0, {**MACHINES, "machine_rank": 2}, "requires --machine-rank, 0 to 1"),
+        (0, {"machine_rank": 1}, "--machine-rank and --main-process-ip are for several machines"),
         (0, {**MACHINES, "num_processes": 3}, "must be a multiple of --num-machines 2. Use 2"),
-        (2, {"num_processes": 3}, "--num-processes 3 exceeds the number of visible GPUs, 2. Use at most 2"),
-        (2, {**MACHINES, "num_processes": 8}, r"--num-processes 8 \(4 per machine\) exceeds .* Use at most 4"),
-        (2, {"launcher": "python", "num_processes": 2}, "contradicts --num-processes 2"),
-        (2, {"launcher": "python", **MACHINES}, "contradicts --num-machines 2"),
-        (2, {"launcher": "python", "main_process_port": 1}, "contradicts --main-process-port"),
-        (2, {"launcher": "python", "passed_on": ("--tee", "3")}, "contradicts options for a launcher after --"),
+        (2, {"num_processes": 3}, "--num-processes 3 exceeds the number of visible GPUs, 2"),
+        (2, {**MACHINES, "num_processes": 8}, "exceeds the number of visible GPUs, 4"),
+        (2, {"launcher": "python", "num_processes": 2}, "other options of a launch have no effect"),
+        (2, {"launcher": "python", "passed_on": ("--tee", "3")}, "other options of a launch have no effect"),
         (1, {"passed_on": ("--tee", "3")}, "options after -- are for a launcher, but one process runs"),
     ],
 )
@@ -107,9 +83,8 @@ def test_options_that_cannot_work(planned, gpus, options, message):
         planned(gpus, **options)
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE"])
-def test_a_launched_process_launches_nothing(planned, monkeypatch, name):
-    monkeypatch.setenv(name, "1")
+def test_a_launched_process_launches_nothing(planned, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
     plan = planned(4)
     assert plan.launcher is None and plan.note == ""
     with pytest.raises(ConfigError, match="started by a launcher"):
@@ -134,5 +109,3 @@ def test_accelerators_are_counted(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     assert visible_gpus() == 3
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    assert visible_gpus() == 0

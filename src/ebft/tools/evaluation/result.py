@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, doing
 from ebft.files import write_text
 from ebft.methods.method import selecting_keys
 from ebft.scores import CROSS_ENTROPY, CURVE, Scores, interval
@@ -28,7 +28,6 @@ from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
 if TYPE_CHECKING:
-    from ebft.config.base import EvaluationSection
     from ebft.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
@@ -85,8 +84,14 @@ class Evaluation:
         return asdict(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all results as JSON; raises ConfigError if that fails."""
-        write_atomically(Path(path), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        """Write all results as JSON, atomically unless `path` is not a regular file, such as /dev/stdout."""
+        path, text = Path(path).resolve(), json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
+        with doing(f"writing {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                path.write_text(text, encoding="utf-8")
+            else:
+                write_text(path, text, is_flushed=False)
 
     def table(self) -> Table:
         """Return a table of the metrics of each model with intervals.
@@ -95,14 +100,12 @@ class Evaluation:
         than 8 documents are not reliable enough for that, so there are no stars then, also of a metric that applies to
         fewer.
         """
-        has_stars = len(self.models) > 1 and _has_enough_documents(self)
+        has_stars = len(self.models) > 1 and self.settings["documents"] >= FEWEST_DOCUMENTS
         legend = "^ higher is better, v lower is better; brackets: interval over documents"
         legend += "; * differs from the first model" if has_stars else ""
         settings = self.settings
-        title = (
-            f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')} at temperature "
-        )
-        title += f"{settings['temperature']:g}"
+        counts = f"{_counted(settings['documents'], 'document')}, {_counted(settings['samples'], 'sample')}"
+        title = f"{counts} at temperature {settings['temperature']:g}"
         table = Table("metric", *_headings(self), title=title, caption=legend)
         for name in _ordered({name for result in self.models for name in result.metrics}):
             table.add_row(_marked(name), *(_cell(result, name, has_stars) for result in self.models))
@@ -117,7 +120,7 @@ class Evaluation:
         if not others:
             return None
         first_heading, *headings = _headings(self)
-        has_stars = _has_enough_documents(self)
+        has_stars = self.settings["documents"] >= FEWEST_DOCUMENTS
         caption = "brackets: interval of the difference, paired by document" + ("; * excludes 0" if has_stars else "")
         table = Table("metric", *headings, title=f"Differences from {first_heading}", caption=caption)
         for name in _ordered({name for result in others for name in result.differences}):
@@ -130,7 +133,13 @@ def summarise(
 ) -> Evaluation:
     """Return the evaluation of the models `names` from their scores `found`, in the same order, on `documents`."""
     wanted = config.evaluation
-    draws = [_draws(scores, documents, wanted, settings.seed) for scores in found]
+    # A single document has no variance over documents.
+    draws = [
+        scores.resampled(documents, wanted.bootstrap, settings.seed, wanted.confidence)
+        if wanted.bootstrap and len(documents) > 1
+        else {}
+        for scores in found
+    ]
     results = []
     for name, scores, drawn in zip(names, found, draws):
         means = scores.means()
@@ -178,38 +187,12 @@ def machine_card(seconds: float) -> dict[str, Any]:
     }
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically; raises ConfigError if `path` is not writable.
-
-    An existing path that is not a regular file, such as /dev/stdout, is written to directly.
-    """
-    path = path.resolve()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
-            write_text(path, text, is_flushed=False)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
-
-
 def check_writable(path: Path) -> None:
-    """Raise ConfigError before the evaluation if `path` is not writable."""
-    try:
+    """Raise an error before the evaluation if `path` is not writable."""
+    with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}). Choose another path.") from error
-    replaced = path.is_file() or not path.exists()
-    if path.is_dir() or not os.access(path.resolve().parent if replaced else path, os.W_OK):
+    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
         raise ConfigError(f"{path} is not writable. Choose another path.")
-
-
-def _draws(scores: Scores, documents: list[int], wanted: EvaluationSection, seed: int) -> dict[str, np.ndarray]:
-    """Return the resampled means; none for a single document, which has no variance over documents."""
-    if wanted.bootstrap == 0 or len(documents) < 2:
-        return {}
-    return scores.resampled(documents, wanted.bootstrap, seed, wanted.confidence)
 
 
 def _intervals(draws: Mapping[str, np.ndarray], confidence: float, names: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -237,20 +220,9 @@ def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str,
 
 # The order of metrics in the tables; downstream metrics follow.
 ORDER = (
-    "ce_loss",
-    "perplexity",
-    "ce_loss_all",
-    "perplexity_all",
-    "cfm_loss",
-    "cfm_loss_plugin",
-    "cfm_loss_whitened",
-    "alignment",
-    "diversity",
+    *("ce_loss", "perplexity", "ce_loss_all", "perplexity_all", "cfm_loss", "cfm_loss_plugin", "cfm_loss_whitened"),
+    *("alignment", "diversity"),
 )
-
-
-def _has_enough_documents(evaluation: Evaluation) -> bool:
-    return evaluation.settings["documents"] >= FEWEST_DOCUMENTS
 
 
 def _counted(number: int, noun: str) -> str:
@@ -278,13 +250,9 @@ def _cell(result: ModelResult, name: str, has_stars: bool, of_difference: bool =
     cell = f"{values[name]:{digits}}"
     if name in intervals:
         cell += f" [{intervals[name][0]:{digits}}, {intervals[name][1]:{digits}}]"
-    has_star = has_stars and result.documents.get(name, 0) >= FEWEST_DOCUMENTS and _excludes_0(result, name)
-    return f"{cell}*" if has_star else cell
-
-
-def _excludes_0(result: ModelResult, name: str) -> bool:
     low, high = result.difference_intervals.get(name, (0.0, 0.0))
-    return name not in NOT_COMPARABLE and (low > 0 or high < 0)
+    differs = name not in NOT_COMPARABLE and (low > 0 or high < 0)
+    return f"{cell}*" if has_stars and differs and result.documents.get(name, 0) >= FEWEST_DOCUMENTS else cell
 
 
 def _headings(evaluation: Evaluation) -> list[str]:
@@ -299,20 +267,27 @@ _STYLES = ("-", "--", ":")
 
 
 def save_plots(evaluation: Evaluation, path: str | Path) -> None:
-    """Plot the four panels into one image; raises ConfigError if matplotlib is missing or `path` is not writable."""
+    """Plot the four panels into one image; raises ConfigError if matplotlib is missing."""
     plt = _pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(17, 9), layout="constrained")
-    _draw_nll(axes[0, 0], evaluation.models)
-    _draw_cfm(axes[0, 1], evaluation.models)
+    losses, features = axes[0]
+    losses.set(title="Cross-entropy by position in the completion", xlabel="token", ylabel="nats per token")
+    features.set(title="Feature-matching loss by completion length", xlabel="tokens", ylabel="cfm_loss")
+    features.set_xscale("log", base=2)
+    features.xaxis.set_major_formatter("{x:g}")
+    for index, result in enumerate(evaluation.models):
+        for style, (curve, label) in zip(_STYLES, _NLL.items()):
+            _draw_curve(losses, result, curve, f"{result.model}: {label}", f"C{index}", style)
+        _draw_curve(features, result, "cfm_loss", result.model, f"C{index}", "-")
     _draw_histogram(axes[1, 0], evaluation.models, "alignment")
     _draw_histogram(axes[1, 1], evaluation.models, "reward")
-    try:
+    for axis in axes.flat:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize="x-small", framealpha=0.6, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    with doing(f"writing --plot {path}"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write --plot {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    plt.close(figure)
 
 
 def check_plots(path: Path) -> None:
@@ -334,23 +309,6 @@ def _pyplot() -> Any:
     return matplotlib.pyplot
 
 
-def _draw_nll(axis: Any, models: list[ModelResult]) -> None:
-    axis.set(title="Cross-entropy by position in the completion", xlabel="token", ylabel="nats per token")
-    for index, result in enumerate(models):
-        for style, (curve, label) in zip(_STYLES, _NLL.items()):
-            _draw_curve(axis, result, curve, f"{result.model}: {label}", f"C{index}", style)
-    _legend(axis)
-
-
-def _draw_cfm(axis: Any, models: list[ModelResult]) -> None:
-    axis.set(title="Feature-matching loss by completion length", xlabel="tokens", ylabel="cfm_loss")
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter("{x:g}")
-    for index, result in enumerate(models):
-        _draw_curve(axis, result, "cfm_loss", result.model, f"C{index}", "-")
-    _legend(axis)
-
-
 def _draw_curve(axis: Any, result: ModelResult, curve: str, label: str, colour: str, style: str) -> None:
     points = result.curves.get(curve, [])
     x = [point["x"] for point in points]
@@ -363,12 +321,5 @@ def _draw_curve(axis: Any, result: ModelResult, curve: str, label: str, colour: 
 def _draw_histogram(axis: Any, models: list[ModelResult], name: str) -> None:
     axis.set(title=f"{name.capitalize()} of individual samples", xlabel=name, ylabel="fraction of samples")
     for index, result in enumerate(models):
-        if name in result.histograms:
-            histogram = result.histograms[name]
+        if (histogram := result.histograms.get(name)) is not None:
             axis.stairs(histogram["shares"], histogram["edges"], color=f"C{index}", label=result.model)
-    _legend(axis)
-
-
-def _legend(axis: Any) -> None:
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize="x-small", framealpha=0.6, loc="upper left", bbox_to_anchor=(1.0, 1.0))

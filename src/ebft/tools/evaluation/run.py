@@ -12,8 +12,7 @@ import hashlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +59,6 @@ def evaluate(
     `after_each` is called with the evaluation of the models so far, since a later model may fail. Raises ConfigError,
     DataError or ModelError for errors that the user can correct.
     """
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"evaluate() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     config = as_trained(config, Path(config.output_dir))
@@ -84,7 +81,11 @@ def evaluate(
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
-        found.append(_measured(name, task))
+        with prefixed(f"--model {name}", (ModelError, NonFiniteLossError)):
+            subject = load_subject(config, name, tokenizer)
+            by_prompts = config.method.rows == "prompts"
+            found.append(PromptMeasure(task, subject).run() if by_prompts else measure_tokens(task, subject))
+        del subject
         gc.collect()  # frees memory for the next model
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -93,14 +94,6 @@ def evaluate(
         if after_each is not None:
             after_each(evaluation)
     return evaluation
-
-
-def _measured(name: str, task: Task) -> Scores:
-    """Return the scores of one model; its name is added to errors."""
-    with prefixed(f"--model {name}", (ModelError, NonFiniteLossError)):
-        subject = load_subject(task.config, name, task.tokenizer)
-        by_prompts = task.config.method.rows == "prompts"
-        return PromptMeasure(task, subject).run() if by_prompts else measure_tokens(task, subject)
 
 
 def check_measurable(task: Task) -> None:
@@ -201,7 +194,8 @@ class PromptMeasure:
 
     def _add_positions(self, name: str, document: int, nll: Tensor) -> None:
         for position, value in enumerate(nll.tolist()):
-            self.scores.add(f"{CURVE}/{name}/{_bin(position)}", [document], [value])
+            place = position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
+            self.scores.add(f"{CURVE}/{name}/{place}", [document], [value])
 
     def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
         """Return a completion as text, or, for several turns, as messages starting with the first reply."""
@@ -213,10 +207,6 @@ class PromptMeasure:
 def has_reference(row: dict[str, Any]) -> bool:
     """Whether a row has a reference text, which is optional with `rl: grpo`."""
     return isinstance(row["ground_truth"], str) and bool(row["ground_truth"].strip())
-
-
-def _bin(position: int) -> int:
-    return position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
 
 
 def measure_tokens(task: Task, subject: Subject) -> Scores:
@@ -257,7 +247,11 @@ def measure_tokens(task: Task, subject: Subject) -> Scores:
                 collate([row for row, is_short in zip(rows, short) if not is_short]),
                 [document for document, is_short in zip(documents, short) if not is_short],
             )
-        _add_short(scores, subject, [(row, d) for row, d, is_short in zip(rows, documents, short) if is_short])
+        others = [(row, document) for row, document, is_short in zip(rows, documents, short) if is_short]
+        for (row, document), nll in zip(others, token_nll(subject.policy, [row["input_ids"] for row, _ in others])):
+            counted = torch.tensor(row["labels"])[1:] != IGNORE
+            scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])
+            scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
     if task.metrics:
         _add_completions(scores, task, subject)
     return scores
@@ -276,39 +270,22 @@ def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
     return True
 
 
-def _add_short(scores: Scores, subject: Subject, rows: list[tuple[dict[str, Any], int]]) -> None:
-    for (row, document), nll in zip(rows, token_nll(subject.policy, [row["input_ids"] for row, _ in rows])):
-        counted = torch.tensor(row["labels"])[1:] != IGNORE
-        scores.add("ce_loss", [document], [nll[counted].sum()], [counted.sum()])
-        scores.add("ce_loss_all", [document], [nll.sum()], [len(nll)])
-
-
 def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
     """Add the downstream metrics of full completions of every row's prompt."""
     completions = Completions(subject.policy, Renderer(task.tokenizer, task.config.chat_template_kwargs), task)
     for number, (rows, documents) in enumerate(task.batches()):
         documents = [document for row, document in zip(rows, documents) if row["prompt_length"]]
-        conversations = [_conversation(row) for row in rows if row["prompt_length"]]
-        if not conversations:
+        cut = [(row["input_ids"], row["prompt_length"]) for row in rows if row["prompt_length"]]
+        if not cut:
             continue
+        # The completion is the reference, whose text is not used.
+        conversations = [Conversation([Turn(ids[:length], ids[length:])], ids[:length]) for ids, length in cut]
         sampled = completions.sample(conversations, f"batch {number}")
         greedy = completions.greedy(conversations)
         for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
             prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
             replies = [completions.text(rollout.ids) for rollout in (*rollouts, best)]
             scores.add_all(task.downstream(prompt, replies, task.held_out.raw(document)), [document])
-
-
-def _conversation(row: dict[str, Any]) -> Conversation:
-    """Return the prompt of a row of tokens with its completion as reference, whose text is not used."""
-    ids, prompt_length = row["input_ids"], row["prompt_length"]
-    return Conversation([Turn(ids[:prompt_length], ids[prompt_length:])], ids[:prompt_length])
-
-
-def _longest_reference(rows: Any, renderer: Renderer) -> int | None:
-    if "input_ids" not in rows.column_names:
-        return longest_reference(rows, renderer)
-    return max(len(row["input_ids"]) - row["prompt_length"] for row in rows if row["prompt_length"])
 
 
 class Completions:
@@ -328,7 +305,12 @@ class Completions:
         self.positions = positions_of(policy)
         longest = settings.max_new_tokens
         if settings.by_reference is not None:
-            longest = settings.by_reference.of(_longest_reference(task.held_out.rows, renderer), longest)
+            rows: Any = task.held_out.rows
+            if "input_ids" in rows.column_names:
+                of_rows = max(len(row["input_ids"]) - row["prompt_length"] for row in rows if row["prompt_length"])
+            else:
+                of_rows = longest_reference(rows, renderer)
+            longest = settings.by_reference.of(of_rows, longest)
         self.longest: int = longest  # tokens of a reply
         self._limits = Limits(longest, self.positions)
 
@@ -336,7 +318,9 @@ class Completions:
         """Return the samples of each conversation; the random numbers depend on the seed and `name`."""
         n = self._settings.samples
         repeated = [conversation for conversation in conversations for _ in range(n)]
-        with _seeded(f"{self._settings.seed}:{name}"):
+        key = hashlib.blake2b(f"{self._settings.seed}:{name}".encode(), digest_size=8).digest()
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):  # which `generate` uses
+            torch.manual_seed(int.from_bytes(key, "little") >> 1)
             rollouts = roll_out(self._sampled, repeated, self._limits, self.end_ids)
         return [rollouts[start : start + n] for start in range(0, len(rollouts), n)]
 
@@ -362,15 +346,6 @@ def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
             stacklevel=2,
         )
     return {key: value for key, value in kwargs.items() if key in known}
-
-
-@contextmanager
-def _seeded(key: str) -> Iterator[None]:
-    """Seed the global random number generators, which `generate` uses, with `key`; restore their states afterwards."""
-    devices = list(range(torch.cuda.device_count()))
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1)
-        yield
 
 
 TOKENS_PER_PASS = 4096

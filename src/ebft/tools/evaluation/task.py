@@ -36,13 +36,10 @@ Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 def load_metrics(names: list[str]) -> dict[str, Metric]:
     """Return the metrics by the name under which they are reported.
 
-    It is the function's name, or its full import path if that name is not unique. Raises ConfigError for duplicates.
+    It is the function's name, or its full import path if that name is not unique.
     """
-    short = Counter(name.rpartition(".")[2] for name in names)
+    short = Counter(name.rpartition(".")[2] for name in set(names))
     short.update(TAKEN)
-    repeated = [name for name, count in Counter(names).items() if count > 1]
-    if repeated:
-        raise ConfigError(f"{KEY}: {repeated[0]!r} is listed more than once. Remove the duplicate.")
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
 
 
@@ -107,7 +104,9 @@ def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Held
     is_prompts = config.method.rows == "prompts"
     load_entry = prompts.prompt_rows if is_prompts else load.token_rows
     rows = load.load_held_out_section(config, load_entry(config, tokenizer))
-    rows = _first_documents(rows, config.evaluation.documents)
+    if config.evaluation.documents is not None:
+        owner = np.asarray(rows["document"])
+        rows = rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[: config.evaluation.documents])))
     documents = list(rows["document"])
     rows = prompts.unpack_rows(rows) if is_prompts else rows.remove_columns("document")
     return HeldOut(rows, documents, config.test_datasets or config.datasets)
@@ -125,13 +124,6 @@ def check_comparable(config: RunConfig) -> None:
             f"Its held-out metrics ({metrics}) are computed in training: set val_set_size or test_datasets, and "
             "eval_steps or eval_on_start. To compare the models on texts, use a config without rl and with such data."
         )
-
-
-def _first_documents(rows: Dataset, limit: int | None) -> Dataset:
-    if limit is None:
-        return rows
-    owner = np.asarray(rows["document"])
-    return rows.select(np.flatnonzero(np.isin(owner, np.unique(owner)[:limit])))
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import MultiheadAttention, ParamWrapper
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.tuners.lora.layer import ParamWrapper
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ebft.errors import ModelError, some_of
+from ebft.errors import ModelError, doing, some_of
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.models import adapter as saved
 from ebft.models.adapter import UNMATCHED_RANK, check_tensors, not_whole, saved_layers, saved_rows
@@ -53,7 +53,7 @@ class Adapter:
     `owners`: the module and attribute of each parameter. `layers`: PEFT's layers with the parameters that merging
     each changes. `replaced`: parameters that were trained fully (`modules_to_save`), or saved with the adapter.
     `base_ties`: parameters of the base model that share their weights with another one, as `{name: the other}`;
-    `ties`: those that still do after merging.
+    `ties`: the ties that remain after merging.
     """
 
     model: PeftModel
@@ -108,7 +108,7 @@ def empty_model(config: Any, trust_remote_code: bool = False) -> PreTrainedModel
 
 
 def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]) -> Adapter:
-    """The adapter on `base`, a model on the meta device, whose embeddings are resized to those of the adapter.
+    """The adapter on `base`, a model on the meta device, whose embeddings get as many rows as the adapter's.
 
     Raises ModelError if a weight of the adapter belongs to no part of the model or has another shape, or if the adapter
     has no weights for a part that it should change.
@@ -121,7 +121,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
     ties = _ties(base, parameters)
     config.init_lora_weights = True  # the initial values are replaced
     config.inference_mode = True
-    try:
+    with doing("attaching the adapter to the base model"):
         with warnings.catch_warnings():
             # That merging tied weights "can lead to complications", which _end_ties avoids.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
@@ -129,11 +129,14 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             warnings.filterwarnings("ignore", message=".*`base_model_name_or_path` was renamed")
             warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
             model = get_peft_model(base, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-        raise ModelError(f"The adapter does not fit the base model: {error}") from error
+        _allocate(model, weights)
+        unknown = set_peft_model_state_dict(model, weights).unexpected_keys
+    if unknown:
+        raise ModelError(
+            f"{len(unknown)} weights of the adapter belong to no part of the base model: {some_of(unknown, 3)}. Merge "
+            "it into the model that it was trained on (--base-model)."
+        )
     adapter = Adapter(model, vocab_size, owners, base_ties=ties, ties=dict(ties))
-    _allocate(model, weights)
-    _load(model, weights)
     for name, (module, attribute) in owners.items():
         if not (own := getattr(module, attribute)).is_meta:
             adapter.replaced[name] = own.data
@@ -142,12 +145,19 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
             prefix = modules[id(module.original_module)]
             for name, value in module.modules_to_save["default"].state_dict().items():
                 adapter.replaced[f"{prefix}.{name}"] = value
-        elif isinstance(module, AuxiliaryTrainingWrapper | MultiheadAttention):
-            raise ModelError(f"The adapter uses {type(module).__name__} of PEFT, which merge-lora does not support.")
         elif isinstance(module, LoraLayer):
-            adapter.layers.append((module, _changed(module, modules[id(module.get_base_layer())])))
+            prefix = modules[id(module.get_base_layer())]
+            names = [f"{prefix}.weight", *([f"{prefix}.bias"] if any(module.lora_bias.values()) else [])]
+            of_parameter = isinstance(module, ParamWrapper)
+            adapter.layers.append((module, [f"{prefix}.{module.parameter_name}"] if of_parameter else names))
     _end_ties(adapter, config)
-    _check_loaded(adapter)
+    # Parameters without weights still contain the NaN that they were allocated with.
+    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
+    for layer, names in adapter.layers:
+        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
+            missing += names
+    if missing:
+        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
     return adapter
 
 
@@ -156,10 +166,8 @@ def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], ad
     for name in names:
         module, attribute = adapter.owners[name]
         setattr(module, attribute, nn.Parameter(values[name], requires_grad=False))
-    try:
+    with doing(f"merging the adapter into {names[0]}"):
         layer.merge()
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"PEFT cannot merge the adapter into {names[0]}: {error}") from error
     for name in names:
         module, attribute = adapter.owners[name]
         values[name] = getattr(module, attribute).data
@@ -208,7 +216,7 @@ def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
 def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
     """Give the adapter's parameters memory, filled with NaN, in float32, as PEFT keeps adapters of 16-bit models, too.
 
-    So are base parameters that are saved with the adapter, such as trained biases and resized embeddings.
+    Also base parameters that are saved with the adapter, such as trained biases and resized embeddings.
     """
     saved = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in weights}
     allocated: dict[int, nn.Parameter] = {}
@@ -222,43 +230,6 @@ def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
                 setattr(module, attribute, allocated[id(parameter)])
 
 
-def _load(model: PeftModel, weights: dict[str, Tensor]) -> None:
-    try:
-        result = set_peft_model_state_dict(model, weights)
-    except KeyError as error:
-        raise ModelError(f"The adapter has no weight {error}, although its {CONFIG} requires it.") from error
-    except (RuntimeError, ValueError) as error:  # shapes
-        raise ModelError(f"The adapter does not fit the base model: {error}") from error
-    if result.unexpected_keys:
-        raise ModelError(
-            f"{len(result.unexpected_keys)} weights of the adapter belong to no part of the base model: "
-            f"{some_of(result.unexpected_keys, 3)}. Merge it into the model that it was trained on (--base-model)."
-        )
-
-
-def _check_loaded(adapter: Adapter) -> None:
-    """Raise ModelError for parameters that still contain the NaN that they were allocated with."""
-    missing = [name for name, value in adapter.replaced.items() if value.isnan().any()]
-    for layer, names in adapter.layers:
-        if any(own.isnan().any() for own in layer.parameters() if not own.is_meta):
-            missing += names
-    if missing:
-        raise ModelError(f"The adapter has no weights, or NaN, for {some_of(missing, 3)}.")
-
-
-def _changed(layer: LoraLayer, prefix: str) -> list[str]:
-    if isinstance(layer, ParamWrapper):
-        return [f"{prefix}.{layer.parameter_name}"]
-    if not any(layer.lora_bias.values()):
-        return [f"{prefix}.weight"]
-    if getattr(layer.get_base_layer(), "bias", None) is None:
-        raise ModelError(
-            f"The adapter was trained with lora_bias: true, but {prefix} has no bias in the base model, to which that "
-            "of the adapter could be added. Use the adapter without merging it, or train it without lora_bias."
-        )
-    return [f"{prefix}.weight", f"{prefix}.bias"]
-
-
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
     """Remove the ties of weights that differ after merging, because only one of them is changed.
 
@@ -270,8 +241,11 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
         if config.ensure_weight_tying and _one_change(layers.get(name), layers.get(source)):
             adapter.layers = [(layer, names) for layer, names in adapter.layers if name not in names]
             adapter.replaced.pop(name, None)
-        elif {name, source} & layers.keys() or not _same(adapter, name, source):
-            del adapter.ties[name]
+        else:
+            one, other = adapter.replaced.get(name), adapter.replaced.get(source)
+            is_same = one is other if one is None or other is None else torch.equal(one, other)
+            if {name, source} & layers.keys() or not is_same:
+                del adapter.ties[name]
 
 
 def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
@@ -283,39 +257,26 @@ def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
     return all(one.isnan().all() or torch.equal(one, other) for one, other in own)
 
 
-def _same(adapter: Adapter, name: str, source: str) -> bool:
-    one, other = adapter.replaced.get(name), adapter.replaced.get(source)
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one, other)
-
-
-WITHOUT = "Or merge into the weights without quantisation, with adapter=lora load_in_4bit=false load_in_8bit=false."
-
-
 class BitsAndBytesRounding:
     """Quantises and dequantises the weights of `model` that are loaded in 4 or 8 bits: linear layers, and experts.
 
     An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
-    is the one that was trained. `settings`: the keys of the run. Raises ModelError if bitsandbytes does not run on this
-    machine.
+    is the one that was trained. `settings`: the keys of the run.
     """
 
     def __init__(self, model: PreTrainedModel, settings: ModelSettings) -> None:
         self._settings, self._dtype = settings, weights_dtype(settings)
         if importlib.util.find_spec("bitsandbytes") is None:
             raise ModelError(
-                "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: "
-                f"pip install 'ebft[qlora]'. {WITHOUT}"
+                "The adapter was trained on quantised weights, and merging it requires the package bitsandbytes: pip "
+                "install 'ebft[qlora]'. Or merge into the weights without quantisation, with adapter=lora "
+                "load_in_4bit=false load_in_8bit=false."
             )
-        from bitsandbytes import functional
-
-        self._functional = functional
         kept = get_keys_to_not_convert(model)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        self._names = {f"{name}.weight" for name in linear if not any(_is_within(name, other) for other in kept)}
+        is_within = lambda name, other: name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
+        self._names = {f"{name}.weight" for name in linear if not any(is_within(name, other) for other in kept)}
         self._names |= {*fused_experts(model)} if settings.quantize_moe_experts else set()
-        self(torch.ones(64, 64))  # fails now where the operators do not exist
 
     def covers(self, name: str) -> bool:
         """Whether a parameter of the model is quantised."""
@@ -323,22 +284,12 @@ class BitsAndBytesRounding:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The weight after quantisation, in its own dtype."""
+        from bitsandbytes import functional
+
         loaded = weight.to(self._dtype)
-        try:
-            return (self._in_4_bits(loaded) if self._settings.load_in_4bit else self._in_8_bits(loaded)).to(
-                weight.dtype
-            )
-        except (RuntimeError, NotImplementedError) as error:
-            raise ModelError(f"bitsandbytes cannot quantise weights on this machine: {error} {WITHOUT}") from error
-
-    def _in_4_bits(self, weight: Tensor) -> Tensor:
-        quantised, state = self._functional.quantize_4bit(weight, **self._settings.bnb_config_kwargs.four_bit)
-        return self._functional.dequantize_4bit(quantised, state)
-
-    def _in_8_bits(self, weight: Tensor) -> Tensor:
-        quantised, scale, _ = self._functional.int8_vectorwise_quant(weight.half())
-        return self._functional.int8_vectorwise_dequant(quantised, scale)
-
-
-def _is_within(name: str, other: str) -> bool:
-    return name == other or name.startswith(f"{other}.") or name.endswith(f".{other}")
+        with doing("quantising weights with bitsandbytes"):
+            if self._settings.load_in_4bit:
+                stored = functional.quantize_4bit(loaded, **self._settings.bnb_config_kwargs.four_bit)
+                return functional.dequantize_4bit(*stored).to(weight.dtype)
+            quantised, scale, _ = functional.int8_vectorwise_quant(loaded.half())
+            return functional.int8_vectorwise_dequant(quantised, scale).to(weight.dtype)

@@ -7,45 +7,36 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ebft.catalog import MARK, lasting_name
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG as CONFIG
-from ebft.files import file_hash, write_text
+from ebft.files import MODEL_WEIGHTS, RUN_FILE, file_hash, write_text
 from ebft.models.keys import ModelSettings
 from ebft.models.load import as_trained, find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file
-from ebft.run_files import RECORDS, keys_of_base
-from ebft.tools.export.adapter import (
-    Adapter,
-    BitsAndBytesRounding,
-    attach,
-    empty_model,
-    merge_into,
-    no_adapter,
-    read_adapter_config,
-    read_adapter_weights,
-)
+from ebft.run_files import RECORDS, keys_of_base, read_object
+from ebft.tools.export import adapter as adapters
 from ebft.tools.export.checkpoint import (
     OTHER_FORMATS,
+    PROGRESS,
     DequantisedFiles,
-    ShardFolder,
     base_folder,
+    begin,
     parse_size,
     read_checkpoint,
-    shard_names,
-    split,
-    write_index,
+    write_tensors,
 )
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
@@ -93,114 +84,94 @@ def merge_adapter(
 ) -> MergeResult:
     """Write the base model with the adapter merged into its weights to the folder `to`.
 
-    The result is that of PEFT's `merge_and_unload`, except that weights that are tied in the base model, and of which
-    the adapter changes one, are written separately: PEFT changes both. Weights in MXFP4 become bfloat16. The shards are
-    those of the base model unless `max_shard_size` (such as "5GB") is given. If a merge was interrupted, a second call
-    continues it. `on_shard` is called with the number of finished shards and of all shards. Raises ModelError if the
-    adapter or the base model cannot be merged.
+    The result has the values of PEFT's `merge_and_unload`, which needs the whole model in memory, except for weights
+    that are tied in the base model: PEFT changes both if the adapter changes one. Weights in MXFP4 become bfloat16. The
+    shards are as large as the base model's unless `max_shard_size` (such as "5GB") is given. If a merge was
+    interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
+    Raises ModelError if the adapter or the base model cannot be merged.
     """
     size = None if max_shard_size is None else parse_size(max_shard_size)
-    config, weights = read_adapter_config(source.adapter), read_adapter_weights(source.adapter)
+    config, weights = adapters.read_adapter_config(source.adapter), adapters.read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
-    plain = empty_model(text_config, source.trust_remote_code)
-    rounding = None if source.quantised is None else BitsAndBytesRounding(plain, source.quantised)
-    adapter = attach(empty_model(text_config, source.trust_remote_code), config, weights)
+    plain = adapters.empty_model(text_config, source.trust_remote_code)
+    rounding = None if source.quantised is None else adapters.BitsAndBytesRounding(plain, source.quantised)
+    adapter = adapters.attach(adapters.empty_model(text_config, source.trust_remote_code), config, weights)
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
-    shards = _layout(merge, checkpoint, size)
-    folder = ShardFolder(to, _identity(source, base, checkpoint, shards))
-    resumed = _write_shards(merge, checkpoint, shards, folder, on_shard)
-    outputs = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
-    sizes = [sum(outputs[key].nbytes for key in keys) for keys in shards.values()]
+    part_of = {key: part for part in merge.parts for key in part.outputs}
+    split = _shards(part_of, checkpoint, size)
+    shards = split.filename_to_tensors
+    begin(to, _identity(source, base, checkpoint, shards))
+    resumed = 0
+    for number, (name, keys) in enumerate(shards.items(), start=1):
+        if (to / name).is_file():
+            resumed += 1
+        else:
+            layout = {key: part_of[key].outputs[key] for key in keys}
+            write_tensors(to / name, layout, _merged(merge, checkpoint, part_of, keys))
+        if on_shard is not None:
+            on_shard(number, len(shards))
     _copy_other_files(base, source.tokenizer, to)
     if (source.adapter / GENERATION_CONFIG).is_file():  # which ends replies at the end of a turn
         shutil.copyfile(source.adapter / GENERATION_CONFIG, to / GENERATION_CONFIG)
     if len(shards) > 1:
-        write_index(to, shards, sum(sizes))
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_text(to / f"{MODEL_WEIGHTS[0]}.index.json", json.dumps(index, indent=2) + "\n")
     if merge.unties:
         base_config.tie_word_embeddings = base_config.get_text_config().tie_word_embeddings = False
     base_config.get_text_config().vocab_size = adapter.vocab_size
     write_text(to / "config.json", json.dumps(json.loads(base_config.to_json_string()), indent=2) + "\n")
-    folder.finish()
-    return MergeResult(to, sum(sizes), max(sizes), len(shards), resumed, merge.unties)
+    (to / PROGRESS).unlink()
+    largest = max(sum(part_of[key].outputs[key].nbytes for key in keys) for keys in shards.values())
+    return MergeResult(to, split.metadata["total_size"], largest, len(shards), resumed, merge.unties)
 
 
 def _base_config(base: Path, source: MergeSource) -> Any:
     name = base if source.base_config is None else find_model(source.base_config, "base_model_config")
-    try:
+    with doing(f"reading the config of {name}"):
         found = AutoConfig.from_pretrained(name, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{name}: its config.json cannot be read: {error}") from error
-    if (quantised := getattr(found, "quantization_config", None)) is not None:  # absent in most models
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        if method == "mxfp4":
-            del found.quantization_config
-            return found
+    quantised = getattr(found, "quantization_config", None)  # absent in most models
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    if method not in (None, "mxfp4"):
         raise ModelError(
             f"The weights in {base} are stored quantised ({method}), so an adapter cannot be added to them. Use the "
             "original model, which they were quantised from (--base-model)."
         )
+    if method is not None:
+        del found.quantization_config
     return found
 
 
-def _layout(merge: Merge, checkpoint: WeightFiles, max_size: int | None) -> dict[str, list[str]]:
-    """The weights of each shard. A weight that the base model does not have follows the one it was tied to."""
-    weights = {key: weight for part in merge.parts for key, weight in part.outputs.items()}
-    added = {source: [] for part in merge.parts for source in part.copies.values()}
-    for part in merge.parts:
-        for name, source in part.copies.items():
-            added[source].append(name)
-    files = []
-    for own in checkpoint.files.values():
-        files.append([])
-        for key in own:
-            files[-1] += [key, *added.pop(key, [])]
-    for names in added.values():  # the checkpoint has another name for the weight that it was tied to
-        files[-1] += names
-    if max_size is not None:
-        files = list(split({key: weights[key] for keys in files for key in keys}, max_size))
-    return dict(zip(shard_names(len(files)), files))
+def _shards(part_of: Mapping[str, Part], checkpoint: WeightFiles, max_size: int | None) -> StateDictSplit:
+    """The weights of each shard, in the order of the checkpoint; shards are as large as its files, or `max_size`."""
+    places = {key: place for place, key in enumerate(checkpoint.weights)}
+    keys = sorted(part_of, key=lambda key: places.get(key, len(places)))  # the last ones are no longer tied
+    # Not views, which have the size of what they are views of.
+    weights = {key: torch.empty_like(part_of[key].outputs[key]) for key in keys}
+    files = [sum(weights[key].nbytes for key in own if key in weights) for own in checkpoint.files.values()]
+    return split_torch_state_dict_into_shards(weights, max_shard_size=max_size or max(files))
 
 
-def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> dict[str, Any]:
+def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> str:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {str(path.relative_to(base)): path.resolve().stat() for path in checkpoint.files}
     run = source.quantised
-    return {
+    found = {
         "adapter": [file_hash(path) for path in (source.adapter / CONFIG, adapter_file(source.adapter))],
         "base": [str(base), {name: [stat.st_size, stat.st_mtime_ns] for name, stat in files.items()}],
         "quantised": run
         and [*(run.load_in_4bit, run.quantize_moe_experts, run.bnb_config_kwargs.four_bit, str(weights_dtype(run)))],
         "shards": shards,
     }
-
-
-def _write_shards(
-    merge: Merge,
-    checkpoint: WeightFiles,
-    shards: dict[str, list[str]],
-    folder: ShardFolder,
-    on_shard: Callable[[int, int], None] | None,
-) -> int:
-    part_of = {key: part for part in merge.parts for key in part.outputs}
-    resumed = 0
-    for number, (name, keys) in enumerate(shards.items(), start=1):
-        if folder.has(name):
-            resumed += 1
-        else:
-            layout = {key: part_of[key].outputs[key] for key in keys}
-            folder.write(name, layout, _merged(merge, checkpoint, part_of, keys))
-        if on_shard is not None:
-            on_shard(number, len(shards))
-    return resumed
+    return json.dumps(found, sort_keys=True)
 
 
 def _merged(
     merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, Part], keys: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The merged weights `keys`. Those of one part are in memory at a time, and the pages that they are read from."""
+    """The merged weights `keys`. One part is in memory at a time, with the pages that it is read from."""
     waiting = set(keys)
     for key in keys:
         if key in waiting:
@@ -253,9 +224,9 @@ class Merge:
     def __init__(
         self,
         model: PreTrainedModel,
-        adapter: Adapter,
+        adapter: adapters.Adapter,
         weights: Mapping[str, Tensor],
-        rounding: BitsAndBytesRounding | None,
+        rounding: adapters.BitsAndBytesRounding | None,
     ) -> None:
         self._model, self._adapter, self._rounding = model, adapter, rounding
         self.parts = self._joined(weight_groups(model, weights))
@@ -269,28 +240,25 @@ class Merge:
         weights = {key: read(key) for key in part.keys}
         if not self._is_changed(part):
             return weights
-        values, dtypes = self._base_values(part, weights)
+        values = self._base_values(part, weights)
         for name, value in values.items():
             if name in self._adapter.replaced:
-                values[name] = self._adapter.replaced[name].to(dtypes[name], copy=True)
+                values[name] = self._adapter.replaced[name].to(value.dtype, copy=True)
             elif self._rounding is not None and self._rounding.covers(name):
                 values[name] = self._rounding(value)
         for layer, names in part.layers:
-            merge_into(layer, names, values, self._adapter)
+            adapters.merge_into(layer, names, values, self._adapter)
         for name, source in self._adapter.ties.items():
             if name in values:
                 values[name] = values[source].clone()
         return self._reverted(part, values)
 
-    def _base_values(
-        self, part: Part, weights: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
-        """The weights of the model, by name, and their dtypes in the checkpoint."""
+    def _base_values(self, part: Part, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of the model, by name."""
         values: dict[str, Tensor] = {}
         for group in part.groups:
             values |= convert_weights(self._model, group, weights)
-        values |= {name: values[source].clone() for name, source in part.copies.items()}
-        return values, {name: value.dtype for name, value in values.items()}
+        return values | {name: values[source].clone() for name, source in part.copies.items()}
 
     def _reverted(self, part: Part, values: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: values[name] for name in part.copies}
@@ -300,25 +268,22 @@ class Merge:
 
     def _plan(self, part: Part, weights: Mapping[str, Tensor]) -> None:
         """Compute the part's outputs on the meta device, which shows whether the conversion can be reverted."""
-        own = {key: weights[key] for key in part.keys}
+        part.outputs = own = {key: weights[key] for key in part.keys}
         if not self._is_changed(part):
-            part.outputs = own
             return
-        values, dtypes = self._base_values(part, own)
+        values = self._base_values(part, own)
         for name in values.keys() & self._adapter.replaced.keys():
-            values[name] = self._adapter.replaced[name].to(device="meta", dtype=dtypes[name])
+            values[name] = self._adapter.replaced[name].to(device="meta", dtype=values[name].dtype)
         part.outputs = self._reverted(part, values)
         if part.outputs.keys() != {*own, *part.copies}:
             raise ModelError(
-                f"transformers {'converts ' + ', '.join(own)} when it loads the model, and does not convert the result "
-                f"back to the same names but to {', '.join(part.outputs)}, so these weights cannot be merged one shard "
-                "at a time. Merge with PEFT's merge_and_unload."
+                f"transformers converts {', '.join(own)} when it loads the model, and back to {', '.join(part.outputs)}"
+                ", so these weights cannot be merged one shard at a time. Merge with PEFT's merge_and_unload."
             )
 
     def _is_changed(self, part: Part) -> bool:
-        names = part.names
-        is_rounded = self._rounding is not None and any(map(self._rounding.covers, names))
-        return bool(part.layers or part.copies or is_rounded or self._adapter.replaced.keys() & names)
+        is_rounded = self._rounding is not None and any(map(self._rounding.covers, part.names))
+        return bool(part.layers or part.copies or is_rounded or self._adapter.replaced.keys() & part.names)
 
     def _joined(self, groups: list[WeightGroup]) -> list[Part]:
         """Join groups that depend on each other, and add weights that are no longer tied."""
@@ -331,43 +296,29 @@ class Merge:
             elif name not in self._adapter.ties and name not in part_of and source in part_of:
                 part_of[source].copies[name] = source
                 part_of[name] = part_of[source]
-        self._check_present(part_of, [*sum(changed, []), *self._adapter.replaced])
-        for names in changed:
-            _join(part_of, names)
+        for name in [*sum(changed, []), *self._adapter.replaced]:
+            if name not in part_of and name not in self._adapter.ties:
+                raise ModelError(
+                    f"The base model's checkpoint has no weight for {name}, which the adapter changes, so it is not "
+                    "the model that the adapter was trained on. Give that model (--base-model)."
+                )
+        for first, *others in changed:
+            kept = part_of[first]
+            for other in (part_of[name] for name in others if part_of[name] is not kept):
+                kept.groups += other.groups
+                kept.copies |= other.copies
+                part_of |= dict.fromkeys((*other.names, *other.copies), kept)
         for layer, names in self._adapter.layers:
             part_of[names[0]].layers.append((layer, names))
         without = [part for part in parts if not part.names]  # in the checkpoint, but not in the model
         return [*dict.fromkeys(part_of.values()), *without]
 
-    def _check_present(self, part_of: Mapping[str, Part], names: Iterable[str]) -> None:
-        missing = [name for name in names if name not in part_of and name not in self._adapter.ties]
-        if missing:
-            raise ModelError(
-                f"The base model's checkpoint has no weight for {missing[0]}, which the adapter changes, so it is not "
-                "the model that the adapter was trained on. Give that model (--base-model)."
-            )
-
-
-def _join(part_of: dict[str, Part], names: list[str]) -> None:
-    kept = part_of[names[0]]
-    for name in names[1:]:
-        other = part_of[name]
-        if other is not kept:
-            kept.groups += other.groups
-            kept.copies |= other.copies
-            for moved in (*other.names, *other.copies):
-                part_of[moved] = kept
-
 
 def adapter_of_run(config: RunConfig, adapter: str | None = None, base: str | None = None) -> MergeSource:
     """The adapter in the `output_dir` of a config (or in the folder `adapter`) and its base model."""
-    if config.adapter is None and adapter is None:
-        raise ConfigError(
-            f"The config has no adapter, so {config.output_dir} contains a full model, which needs no merging."
-        )
     folder = Path(adapter or config.output_dir).expanduser()
     if not (folder / CONFIG).is_file():
-        raise no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
+        raise adapters.no_adapter(folder, "ebft merge-lora CONFIG --lora-model-dir {}", "Train the config first.")
     config = as_trained(config, folder)
     return MergeSource(
         folder,
@@ -385,7 +336,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
     Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
     """
-    config = read_adapter_config(folder)
+    config = adapters.read_adapter_config(folder)
     if _was_quantised(folder):
         raise ModelError(
             f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
@@ -396,24 +347,15 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
     base = base or config.base_model_name_or_path
     if not base:
         raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
-    return MergeSource(
-        folder,
-        lasting_name(base),
-        revision,
-        tokenizer=folder,
-        base_config=run.get("base_model_config"),
-    )
+    return MergeSource(folder, lasting_name(base), revision, tokenizer=folder, base_config=run.get("base_model_config"))
 
 
 def _was_quantised(folder: Path) -> bool:
     """Whether a run of `ebft train` on quantised weights saved this folder, by its card or its checkpoints."""
-    for record in (folder / "ebft_run.json", *folder.glob("checkpoint-*/ebft_run.json")):
-        try:
-            saved = json.loads(record.read_text(encoding="utf-8"))
-            settings = saved | saved.get("settings", {})  # at the top in earlier versions
-            if settings.get("adapter") == "qlora" or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
-                return True
-        except (OSError, ValueError, AttributeError):
-            continue
+    for record in (folder / RUN_FILE, *folder.glob(f"checkpoint-*/{RUN_FILE}")):
+        saved = read_object(record) or {}
+        settings = saved | saved.get("settings", {})  # at the top in earlier versions
+        if settings.get("adapter") == "qlora" or settings.get("load_in_8bit") or settings.get("load_in_4bit"):
+            return True
     card = folder / "README.md"
     return card.is_file() and "QLoRA adapter" in card.read_text(encoding="utf-8", errors="replace")

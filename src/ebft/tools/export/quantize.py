@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
-from ebft.errors import DataError, ModelError, cause
+from ebft.errors import DataError, ModelError, doing
 from ebft.files import read_text
 from ebft.models.files import read_object, refuse_classifier
-from ebft.models.pretrained import explained, pretrained_model, pretrained_tokenizer
+from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
     from ebft.config.schema import RunConfig
 
 GROUP_SIZE = 32  # weights that share a scale, with int4
-# What dtypes of weights and inputs need; others run everywhere.
-_NEEDED = {
-    ("int4", None): "a CUDA device",
-    ("int4", "float8_e4m3fn"): "an H100 or later GPU (compute capability 9.0) with the package mslk",
-    ("float8_e4m3fn", "float8_e4m3fn"): "a GPU of compute capability 8.9 or later",
-}
 _SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."
 WINDOW = 512  # tokens of a text that are scored with their own context
 
@@ -69,46 +62,34 @@ def quantize_model(
     """Write the model in `folder` with its linear layers quantised to `to`, in safetensors format.
 
     The perplexity of `sequences(tokenizer)` is measured on the model in `folder` and on the written one after loading
-    it with `from_pretrained`. Raises ModelError if what is wanted does not run on this machine, or does not fit the
-    model in the folder.
+    it with `from_pretrained`. Raises ModelError if what is wanted does not fit the model in the folder.
     """
     _check_source(folder)
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
     check_free(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    weights = list(read_checkpoint(folder).weights.values())
-    widest = max((weight.shape[-1] for weight in weights if weight.dim() > 1), default=0)
-    if wanted.group_size is not None and wanted.group_size > widest:  # before a layer of this size is tried
-        raise ModelError(
-            f"group_size: {wanted.group_size} is more than the {widest} columns of the widest layer, and must divide "
-            f"the columns of each. {_SMALLER}"
-        )
+    weights = read_checkpoint(folder).weights.values()
     settings = torchao_settings(wanted, device)
-    tokenizer = _loaded(pretrained_tokenizer, folder)
-    scored = sequences(tokenizer)
     options = {"dtype": "auto", "device_map": {"": str(device)}}
-    plain = _loaded(pretrained_model, folder, **options)
+    tokenizer, plain = pretrained_tokenizer(str(folder)), pretrained_model(str(folder), **options).eval()
+    scored = sequences(tokenizer)
     settings = _for_model(settings, wanted, plain)
     before = perplexity(plain, scored)
     del plain
-    model = _loaded(pretrained_model, folder, quantization_config=settings, **options)
-    try:
-        with new_folder(to) as staged:
-            model.save_pretrained(staged)
-            tokenizer.save_pretrained(staged)
-            del model
-            after = perplexity(_loaded(pretrained_model, staged, **options), scored)
-    except (OSError, SafetensorError) as error:  # of safetensors if the disk is full
-        raise ModelError(
-            f"Cannot write to {to.parent}: {error}. Free disk space, or choose another folder with --output."
-        ) from error
+    inputs = f" with activation_dtype: {wanted.activation_dtype}" if wanted.activation_dtype else ""
+    with doing(f"quantising to weight_dtype: {wanted.weight_dtype}{inputs} on {device.type}"), new_folder(to) as staged:
+        model = pretrained_model(str(folder), quantization_config=settings, **options)
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        del model
+        after = perplexity(pretrained_model(str(staged), **options).eval(), scored)
     size, own = sum(weight.nbytes for weight in weights), sum(path.stat().st_size for path in to.glob("*.safetensors"))
     return QuantizeResult(given, size, own, sum(len(one.scored) for one in scored), before, after)
 
 
 def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
-    """The settings of torchao for linear layers. Raises ModelError if they do not run on the device."""
+    """The settings of torchao for linear layers."""
     if importlib.util.find_spec("torchao") is None:
         raise ModelError("Quantisation requires the package torchao: pip install 'ebft[quantize]'")
     from torchao import quantization
@@ -129,18 +110,7 @@ def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
         ("float8_e4m3fn", None): quantization.Float8WeightOnlyConfig,
         ("float8_e4m3fn", "float8_e4m3fn"): quantization.Float8DynamicActivationFloat8WeightConfig,
     }
-    settings, width = make[kind](), size * max(1, 256 // size)
-    layer = nn.Linear(width, 256, bias=False, dtype=torch.bfloat16, device=device)
-    try:
-        quantization.quantize_(layer, settings)
-        layer(torch.ones(1, width, dtype=torch.bfloat16, device=device))
-    except Exception as error:  # kernels that are absent raise errors of many types
-        inputs = f" with activation_dtype: {kind[1]}" if kind[1] else ""
-        other = f" Use weight_dtype: int8, or {_NEEDED[kind]}." if kind in _NEEDED else ""
-        raise ModelError(
-            f"weight_dtype: {kind[0]}{inputs} does not run on {device.type} with this torchao: {cause(error)}.{other}"
-        ) from error
-    return settings
+    return make[kind]()
 
 
 def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:
@@ -221,19 +191,9 @@ def _check_source(folder: Path) -> None:
             f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
             f"the merged model: ebft quantize {folder / 'merged'} --output DIR"
         )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} contains no model (no config.json).")
-    quantised = read_object(folder / "config.json", "Copy or download it again.").get("quantization_config")
+    quantised = read_object(folder / "config.json", "Give the folder of a model.").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(
             f"The model in {folder} is already quantised ({method}). Quantise the model that it was made from instead."
         )
-
-
-def _loaded(load: Callable[..., Any], folder: Path, **options: Any) -> Any:
-    try:
-        found = load(str(folder), **options)
-    except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
-        raise ModelError(f"{folder} cannot be loaded: {explained(error)}") from error
-    return found.eval() if isinstance(found, nn.Module) else found

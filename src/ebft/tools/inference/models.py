@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from pydantic import ValidationError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,7 +18,7 @@ from ebft.catalog import base_name, lasting_name
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
 from ebft.data.transforms import is_plain_text
-from ebft.errors import ModelError, prefixed
+from ebft.errors import ModelError, doing, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
 from ebft.models.load import as_trained, load_base_model
@@ -84,9 +83,7 @@ class Loaded:
 def model_of_run(config: RunConfig, folder: Path | None = None) -> Loaded:
     """The trained model in the `output_dir` of a config, or in `folder`. Raises ModelError if there is none."""
     folder = folder or Path(config.output_dir)
-    if not _is_model(folder):
-        train = checkpoint_hint(folder, "ebft inference {}") or "Train the config first: ebft train CONFIG"
-        raise ModelError(f"output_dir: {folder} contains no trained model. {train}")
+    _check_model(folder, "Train the config first: ebft train CONFIG")
     config, tokenizer = as_trained(config, folder), load_tokenizer(config)
     return Loaded(
         str(folder),
@@ -107,13 +104,13 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     those of the run that trained the model, if its run.json is there. Raises ModelError for a folder without a model.
     """
     folder = Path(lasting_name(name))
-    if not _is_model(folder):
-        hint = checkpoint_hint(folder, "ebft inference {}")
-        raise ModelError(f"{name} is neither a config file nor a folder with a model or an adapter. {hint}".rstrip())
+    _check_model(folder, "Give a config file, or the folder of a model or an adapter.")
     refuse_other_formats(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
     of_base = keys_of_base(folder) if is_adapter and base is None else {}
-    base = base or (_base_of_adapter(folder) if is_adapter else _base_of_model(folder))
+    base = base or (read_adapter_config(folder).base_model_name_or_path if is_adapter else _base_of_model(folder))
+    if is_adapter and not base:
+        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
     has_tokenizer = any(folder.glob("tokenizer*"))
     settings = ModelSettings(
         base_model=base if is_adapter else str(folder),
@@ -131,33 +128,27 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
 
 
 def _of_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None, str, bool]:
-    """Of a model in a folder: options of the reward, arguments of the chat template, the origin of both, is_plain."""
+    """For a model in a folder: options of the reward, arguments of the chat template, their origin, is_plain."""
     found = run_of_model(folder)
     if found is None:
-        return (
-            {},
-            None,
-            f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings",
-            False,
-        )
+        origin = f"defaults: {folder} has no run.json of its run. Give the config of the run to use its settings"
+        return {}, None, origin, False
     path, config = found
-    given, trl = config.get("ebft") or {}, config.get("trl") or {}
-    try:
-        section = EBFTSection.model_validate(
-            {name: given[name] for name in option_names(RewardOptions) if name in given}
-        )
+    given, trl, names = config.get("ebft") or {}, config.get("trl") or {}, option_names(RewardOptions)
+    with doing(f"reading the settings in {path}"):
+        section = EBFTSection.model_validate({name: given[name] for name in names if name in given})
         template = config.get("chat_template_kwargs") or trl.get("chat_template_kwargs")
         types = [entry.get("type") for entry in config.get("datasets") or ()]
-    except (ValidationError, AttributeError, TypeError) as error:
-        return {}, None, f"defaults: the settings in {path} cannot be read ({error.__class__.__name__})", False
-    reward = {name: getattr(section, name) for name in option_names(RewardOptions)}
+    reward = {name: getattr(section, name) for name in names}
     return reward, template, f"from {path}", bool(types) and is_plain_text(types)
 
 
-def _is_model(folder: Path) -> bool:
-    return (folder / ADAPTER_FILE).is_file() or (
-        (folder / "config.json").is_file() and (any(folder.glob("*.safetensors")) or bool(pickles(folder)))
-    )
+def _check_model(folder: Path, otherwise: str) -> None:
+    """Raise ModelError for a folder without a model; the message names its newest checkpoint, if there is one."""
+    has_weights = any(folder.glob("*.safetensors")) or bool(pickles(folder))
+    if not (folder / ADAPTER_FILE).is_file() and not ((folder / "config.json").is_file() and has_weights):
+        hint = checkpoint_hint(folder, "ebft inference {}") or otherwise
+        raise ModelError(f"{folder} contains no trained model. {hint}")
 
 
 def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -170,13 +161,6 @@ def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerB
         own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}
         model = load_base_model(settings.model_copy(update=own), tokenizer)
     return placed(model).eval().requires_grad_(False)
-
-
-def _base_of_adapter(folder: Path) -> str:
-    found = read_adapter_config(folder).base_model_name_or_path
-    if not found:
-        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
-    return found
 
 
 def _base_of_model(folder: Path) -> str | None:

@@ -19,14 +19,12 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, TextStreamer, set_seed
 
 from ebft.data.conversation import Renderer
-from ebft.data.messages import Message, as_texts
+from ebft.data.messages import Message
 from ebft.errors import DataError, ModelError
 from ebft.models.causal_lm import end_token_ids, positions_of, unknown_ids, unwrap_adapter
 from ebft.printed import printable, safe_console, say
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.tools.inference.models import Loaded
-
-_CHARACTERS = 32  # per position, of the part of a long text that is tokenised first
 
 
 @dataclass(frozen=True)
@@ -66,26 +64,8 @@ class Sampler:
         self.positions = positions_of(loaded.tuned)
 
     def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
-        """Ids of a prompt. Raises DataError if it cannot be rendered, or if its first part is far too long."""
-        if self.positions is not None and len(str(prompt)) > _CHARACTERS * self.positions:
-            is_text = isinstance(prompt, str)
-            text = prompt if is_text else self.renderer.template(as_texts(prompt), add_generation_prompt=True)
-            self.check_length(text, "prompt")
+        """Ids of a prompt. Raises DataError if it cannot be rendered."""
         return self.renderer.prompt_ids(prompt)
-
-    def check_length(self, text: str, what: str) -> None:
-        """Raise DataError if the first part of a text has twice as many tokens as there are positions.
-
-        A text of some hundred thousand characters without words takes minutes to tokenise.
-        """
-        part = text[: _CHARACTERS * (self.positions or 0)]
-        if len(part) < len(text) and self.positions:
-            length = len(self.loaded.tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"])
-            if length > 2 * self.positions:
-                raise DataError(
-                    f"The {what} has more than {length} tokens, but the model has {self.positions} positions. Use a "
-                    f"shorter {what}."
-                )
 
     def reply_ids(
         self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
@@ -121,7 +101,9 @@ class Sampler:
                 logits_processor=[_RefusesNaN("The base model" if base else self.loaded.name)],
                 streamer=streamer,
             )
-        return [_cut(row[len(ids) :].tolist(), ends) for row in output]
+        replies = [row[len(ids) :].tolist() for row in output]
+        stops = [next((n for n, token in enumerate(reply) if token in ends), len(reply)) for reply in replies]
+        return [reply[: stop + 1] for reply, stop in zip(replies, stops)]  # the rest is padding
 
     def text(self, ids: list[int]) -> str:
         """A reply as text, without special tokens."""
@@ -141,12 +123,6 @@ class _RefusesNaN(LogitsProcessor):
                 "again with a lower learning_rate."
             )
         return scores
-
-
-def _cut(ids: list[int], ends: list[int]) -> list[int]:
-    """The ids up to and including the first end token; what follows is padding."""
-    end = next((index for index, token in enumerate(ids) if token in ends), len(ids))
-    return ids[: end + 1]
 
 
 @dataclass(frozen=True)
@@ -198,8 +174,6 @@ class Scorer:
         positions = self._sampler.positions
         if positions is None:
             return
-        self._sampler.prompt_ids(prompt)
-        self._sampler.check_length(reference, "reference")
         row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
         length = len(row.prompt_ids) + len(row.reference_ids)
         if length > positions:
@@ -252,9 +226,15 @@ class Session:
     def answer(self, text: str) -> None:
         """Answer one prompt, and print the reply."""
         if self._scorer is not None:
-            self._show_scores(text)
+            sides = (True, False) if self._compares else (self.base,)
+            found = [(side, self._scorer(self._prompt(text, side), self._reference, side)) for side in sides]
+            self._console.print(Group(*(_table("base" if side else "tuned", scored) for side, scored in found)))
         elif self._compares:
-            self._show_both(text)
+            replies = {"base": self._reply(text, True), "tuned": self._reply(text, False)}
+            shown = {title: reply if reply.strip() else EMPTY for title, reply in replies.items()}
+            width = self._console.width // 2 - 1
+            panels = [Panel(Text(reply), title=title, width=width) for title, reply in shown.items()]
+            self._console.print(Columns(panels))
         else:
             streamer = _Printed(self._sampler.loaded.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if not self._reply(text, self.base, streamer).strip():
@@ -276,27 +256,22 @@ class Session:
                 self._handle(line)
 
     def _handle(self, line: str) -> None:
-        if line in COMMANDS:
-            self._command(line)
-            return
-        if line.startswith("/") and " " not in line:
-            say(f"Unknown command {line}; /help shows the commands.")
-            return
-        try:
-            self.answer(line)
-        except KeyboardInterrupt:
-            say("\n(stopped)")
-        except DataError as error:  # such as a conversation that is too long
-            say(error, err=True)
-
-    def _command(self, name: str) -> None:
-        if name in ("/base", "/tuned"):
-            self.base = name == "/base"
-        elif name == "/reset":
+        if line in ("/base", "/tuned"):
+            self.base = line == "/base"
+        elif line == "/reset":
             self._messages = {False: [], True: []}
-        else:
+        elif line == "/help":
             for command, about in COMMANDS.items():
                 say(f"{command}  {about}")
+        elif line.startswith("/") and " " not in line:
+            say(f"Unknown command {line}; /help shows the commands.")
+        else:
+            try:
+                self.answer(line)
+            except KeyboardInterrupt:
+                say("\n(stopped)")
+            except DataError as error:  # such as a conversation that is too long
+                say(error, err=True)
 
     def _prompt(self, text: str, base: bool) -> str | list[Message]:
         return [*self._messages[base], {"role": "user", "content": text}] if self._chats else text
@@ -307,18 +282,6 @@ class Session:
         if self._chats:
             self._messages[base] = [*prompt, {"role": "assistant", "content": reply}]
         return reply
-
-    def _show_both(self, text: str) -> None:
-        replies = {"base": self._reply(text, True), "tuned": self._reply(text, False)}
-        width = self._console.width // 2 - 1
-        shown = {title: reply if reply.strip() else EMPTY for title, reply in replies.items()}
-        panels = [Panel(Text(reply), title=title, width=width) for title, reply in shown.items()]
-        self._console.print(Columns(panels))
-
-    def _show_scores(self, text: str) -> None:
-        sides = (True, False) if self._compares else (self.base,)
-        found = [(side, self._scorer(self._prompt(text, side), self._reference, side)) for side in sides]
-        self._console.print(Group(*(_table("base" if side else "tuned", scored) for side, scored in found)))
 
 
 def _table(title: str, scored: ScoredReplies) -> Table:

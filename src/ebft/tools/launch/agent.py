@@ -8,7 +8,6 @@ the main thread sends each signal to the processes and waits for as long as they
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import os
@@ -19,25 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import Any
+from typing import Any, NoReturn
 
+from ebft import processes
 from ebft.errors import ConfigError, LaunchError, cause
 from ebft.printed import say
-from ebft.processes import (
-    COMMAND,
-    FAILED,
-    FOLDER,
-    PARENT,
-    SIGNALS,
-    UNEXPECTED,
-    passed_on,
-    received_signals,
-    typed_command,
-)
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -61,13 +50,13 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         from torch.distributed.run import run
     with tempfile.TemporaryDirectory(prefix="ebft-launch-", ignore_cleanup_errors=True) as created:
         folder = Path(created)
-        command = typed_command(["ebft", *words, *plan.options.words()])
-        (folder / COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        variables = environment(plan) | {FOLDER: created, PARENT: str(os.getpid())}
+        command = processes.typed_command(["ebft", *words, *plan.options.words()])
+        (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
+        variables = environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
         os.environ |= variables  # also that of new processes
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
-            with received_signals() as received:
+            with processes.received_signals() as received:
                 ended = _run(lambda: run(parsed), folder, received)
             return _status(ended, folder, bool(received))
         finally:
@@ -134,7 +123,7 @@ def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
         for number in new:
             kills = received.count(signal.SIGINT) >= _KILLING
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if kills else passed_on(number))
+                os.kill(pid, signal.SIGKILL if kills else processes.passed_on(number))
 
 
 def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
@@ -150,11 +139,14 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
         rank, code = _first_failure(error.failures, folder)
         who = f"The process of rank {rank}"
+    if code < 0 and was_signalled and -code in (*processes.SIGNALS, signal.SIGKILL):
+        return 128 - code
     if code < 0:
-        return _of_signal(-code, who, was_signalled)
-    if (folder / UNEXPECTED).exists():
-        say(f"\n{who} failed:\n{(folder / UNEXPECTED).read_text(encoding='utf-8')}", err=True)
-    elif not (folder / FAILED).exists() and code not in _INTERRUPTED:
+        reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
+        raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
+    if (folder / processes.UNEXPECTED).exists():
+        say(f"\n{who} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}", err=True)
+    elif not (folder / processes.FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
 
@@ -167,24 +159,16 @@ def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]
     """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():
-        ends_itself = failure.exitcode >= 0 or -failure.exitcode in SIGNALS
+        ends_itself = failure.exitcode >= 0 or -failure.exitcode in processes.SIGNALS
         if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
             return rank, failure.exitcode
     with contextlib.suppress(OSError, ValueError):
-        rank = int((folder / FAILED).read_text())
+        rank = int((folder / processes.FAILED).read_text())
         if rank in failures:
             ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
             return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
     rank, failure = max(failures.items(), key=lambda item: item[1].exitcode > 0)  # one that was not stopped, if any
     return rank, failure.exitcode
-
-
-def _of_signal(number: int, who: str, was_signalled: bool) -> int:
-    """The exit status for a process that a signal ended; an error if the signal was not passed on from here."""
-    if not (was_signalled and number in (*SIGNALS, signal.SIGKILL)):
-        reason = ", for example because memory ran out" if number == signal.SIGKILL else ""
-        raise LaunchError(f"{who} was killed by {signal.Signals(number).name}{reason}.", status=128 + number)
-    return 128 + number
 
 
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
@@ -197,12 +181,8 @@ _OWN = "127.0.0.2"
 
 def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
     """The arguments of the plan's launcher that start `ebft WORDS` in each process."""
-    return [*own_options(plan), *plan.options.passed_on, "--module", PROGRAM, *words]
-
-
-def own_options(plan: Plan) -> list[str]:
-    """The options of the plan's launcher that follow from the options of `ebft train`."""
-    return (_accelerate if plan.launcher == ACCELERATE else _torchrun)(plan)
+    own = (_accelerate if plan.launcher == ACCELERATE else _torchrun)(plan)
+    return [*own, *plan.options.passed_on, "--module", PROGRAM, *words]
 
 
 def environment(plan: Plan) -> dict[str, str]:
@@ -250,86 +230,37 @@ def _torchrun(plan: Plan) -> list[str]:
     return [*words, "--standalone", "--local-addr", _LOCAL]  # with a free port
 
 
-_PROCESSES, _MACHINES, _RANK = "use --num-processes before --", "use --num-machines", "use --machine-rank"
-_ADDRESS, _PORT = "use --main-process-ip", "use --main-process-port"
-_PYTHON = "training runs as a module of this Python"
-# Options of the launchers that `ebft train` sets, or that would replace keys of the config, and what sets them.
+# Options of the launchers that `ebft train` sets, or that would replace keys of the config.
 _OURS = {
-    ACCELERATE: {
-        "num_processes": _PROCESSES,
-        "num_machines": _MACHINES,
-        "machine_rank": _RANK,
-        "main_process_ip": _ADDRESS,
-        "main_process_port": _PORT,
-        "mixed_precision": "set bf16 or fp16 in the config",
-        "dynamo_backend": "set torch_compile in the config",
-        "use_deepspeed": "set deepspeed in the config",
-        "use_fsdp": "set fsdp in the config",
-        "no_python": _PYTHON,
-    },
-    "torchrun": {
-        "nproc_per_node": _PROCESSES,
-        "nnodes": _MACHINES,
-        "node_rank": _RANK,
-        "master_addr": _ADDRESS,
-        "master_port": _PORT,
-        "no_python": _PYTHON,
-        "run_path": _PYTHON,
-    },
+    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
+    *("mixed_precision", "dynamo_backend", "use_deepspeed", "use_fsdp", "nproc_per_node", "nnodes", "node_rank"),
+    *("master_addr", "master_port", "standalone", "local_addr", "no_python", "run_path", "module"),
 }
-_UNSET = object()
-# `nondefault` is a set that the parser of accelerate makes.
-_MAY_REPEAT = {"config_file", "module", "nondefault", "training_script", "training_script_args"}
 
 
-def parsed_arguments(launcher: str, arguments: Sequence[str], *, defaults: bool = True) -> Namespace:
-    """The arguments, read by the launcher's parser; without `defaults`, only those that are given.
+def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
+    """The arguments, read by the launcher's parser. Raises ConfigError if it does not accept them."""
 
-    Raises ConfigError if the parser does not accept them.
-    """
-    parser, written = _parser(launcher), io.StringIO()
-    if not defaults:
-        values = vars(parser.parse_args(["--module", PROGRAM]))
-        parser.set_defaults(**{name: _UNSET for name, value in values.items() if not isinstance(value, set)})
-    try:
-        with contextlib.redirect_stderr(written), contextlib.redirect_stdout(written):
-            found = parser.parse_args(arguments)
-        return Namespace(**{name: value for name, value in vars(found).items() if value is not _UNSET})
-    except SystemExit as error:  # of argparse, which has written its usage and the problem, or its help
-        if not error.code:
-            raise ConfigError(
-                f"Options after --: {launcher} would print its help instead of starting processes. For its options, "
-                f"run python -m {MODULES[launcher]} --help."
-            ) from None
-        problem = written.getvalue().strip().rpartition("error: ")[2]
-        raise ConfigError(f"Options after --: {launcher} does not accept them: {problem}.") from None
+    def refuse(problem: str) -> NoReturn:
+        raise ConfigError(f"Options after --: {launcher} does not accept them: {problem}.")
+
+    if launcher == ACCELERATE:
+        from accelerate.commands.launch import launch_command_parser as parser_of
+    else:
+        from torch.distributed.run import get_args_parser as parser_of
+    parser = parser_of()
+    parser.error = refuse
+    return parser.parse_args(arguments)
 
 
 def check_passed_on(plan: Plan) -> None:
     """Raise ConfigError for words after -- that are no options of the plan's launcher, or that `ebft train` sets."""
-    own, passed_on = (
-        vars(parsed_arguments(plan.launcher, [*options, "--module", PROGRAM], defaults=False))
-        for options in (own_options(plan), plan.options.passed_on)
-    )
-    script = passed_on["training_script"]
-    if (script, passed_on["training_script_args"]) != (PROGRAM, []):
+    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in plan.options.passed_on if word[:1] == "-"}
+    if ours := sorted(names & _OURS):
         raise ConfigError(
-            f"Options after --: {script!r:.100} is not an option of {plan.launcher}, or the value of one. Remove it; "
-            "overrides of the config are written before --."
+            f"Options after --: ebft train sets --{ours[0]} of {plan.launcher} itself. Use its own option, before --, "
+            "or the key of the config."
         )
-    ours = dict.fromkeys(own, "remove it") | _OURS[plan.launcher]
-    for name in sorted(passed_on.keys() & ours.keys() - _MAY_REPEAT):
-        raise ConfigError(
-            f"Options after --: ebft train sets --{name} of {plan.launcher} itself, so it cannot be passed on: "
-            f"{ours[name]}."
-        )
-
-
-def _parser(launcher: str) -> ArgumentParser:
-    if launcher == ACCELERATE:
-        from accelerate.commands.launch import launch_command_parser
-
-        return launch_command_parser()
-    from torch.distributed.run import get_args_parser
-
-    return get_args_parser()
+    script = parsed_arguments(plan.launcher, launcher_arguments(plan, [])).training_script
+    if script != PROGRAM:
+        raise ConfigError(f"Options after --: {script!r:.100} is not an option of {plan.launcher}. Write it before --.")

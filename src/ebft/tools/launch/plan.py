@@ -1,9 +1,8 @@
 """The number of processes of a run and how they are started, from the options of `ebft train` and the machine."""
 
-import difflib
 import os
 import re
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 from ebft.config.schema import RunConfig
@@ -16,13 +15,12 @@ LAUNCHERS = (ACCELERATE, TORCHRUN, PYTHON)
 RAY = "ray"  # the launcher of a plan with use_ray: true, which is not an option
 RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the Ray cluster that the command connects to
 PORT = 29500  # the default of accelerate and torchrun for several machines
-_MOST = 4096  # processes on one machine
 _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of `ebft train`; None is unset. `num_processes` counts those of all machines.
+    """The options of `ebft train`; None is unset. `num_processes` is the number on all machines.
 
     `passed_on` are the options for the launcher.
     """
@@ -42,7 +40,7 @@ class LaunchOptions:
     @property
     def is_given(self) -> bool:
         """Whether any option is given."""
-        return any(value not in (None, ()) for value in astuple(self))
+        return bool(self.words())
 
     def words(self) -> list[str]:
         """The options as words of a command, with those for the launcher last."""
@@ -55,7 +53,7 @@ class LaunchOptions:
 class Plan:
     """How a run is started. Without a launcher, it is one process, which is this one.
 
-    `processes` counts those of all machines, `per_machine` those of this one; `note` is a line for the user, or empty.
+    `processes` is the number on all machines, `per_machine` on this one; `note` is a line for the user, or empty.
     """
 
     options: LaunchOptions
@@ -74,7 +72,6 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
 
     Without options, a process that a launcher started, or one on a machine without several GPUs, trains itself.
     """
-    _check_launcher(options.launcher)
     if config.use_ray:
         return _ray_plan(options, config)
     _check_machines(options)
@@ -86,11 +83,24 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
             )
         return Plan(options, None, 1, 0)
     if options.launcher == PYTHON:
-        _check_one_process(options)
+        if options.words() not in (["--launcher", PYTHON], ["--launcher", PYTHON, "--num-processes", "1"]):
+            raise ConfigError(
+                "--launcher python trains in one process, without a launcher, so the other options of a launch have no "
+                "effect. Remove them, or use --launcher accelerate or torchrun."
+            )
         return Plan(options, None, 1, 0)
     gpus = visible_gpus()
     processes, reason = (options.num_processes, "") if options.num_processes else _automatic(options, config, gpus)
-    _check_count(processes, options, gpus)
+    if processes % options.machines:
+        raise ConfigError(
+            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
+            f"--num-machines {options.machines}. Use {max(1, processes // options.machines) * options.machines}."
+        )
+    if 0 < gpus < processes // options.machines:
+        raise ConfigError(
+            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * options.machines}. Use fewer, or "
+            "make more GPUs visible (CUDA_VISIBLE_DEVICES)."
+        )
     if processes == 1 and options.launcher is None:
         if options.passed_on:
             raise ConfigError(
@@ -99,7 +109,7 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
             )
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
-    return Plan(options, plan.launcher, processes, gpus, _note(plan, reason))
+    return replace(plan, note=_note(plan, reason))
 
 
 def visible_gpus() -> int:
@@ -123,11 +133,6 @@ def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
         )
     if not has_ray():
         raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
-    if os.environ.get(RAY_ADDRESS, "").startswith("ray://"):  # the driver is not part of the cluster
-        raise ConfigError(
-            f"{RAY_ADDRESS}: use_ray does not support Ray Client (ray://). Run the command on a machine of the "
-            "cluster, for example with ray job submit."
-        )
     workers, resources = config.ray_num_workers, config.resources_per_worker
     each = "one GPU each, or one CPU if Ray has no GPUs"
     if resources is not None:
@@ -173,69 +178,12 @@ def _note(plan: Plan, reason: str) -> str:
     return f"Starting {count} with {plan.launcher}{machine}{where}{reason}.{one}"
 
 
-def _check_launcher(name: str | None) -> None:
-    if name is None or name in LAUNCHERS:
-        return
-    if name.lower() == RAY:
-        raise ConfigError("--launcher ray: Ray Train is selected in the config. Set use_ray=true.")
-    near = difflib.get_close_matches(name.lower(), LAUNCHERS, n=1)
-    hint = f"Did you mean {near[0]}?" if near else f"Choose from {', '.join(LAUNCHERS)}."
-    raise ConfigError(f"--launcher: unknown launcher {name!r:.100}. {hint}")
-
-
 def _check_machines(options: LaunchOptions) -> None:
-    for name in ("num_processes", "num_machines"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    port = options.main_process_port
-    if port is not None and not 1 <= port <= 65535:
-        raise ConfigError(f"--main-process-port {port}: expected a port from 1 to 65535.")
     machines, rank = options.machines, options.machine_rank
-    if machines == 1:
-        for name, value in (("--machine-rank", rank), ("--main-process-ip", options.main_process_ip)):
-            if value:  # rank 0 is the only machine
-                raise ConfigError(f"{name} is for several machines. Set --num-machines, or remove it.")
-        return
-    if not (options.main_process_ip or "").strip():
+    if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
+        raise ConfigError("--machine-rank and --main-process-ip are for several machines. Set --num-machines.")
+    if machines > 1 and not (options.main_process_ip and rank is not None and 0 <= rank < machines):
         raise ConfigError(
-            f"--num-machines {machines} requires --main-process-ip: the address of the machine with --machine-rank 0, "
-            "the same on every machine."
-        )
-    if rank is None:
-        raise ConfigError(f"--num-machines {machines} requires --machine-rank: 0 to {machines - 1}, one per machine.")
-    if not 0 <= rank < machines:
-        raise ConfigError(f"--machine-rank {rank} is out of range: expected 0 to {machines - 1} (--num-machines).")
-
-
-def _check_one_process(options: LaunchOptions) -> None:
-    contradictions = {
-        f"--num-processes {options.num_processes}": (options.num_processes or 1) > 1,
-        f"--num-machines {options.machines}": options.machines > 1,
-        "--main-process-port": options.main_process_port is not None,
-        "options for a launcher after --": options.passed_on,
-    }
-    for problem, is_given in contradictions.items():
-        if is_given:
-            raise ConfigError(
-                f"--launcher python trains in one process, without a launcher, which contradicts {problem}. Use "
-                "--launcher accelerate or torchrun, or remove one of them."
-            )
-
-
-def _check_count(processes: int, options: LaunchOptions, gpus: int) -> None:
-    machines = options.machines
-    if processes % machines:
-        raise ConfigError(
-            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
-            f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
-        )
-    here = processes // machines
-    if here > _MOST:
-        raise ConfigError(f"--num-processes {processes}: one machine can run at most {_MOST} processes.")
-    if 0 < gpus < here:
-        each = "" if machines == 1 else f" ({here} per machine)"
-        raise ConfigError(
-            f"--num-processes {processes}{each} exceeds the number of visible GPUs, {gpus}. Use at most "
-            f"{gpus * machines}, or make more GPUs visible (CUDA_VISIBLE_DEVICES)."
+            f"--num-machines {machines} requires --machine-rank, 0 to {machines - 1}, another one on each machine, and "
+            "--main-process-ip, the address of the machine with rank 0, the same on every machine."
         )

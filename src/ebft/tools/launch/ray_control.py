@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of a worker: its message for users, or else its traceback."""
+    """An error of a worker: its message for users, and its traceback."""
 
     rank: int
     status: int
@@ -75,7 +75,7 @@ class Control:
 
     async def begin(self) -> WorkerAttempt:
         """Start an attempt; called by its first worker."""
-        errors = [(failure.message or failure.traceback).strip() for failure in await self.failures()]
+        errors = [failure.message.strip() for failure in await self.failures()]
         reason = shortened(errors[0].splitlines()[-1]) if errors else "a worker was killed"
         attempt = WorkerAttempt(self._attempts, self._has_begun, self._signal, reason)
         self._attempts += 1
@@ -83,7 +83,7 @@ class Control:
         return attempt
 
     async def note_begun(self) -> None:
-        """Note that training has begun, so that the checkpoints in the output folder are those of this run."""
+        """Note that training has begun, so that the checkpoints in the output folder belong to this run."""
         self._has_begun = True
 
     async def stop(self, number: int) -> bool:

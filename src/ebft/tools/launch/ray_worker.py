@@ -15,8 +15,8 @@ from ray.train.collective import broadcast_from_rank_zero
 from transformers import TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.config.user_code import place_of, what_happened
-from ebft.errors import EBFTError, LaunchError
+from ebft.config.user_code import place_of
+from ebft.errors import EBFTError, LaunchError, doing, told
 from ebft.printed import say, traced
 from ebft.processes import join_ray
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
@@ -75,12 +75,13 @@ def train_noting_errors(task: Task) -> Outcome:
     except BaseException as error:
         failure = _failure(error, rank)
         ray.get(task.control.fail.remote(failure))
-        raise RuntimeError(failure.message or failure.traceback) from None  # errors of users may not be serializable
+        raise RuntimeError(failure.message) from None  # errors of users may not be serializable
 
 
 def _trained(task: Task, rank: int) -> Outcome:
     join_ray()
-    _enter(task.folder)
+    with doing("entering the working folder of the command, which all machines of the cluster need (use_ray)"):
+        os.chdir(task.folder)
     config = RunConfig.from_dict(task.values)
     attempt, changes = broadcast_from_rank_zero(_begin(task, config) if rank == 0 else None)
     if attempt.earlier and rank == 0:
@@ -124,17 +125,6 @@ def _stopped_before(config: RunConfig, task: Task, attempt: WorkerAttempt) -> st
     return how_to_resume(config, max(0, _step_reached(config)), config.resume_from_checkpoint, task.command)
 
 
-def _enter(folder: str) -> None:
-    """Use the working folder of the command, so that relative paths in the config mean the same."""
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise LaunchError(
-            f"use_ray: the working folder {folder} is not on this machine of the cluster ({error.strerror}). All "
-            "workers need the same files: use a file system that they share."
-        ) from None
-
-
 def _report_result(result: TrainResult, rank: int) -> None:
     """Report the last metrics, with a checkpoint that names the model's folder: Ray keeps no others."""
     metrics = plain(result.metrics) | {"step": result.trainer.state.global_step}
@@ -150,14 +140,9 @@ def plain(metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failure(error: BaseException, rank: int) -> Failure:
-    """The failure with the message that `ebft train` prints for this error in one process, or the traceback."""
+    """The failure with the message that `ebft train` prints for this error in one process."""
     text = traced(error)
     if isinstance(error, EBFTError):
         status = error.status if isinstance(error, LaunchError) else _WRONG_INPUT
         return Failure(rank, status, str(error), text)
-    if isinstance(error, SystemExit):
-        message = f"The code called sys.exit({error.code!r}){place_of(error)}, so the command did not finish."
-        return Failure(rank, _WRONG_INPUT, message, text)
-    if isinstance(error, Exception) and place_of(error):
-        return Failure(rank, _WRONG_INPUT, f"{what_happened(error)}.", text)
-    return Failure(rank, _FAILED, "", text)
+    return Failure(rank, _FAILED, f"{told(error)}{place_of(error)}", text)

@@ -15,18 +15,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.table import Column, Table
 
-from ebft.config.load import YAMLError, parse_yaml, problem
+from ebft.config.load import parse_yaml
 from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import section_of
-from ebft.errors import ConfigError, EBFTError, shortened
-from ebft.files import check_regular, write_text
+from ebft.errors import ConfigError, doing, prefixed
+from ebft.files import write_text
 from ebft.printed import without_secrets
 from ebft.processes import PARENT, passed_on, received_signals
 from ebft.run_files import read_object, read_run
@@ -36,15 +36,14 @@ from ebft.tools.launch.plan import LaunchOptions
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
 MOST_RUNS = 1000  # of a sweep, unless --max-runs is given
 _LONGEST = 120  # characters of a name, which is the name of a folder
-_SPACE = re.compile(r"\s")
 _OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
 
 
 @dataclass
 class SweepRun:
-    """One run of a sweep: the values by their keys, and its name, which is that of its folder.
+    """One run of a sweep: the values by their keys, and its name, which its folder has, too.
 
-    `state` is "not started", "finished", "failed" or "stopped". `metrics` and their `intervals` are those of
+    `state` is "not started", "finished", "failed" or "stopped". `metrics` and their `intervals` are from
     `ebft evaluate`, empty if that failed; `measured` identifies the model and the settings that they belong to.
     """
 
@@ -64,105 +63,48 @@ class SweepRun:
 
 def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
     """The runs of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
-    found = _read(path)
-    if isinstance(found, dict) and found:
-        combinations = list(_grid(path, found, most))
-    elif isinstance(found, list) and found:
-        _check_number(path, len(found), most)
-        combinations = [_explicit(path, place, entry) for place, entry in enumerate(found)]
-    else:
+    with doing(f"reading the sweep file {path}"):
+        found = parse_yaml(path.read_text(encoding="utf-8"))
+    entries = [found] if isinstance(found, dict) else found
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries or [None]):
         raise ConfigError(
             f"{path}: expected a mapping of keys to lists of values, or a list of mappings, one per run; got "
             f"{found!r:.60}."
         )
-    counts = Counter(map(_canonical, combinations))
-    for values in combinations:
-        if counts[_canonical(values)] > 1:
-            raise ConfigError(f"{path}: the combination {_name(values)} occurs more than once. Remove one of them.")
-    names = Counter(map(_name, combinations))
-    return [SweepRun(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in combinations]
-
-
-def _read(path: Path) -> Any:
-    try:
-        check_regular(path, ConfigError, f"Sweep file {path}")
-        return parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"Cannot read sweep file {path} ({error.strerror}). Give the path to a YAML file.") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"Sweep file {path} is not valid UTF-8 ({error.reason}).") from None
-    except YAMLError as error:
-        line, words = problem(error)
-        raise ConfigError(f"{path}{f', line {line}' if line else ''}: invalid YAML: {shortened(words)}.") from None
-
-
-def _check_number(path: Path, runs: int, most: int) -> None:
-    if runs > most:
-        raise ConfigError(
-            f"{path} describes {runs:,} runs, more than {most:,}. Remove keys or values, or allow them with --max-runs "
-            f"{runs}."
-        )
-
-
-def _grid(path: Path, lists: dict[Any, Any], most: int) -> Iterator[dict[str, Any]]:
-    for key, values in lists.items():
-        _check_key(path, key)
-        if isinstance(values, dict):
-            raise ConfigError(f"{path}: {key}: write the keys of a section with dots, for example {key}.NAME: [...].")
-        if not isinstance(values, list):
-            raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}. Use [{values!s:.60}].")
-        if not values:
-            raise ConfigError(f"{path}: {key}: the list is empty. Give at least one value, or remove the key.")
-        for value in values:
-            _check_values(path, {key: value})
-    _check_number(path, math.prod(map(len, lists.values())), most)
-    for values in itertools.product(*lists.values()):
-        yield dict(zip(lists, values))
-
-
-def _explicit(path: Path, place: int, entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict) or not entry:
-        raise ConfigError(f"{path}: entry {place + 1}: expected a mapping of keys to values, got {entry!r:.60}.")
-    for key in entry:
-        _check_key(path, key)
-    _check_values(path, entry)
-    return entry
-
-
-def _check_key(path: Path, key: Any) -> None:
-    if not isinstance(key, str) or not all(key.split(".")) or "=" in key:
-        raise ConfigError(f"{path}: {key!r:.60} is not a config key.")
-    if _SPACE.search(key):
-        raise ConfigError(f"{path}: {key!r:.60} is not a config key, because it contains a space. Remove the space.")
-    if key in _OWN:
-        raise ConfigError(
-            f"{path}: {key} cannot be swept: each run has a folder in output_dir, and resumes from its own checkpoints."
-        )
-
-
-def _check_values(path: Path, values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        declared = RunConfig.model_fields.get(key)
-        if isinstance(value, dict) and declared is not None and section_of(declared.annotation) is not None:
+    for key, values in (item for entry in entries for item in entry.items()):
+        if str(key).strip() in _OWN:
             raise ConfigError(
-                f"{path}: {key}: a mapping would replace the whole section. Write its keys with dots, for example "
-                f"{key}.NAME."
+                f"{path}: {key} cannot be swept: each run has a folder in output_dir, and resumes from its own "
+                "checkpoints."
             )
-        try:
-            json.dumps(value)
-        except TypeError as error:  # of the YAML tags !!binary and !!set, for example
-            raise ConfigError(
-                f"{path}: {key}: {value!r:.60} cannot be the value of a key ({error}). Use numbers, text, true, false, "
-                "null, lists or mappings, without a YAML tag such as !!binary or !!set."
-            ) from None
+        if entries[0] is found and not (isinstance(values, list) and values):
+            raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}.")
+        for value in values if entries[0] is found else [values]:
+            _check_value(path, key, value)
+    count = math.prod(map(len, found.values())) if entries[0] is found else len(entries)
+    if count > most:  # before the combinations are made
+        raise ConfigError(
+            f"{path} describes {count:,} runs, more than {most:,}. Remove keys or values, or allow them with "
+            f"--max-runs {count}."
+        )
+    if entries[0] is found:
+        entries = [dict(zip(found, values)) for values in itertools.product(*found.values())]
+    names = Counter(map(_name, entries))
+    return [SweepRun(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in entries]
+
+
+def _check_value(path: Path, key: Any, value: Any) -> None:
+    declared = RunConfig.model_fields.get(key)
+    if isinstance(value, dict) and declared is not None and section_of(declared.annotation) is not None:
+        raise ConfigError(
+            f"{path}: {key}: a mapping would replace the whole section. Write its keys with dots: {key}.NAME."
+        )
+    with doing(f"reading {key} of the sweep file {path}"):
+        json.dumps(value)
 
 
 def _as_yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _canonical(values: dict[str, Any]) -> str:
-    return json.dumps(values, sort_keys=True)
 
 
 def _name(values: dict[str, Any]) -> str:
@@ -179,7 +121,7 @@ def _shown(value: Any) -> str:
 
 def _mark(values: dict[str, Any]) -> str:
     """A suffix for names that are not unique, or shortened."""
-    return "-" + hashlib.sha256(_canonical(values).encode()).hexdigest()[:8]
+    return "-" + hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 RESULTS = "sweep.json"
@@ -214,7 +156,10 @@ class Sweep:
             key = word.partition("=")[0].strip()
             if key in swept:
                 raise ConfigError(f"{key} is swept, so it cannot be overridden. Remove {word!r:.100} or the swept key.")
-        configs = [_checked(check, run.name, self._overrides(run)) for run in runs]
+        configs = []
+        for run in runs:
+            with prefixed(f"The run {run.name} of the sweep"):
+                configs.append(check(self._overrides(run)))
         if configs[0].resume_from_checkpoint is not None:
             raise ConfigError(
                 "resume_from_checkpoint: each run of a sweep resumes from its own checkpoints. Remove it."
@@ -222,7 +167,10 @@ class Sweep:
         self.folder = Path(configs[0].output_dir)
         for run in runs:
             run.output_dir = str(self.folder / run.name)
-            self._check_held_out(run)
+            with prefixed(f"The run {run.name} of the sweep"):
+                config = load_config(self.config, self._measuring(run))
+            if not config.test_datasets and not config.val_set_size:
+                raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
 
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
@@ -258,9 +206,7 @@ class Sweep:
         if not any(Path(run.output_dir).glob("checkpoint-*")):
             return False
         from ebft.run.checkpoints import newest_checkpoint
-        from ebft.run.resume_compat import (
-            has_other_settings,  # imports transformers, which is not needed by a new sweep
-        )
+        from ebft.run.resume_compat import has_other_settings  # imports transformers
 
         newest = newest_checkpoint(Path(run.output_dir))
         return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)
@@ -272,7 +218,11 @@ class Sweep:
         """
         earlier = self._earlier()
         for run in self.runs:
-            self._take(run, earlier.get(run.name, {}))
+            before = earlier.get(run.name, {})
+            # Metrics that belong to this model and these settings.
+            if before.get("metrics") and self.is_finished(run) and before.get("measured") == self._identity(run):
+                run.state, run.exit_status, run.measured = "finished", 0, before["measured"]
+                run.metrics, run.intervals = before["metrics"], before.get("intervals", {})
         with received_signals() as received:
             for place, run in enumerate(self.runs):
                 if received:
@@ -292,12 +242,7 @@ class Sweep:
         found = {name for run in self.runs for name in run.metrics}
         others = sorted(name for name in found if name.endswith("pass@1") and name != "alignment_pass@1")
         metrics = [*(name for name in _METRICS if name in found), *others]
-        table = Table(
-            *keys,
-            Column("state", no_wrap=True),
-            *metrics,
-            title="Held-out results",
-        )
+        table = Table(*keys, Column("state", no_wrap=True), *metrics, title="Held-out results")
         best = {name: run for name in metrics if (run := self._best(name)) is not None}
         if best:
             named = "; ".join(f"{name}: {run.name}" for name, run in best.items())
@@ -326,18 +271,8 @@ class Sweep:
 
     def _measuring(self, run: SweepRun) -> list[str]:
         """The overrides for the evaluation of a run: without swept values that would change what is measured."""
-        return [
-            *self.overrides,
-            *(word for word in run.overrides() if word.partition("=")[0].split(".")[0] not in _MEASURE),
-        ]
-
-    def _check_held_out(self, run: SweepRun) -> None:
-        try:
-            config = load_config(self.config, self._measuring(run))
-        except ConfigError as error:
-            raise ConfigError(f"The config that the run {run.name} is evaluated with is invalid: {error}") from None
-        if not config.test_datasets and not config.val_set_size:
-            raise ConfigError("--sweep evaluates each run on held-out rows. Set test_datasets or val_set_size.")
+        own = [word for word in run.overrides() if word.partition("=")[0].split(".")[0] not in _MEASURE]
+        return [*self.overrides, *own]
 
     def _train(self, run: SweepRun, received: list[int], say: Callable[[str], None]) -> None:
         if self.is_finished(run):
@@ -360,13 +295,6 @@ class Sweep:
     def _identity(self, run: SweepRun) -> str:
         return _identity(load_config(self.config, self._measuring(run)), Path(run.output_dir))
 
-    def _take(self, run: SweepRun, earlier: dict[str, Any]) -> None:
-        """Take the state and metrics that were stored before, if they are those of this model and these settings."""
-        if not earlier.get("metrics") or not self.is_finished(run) or earlier.get("measured") != self._identity(run):
-            return
-        run.state, run.exit_status, run.measured = "finished", 0, earlier["measured"]
-        run.metrics, run.intervals = earlier["metrics"], earlier.get("intervals", {})
-
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
         try:
@@ -383,11 +311,9 @@ class Sweep:
         path = self.folder / RESULTS
         if path.is_file() and path.stat().st_size and "runs" not in (read_object(path) or {}):
             raise ConfigError(f"{path} is not the result of a sweep, and is kept. Change output_dir.")
-        try:
+        with doing(f"writing {path}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / RESULTS, json.dumps(without_secrets(content), indent=2) + "\n")
-        except OSError as error:
-            raise ConfigError(f"{self.folder / RESULTS} cannot be written ({error.strerror}).") from error
+            write_text(path, json.dumps(without_secrets(content), indent=2) + "\n")
 
 
 def _rank(run: SweepRun, best: SweepRun | None, name: str) -> str:
@@ -397,13 +323,6 @@ def _rank(run: SweepRun, best: SweepRun | None, name: str) -> str:
     mine, others = run.intervals.get(name), best.intervals.get(name)
     overlaps = mine and others and mine[0] <= others[1] and others[0] <= mine[1]
     return " ~" if overlaps else ""
-
-
-def _checked(check: Callable[[Sequence[str]], RunConfig], name: str, overrides: Sequence[str]) -> RunConfig:
-    try:
-        return check(overrides)
-    except EBFTError as error:
-        raise ConfigError(f"The run {name} of the sweep: {error}") from None
 
 
 def _identity(config: RunConfig, folder: Path) -> str:
