@@ -15,14 +15,9 @@ from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 
 # Fused attention and its matrix products: two forward, five backward, of which one computes the scores again.
 _FUSED = {
-    "_scaled_dot_product_flash_attention_for_cpu": 2,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
-    "_scaled_dot_product_flash_attention": 2,
-    "_scaled_dot_product_flash_attention_backward": 5,
-    "_scaled_dot_product_efficient_attention": 2,
-    "_scaled_dot_product_efficient_attention_backward": 5,
-    "_scaled_dot_product_cudnn_attention": 2,
-    "_scaled_dot_product_cudnn_attention_backward": 5,
+    f"_scaled_dot_product_{kind}{suffix}": products
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for suffix, products in (("", 2), ("_backward", 5))
 }
 
 
@@ -39,12 +34,8 @@ def flop_counter() -> FlopCounterMode:
     Here every fused kernel is counted, and only the pairs that a causal mask leaves.
     """
     formulas = {getattr(torch.ops.aten, name): _attention_formula(name) for name in _FUSED}
-    formulas[torch.ops.mkldnn._linear_pointwise] = _onednn_formula
+    formulas[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *args, **kwargs: 2 * prod(x) * weight[0]
     return FlopCounterMode(display=False, custom_mapping=formulas)
-
-
-def _onednn_formula(x: tuple[int, ...], weight: tuple[int, ...], *args, **kwargs) -> int:
-    return 2 * prod(x) * weight[0]
 
 
 def _attention_formula(name: str) -> Callable[..., int]:

@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", metavar="CONFIG")
     parser.add_argument(
-        "--write", action="store_true", help="store the plans, and write their tables into docs/speed.md"
+        "--write", action="store_true", help="also store the plans, and write the tables of docs/speed.md"
     )
     parser.add_argument("--stored", action="store_true", help="write the tables of the stored plans")
     options = parser.parse_args(arguments)

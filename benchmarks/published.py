@@ -134,10 +134,8 @@ def _init_without_cuda(self: Any, model: nn.Module, args: TrainingArguments) -> 
     model.config._attn_implementation = "eager"
     self._share_feature_weights = hasattr(model, "disable_adapter")
     self._feature_device, self._feature_use_flex = torch.device("cpu"), False
-    if self._share_feature_weights:
-        self.feature_network = None
-    else:
-        self.feature_network = copy.deepcopy(model).requires_grad_(False).eval()
+    copied = None if self._share_feature_weights else copy.deepcopy(model).requires_grad_(False).eval()
+    self.feature_network = copied
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ def length(result: dict[str, Any]) -> str:
     reference = sides["ours"]
     for name, row in sides.items():
         if name != "ours" and row["rounds"]:
-            lines.append(f"{'':>8}{name} / ours: {_ratio(row, reference, 'step')} time" + _memory_ratio(row, reference))
+            both = row["peak_mib"] and reference["peak_mib"]
+            memory = f", {row['peak_mib'] / reference['peak_mib']:.2f} x memory" if both else ""
+            lines.append(f"{'':>8}{name} / ours: {row['step'] / reference['step']:.2f} x time{memory}")
     return "\n".join(lines)
 
 
@@ -37,23 +39,10 @@ def _row(tokens: int, name: str, row: dict[str, Any]) -> str:
     start = f"{tokens:>6}  {name:<15}{row['rounds']:>6}"
     if not row["rounds"]:
         return f"{start}  failed: {row['failed']}"
-    seconds = "".join(f"{_seconds(row.get(column)):>10}" for column in _SECONDS)
+    seconds = "".join(f"{row[column]:>10.3f}" if column in row else " " * 10 for column in _SECONDS)
     floor = f"{row['step_over_floor']:.2f}" if "step_over_floor" in row else ""
     memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
     return f"{start}{seconds}{floor:>9}{memory:>10}{row['tokens_per_s']:>10.0f}{row['mfu']:>7.1%}"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
-def _ratio(row: dict[str, Any], reference: dict[str, Any], name: str) -> str:
-    return f"{row[name] / reference[name]:.2f} x"
-
-
-def _memory_ratio(row: dict[str, Any], reference: dict[str, Any]) -> str:
-    both = row["peak_mib"] and reference["peak_mib"]
-    return f", {_ratio(row, reference, 'peak_mib')} memory" if both else ""
 
 
 def growth(results: list[dict[str, Any]]) -> str:

@@ -105,9 +105,5 @@ def theirs(preset: Preset, dtype: str, positions: int, folder: Path, trainer_cla
 
 
 def _arguments(folder: Path, dtype: str) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "report_to": [],
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": dtype == "bfloat16",
-    }
+    machine = {"use_cpu": not torch.cuda.is_available(), "bf16": dtype == "bfloat16"}
+    return {"output_dir": str(folder), "report_to": [], **machine}

@@ -201,7 +201,7 @@ def test_no_part_starts_that_might_end_too_late(measure):
     found = measure("--minutes", "3", "--parts", "device", "flex", device="done")
     assert [call[0] for call in found.calls] == ["device"]
     assert "Not started in 3 minutes: flex. The same command goes on" in found.printed and found.code == 0
-    with pytest.raises(SystemExit, match="--minutes: 2.5 is less than the 3 of the shortest part that is open"):
+    with pytest.raises(SystemExit, match="--minutes: 2.5 is less than the 3 of the shortest open part"):
         measure("--minutes", "2.5", "--parts", "device", "flex")
     assert [call[0] for call in measure("--minutes", "2.5", "--parts", "flex", "memory").calls] == ["memory"]
     assert [call[0] for call in measure("--minutes", "3.5", "--parts", "device", "flex").calls] == ["flex"]
