@@ -29,10 +29,7 @@ def counted_flops(step: Callable[[], object]) -> int:
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter, which by itself knows no fused attention of the CPU and counts causal attention as full.
-
-    Here every fused kernel is counted, and only the pairs that a causal mask leaves.
-    """
+    """PyTorch's counter, with every fused attention, and only the pairs that a causal mask leaves."""
     formulas = {getattr(torch.ops.aten, name): _attention_formula(name) for name in _FUSED}
     formulas[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *args, **kwargs: 2 * prod(x) * weight[0]
     return FlopCounterMode(display=False, custom_mapping=formulas)
@@ -56,11 +53,10 @@ def needed_flops(model: nn.Module, length: int) -> dict[str, int]:
 
     Each rollout counts by itself, also where several begin with the same tokens, which depends on what is sampled.
 
-    Sampling runs the document and every rollout but its last token through all layers, features run all of it through
-    the layers up to the deepest feature, and the head runs on what is sampled. Training needs no forward pass of its
-    own, since the one that sampled will do. Attention is counted over allowed pairs of query and key: two products
-    forward, four backward. Backward of a weight's product is one product for its input and, unless the weight is
-    frozen, one for itself.
+    Sampling runs the document and every rollout but its last token through all layers, features run all of it up to the
+    deepest feature, and the head runs on what is sampled. Training needs no forward pass of its own. Attention counts
+    allowed pairs: two products forward, four backward. Backward of a product is one for its input and, unless the
+    weight is frozen, one for itself.
     """
     causal_lm = unwrap_adapter(model)
     layers, config = decoder_layers(causal_lm), causal_lm.config

@@ -54,8 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{way:8s} {values['seconds']:7.2f} CPU s (system {values['system']:.2f})  "
             f"{values['page_faults']:9,.0f} page faults  peak {values['peak_mib']:6,.0f} MiB"
         )
-    ratio = ways["kept"]["seconds"] / ways["default"]["seconds"]
-    print(f"kept / default: {ratio:.3f} x the CPU time")
+    print(f"kept / default: {(ratio := ways['kept']['seconds'] / ways['default']['seconds']):.3f} x the CPU time")
     card = {"model": preset.weights or preset.description, "dtype": plan.dtype, "lengths": LENGTHS[WARM_UP:]}
     results = {"card": {**card, "rounds": plan.rounds, **machine(torch.device("cpu"))}, "ways": ways, "ratio": ratio}
     store(plan.output or RESULTS / f"freed-memory-{preset.name}-{plan.dtype}-cpu.json", results)

@@ -52,10 +52,7 @@ print(torch.cuda.get_device_name())
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to measure: a function of gpu_parts.py, the minutes after which it is stopped, and the GPUs it sees.
-
-    Without a module of `modules`, it has fewer rows or is skipped.
-    """
+    """A function of gpu_parts.py, its limit in minutes, its GPUs, and modules without which it lacks rows."""
 
     minutes: float
     about: str
@@ -168,11 +165,7 @@ def run(name: str, part: Part, options: argparse.Namespace, arrived: list[int]) 
 
 
 def signals() -> list[int]:
-    """The signals that ask for the end of the command, to which those that arrive are added.
-
-    They raise nothing, since they come several times (from the terminal, its shell, and make), also while a part is
-    started or results are stored.
-    """
+    """The signals that ask for the end, as they arrive; they raise nothing, since they come several times."""
     arrived: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as it is with nohup

@@ -683,8 +683,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.seconds:
         faulthandler.dump_traceback_later(max(1.0, given.seconds - 3))
     report, device = Report(given.into), torch.device(given.device)
-    facts = machine(torch.device("cpu"))
-    report.content |= {name: facts[name] for name in ("commit", "torch", "date")}
+    report.content |= {name: machine(torch.device("cpu"))[name] for name in ("commit", "torch", "date")}
     try:
         PARTS[given.part](Setting(device, given.shape, given.folder, given.wheel), report)
     except NotHere as reason:

@@ -45,10 +45,7 @@ class Clock:
 
 
 def parser_of(document: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser with the options that benchmarks share: `repeats` and `output` with these defaults, `cpu_time` if True.
-
-    Types and help of other options are up to the benchmark.
-    """
+    """A parser with the options that benchmarks share; `defaults`: repeats, output, cpu_time."""
     parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small random model, to try the code")
     parser.add_argument("--output", type=Path, default=defaults.get("output"), help="the JSON file")
@@ -122,11 +119,7 @@ def stopwatch(owner: Any, function: str, name: str, seconds: dict[str, float], d
 
 
 def with_peak_memory(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
-    """What `run` returns, and the MiB that it needed at its peak above what the process held before.
-
-    On CUDA allocated memory; on Linux resident memory, whose high-water mark the kernel lets a process reset; None
-    elsewhere.
-    """
+    """What `run` returns, and the MiB of its peak above what was held before; None where that cannot be read."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -148,11 +141,7 @@ def with_peak_memory(run: Callable[[], Any], device: torch.device) -> tuple[Any,
 
 @contextmanager
 def within_free_memory() -> Iterator[None]:
-    """Inside the block, on Linux, this process can take 90% of the memory that is free now, and no more.
-
-    A step that needs more then fails with an error that can be reported; else the kernel would kill a process. A GPU's
-    memory fails that way by itself, and its driver's mappings are no memory.
-    """
+    """Inside, on Linux without a GPU, a step that needs more than 90% of the free memory fails; it is not killed."""
     if torch.cuda.is_available():
         yield
         return
@@ -177,10 +166,7 @@ def _kib(file: str, name: str) -> int:
 
 
 class GemmRate:
-    """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured.
-
-    By the library that our step takes for it, see `ebft.prefix.cpu`.
-    """
+    """FLOP/s of a large square matrix product in one type, sampled while other things are measured."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, size: int | None = None):
         self.device = device

@@ -103,11 +103,7 @@ def _random_model(preset: Preset, positions: int) -> nn.Module:
 
 
 def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:
-    """A batch of one document: the same tokens for the same length.
-
-    They are the beginning of a module of the standard library for a model with weights, else random. The rollouts of a
-    trained model begin with the same tokens if it is certain what follows, as it is in real text only.
-    """
+    """The same document for the same length: source code for a model with weights, else random tokens."""
     if preset.weights is not None:
         tokens = pretrained_tokenizer(preset.weights)(inspect.getsource(argparse), return_tensors="pt").input_ids
         tokens = tokens[:, :length]

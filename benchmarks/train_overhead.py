@@ -26,11 +26,7 @@ WARM_UP = 2  # steps that are left out
 
 
 def train_overhead(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -> dict[str, float]:
-    """Run `ebft.train` for `steps` steps on documents of `length` tokens; medians over steps after the first two.
-
-    A step lasts from the start of its loss to the start of the next one's. `inside` is what the loss and the
-    gradients take of that.
-    """
+    """Medians of whole steps of `ebft.train`, and of their losses and gradients (`inside`), after the first two."""
     starts: list[float] = []
     inside: list[float] = []
     compute_loss, backward = StridedEBFTTrainer.compute_loss, Accelerator.backward

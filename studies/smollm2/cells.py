@@ -134,10 +134,7 @@ def config_file(method: str) -> Path:
 
 
 def length_of(cell: Cell, study: Study) -> tuple[int, float | None]:
-    """Steps of a cell, and the FLOPs that end it before; some follow from stored results.
-
-    Raises ValueError where these are missing.
-    """
+    """Steps of a cell, and the FLOPs that end it. Raises ValueError where results that say them are missing."""
     steps = 2 if study.is_tiny else STEPS.get(cell.start, STEPS.get(cell.method, 200))
     if cell.method not in ("sft_flops", "sdft"):
         return steps, None

@@ -54,10 +54,7 @@ def over_seeds(cells: list[dict[str, Any]], group: str, metric: str) -> Estimate
 
 
 def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str) -> Estimate | None:
-    """How much higher a metric of `group` is than of `other`, paired by seed and document.
-
-    A start has one value for all seeds.
-    """
+    """How much higher a metric of `group` is than of `other`, paired by seed (a start has one) and document."""
     ours, theirs = by_seed(cells, group, metric), by_seed(cells, other, metric)
     if is_start(other) and theirs:
         theirs = dict.fromkeys(ours, next(iter(theirs.values())))

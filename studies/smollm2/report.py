@@ -99,10 +99,7 @@ def differences(cells: Cells, ours: str, theirs: str, columns: dict[str, tuple[s
 
 
 def number(found: Estimate | None) -> str:
-    """`mean ± half width` of a difference, with as many decimals as two digits of the half width need.
-
-    With one seed the half width is over files, and marked.
-    """
+    """`mean ± half width` of a difference, with two digits of the half width; with one seed over files, and marked."""
     if found is None:
         return ""
     half, mark = (found.files, "*") if math.isnan(found.seeds) else (found.half, "")

@@ -50,17 +50,11 @@ def small_run(tmp_path_factory):
     return output, results, printed
 
 
-def test_every_length_has_its_rows(small_run):
+def test_what_is_measured_adds_up(small_run):
     output, results, printed = small_run
-    assert json.loads(output.read_text()) == results
+    assert json.loads(output.read_text()) == results and "ours bfloat16 / ours: " in printed
     variants = ["ours", "ours bfloat16", "ours second forward"]
     assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], variants, ["ours"]]
-    assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
-    assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
-
-
-def test_what_is_measured_adds_up(small_run):
-    _, results, _ = small_run
     for entry in results["lengths"]:
         assert entry["generated"] == entry["blocks"] * 4 * 8
         for row in entry["sides"].values():
@@ -84,16 +78,6 @@ def test_there_are_plots_and_a_missing_wheel_is_said(small_run):
     output, results, _ = small_run
     assert results["card"]["axolotl"].startswith("not measured: missing.whl is no wheel")
     assert output.with_suffix(".png").stat().st_size > 10_000
-
-
-def test_the_preset_with_an_adapter(tmp_path):
-    few = ("--preset", "1b", "--lengths", "24", "--variant-lengths", "24", "--recompile-steps", "0", "--wheel", "-")
-    results, _ = run(tmp_path / "out.json", *few, "--dtypes", "float32")
-    row = results["lengths"][0]["sides"]["ours"]
-    assert row["dtype"] == "float32" and row["tokens_per_s"] > 0 and row["mfu"] > 0
-    assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())
-    assert list(results["lengths"][0]["sides"]) == ["ours", "ours flex", "ours single pass", "ours full"]
-    assert find_preset("1b", on_cuda=True).shape["hidden_size"] == 2048
 
 
 @pytest.mark.skipif(WHEEL is None, reason="EBFT_AXOLOTL_WHEEL names no wheel")
