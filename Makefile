@@ -119,8 +119,8 @@ gpu: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu $(OPTIONS)
 endif
 
-# Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no further run after two hours; MODEL=tiny takes
-# minutes.
+# The runs of the study on translations. Hours on two cores; a stopped run goes on where it was. HOURS=2 starts no
+# further run after two hours; MODEL=tiny takes minutes.
 study: $(STAMP)
 	$(BIN)/python studies/smollm2/run.py --scale $(MODEL) $(if $(HOURS),--hours $(HOURS))
 

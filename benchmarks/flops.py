@@ -15,14 +15,9 @@ from ebft.models.causal_lm import decoder_layers, unwrap_adapter
 
 # Fused attention and its matrix products: two forward, five backward, of which one computes the scores again.
 _FUSED = {
-    "_scaled_dot_product_flash_attention_for_cpu": 2,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
-    "_scaled_dot_product_flash_attention": 2,
-    "_scaled_dot_product_flash_attention_backward": 5,
-    "_scaled_dot_product_efficient_attention": 2,
-    "_scaled_dot_product_efficient_attention_backward": 5,
-    "_scaled_dot_product_cudnn_attention": 2,
-    "_scaled_dot_product_cudnn_attention_backward": 5,
+    f"_scaled_dot_product_{kind}{suffix}": products
+    for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for suffix, products in (("", 2), ("_backward", 5))
 }
 
 
@@ -34,17 +29,10 @@ def counted_flops(step: Callable[[], object]) -> int:
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter, which by itself knows no fused attention of the CPU and counts causal attention as full.
-
-    Here every fused kernel is counted, and only the pairs that a causal mask leaves.
-    """
+    """PyTorch's counter, with every fused attention, and only the pairs that a causal mask leaves."""
     formulas = {getattr(torch.ops.aten, name): _attention_formula(name) for name in _FUSED}
-    formulas[torch.ops.mkldnn._linear_pointwise] = _onednn_formula
+    formulas[torch.ops.mkldnn._linear_pointwise] = lambda x, weight, *args, **kwargs: 2 * prod(x) * weight[0]
     return FlopCounterMode(display=False, custom_mapping=formulas)
-
-
-def _onednn_formula(x: tuple[int, ...], weight: tuple[int, ...], *args, **kwargs) -> int:
-    return 2 * prod(x) * weight[0]
 
 
 def _attention_formula(name: str) -> Callable[..., int]:
@@ -65,11 +53,10 @@ def needed_flops(model: nn.Module, length: int) -> dict[str, int]:
 
     Each rollout counts by itself, also where several begin with the same tokens, which depends on what is sampled.
 
-    Sampling runs the document and every rollout but its last token through all layers, features run all of it through
-    the layers up to the deepest feature, and the head runs on what is sampled. Training needs no forward pass of its
-    own, since the one that sampled will do. Attention is counted over allowed pairs of query and key: two products
-    forward, four backward. Backward of a weight's product is one product for its input and, unless the weight is
-    frozen, one for itself.
+    Sampling runs the document and every rollout but its last token through all layers, features run all of it up to the
+    deepest feature, and the head runs on what is sampled. Training needs no forward pass of its own. Attention counts
+    allowed pairs: two products forward, four backward. Backward of a product is one for its input and, unless the
+    weight is frozen, one for itself.
     """
     causal_lm = unwrap_adapter(model)
     layers, config = decoder_layers(causal_lm), causal_lm.config

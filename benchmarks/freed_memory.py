@@ -11,25 +11,19 @@ process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-import warnings
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measuring import Clock, machine
+from benchmarks.measuring import RESULTS, Clock, machine, parser_of, quiet_folder, store
 from benchmarks.presets import Preset, document, find_preset
 from benchmarks.sides import ours
-from benchmarks.strided_step import RESULTS, rounded
 from ebft.prefix.cpu import keep_freed_memory
 
 WAYS = ("default", "kept")
@@ -38,9 +32,12 @@ WARM_UP = 2  # steps that are left out
 
 
 def main(arguments: list[str] | None = None) -> None:
-    plan = read_arguments(arguments)
+    parser = parser_of(__doc__)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each way")
+    parser.add_argument("--way", choices=WAYS, help="only this way, in this process; prints its JSON")
+    plan = parser.parse_args(arguments)
     preset = find_preset("smollm2", on_cuda=False)
-    preset = replace(preset, weights=plan.model) if plan.model else preset
     preset = preset.shrunken() if plan.tiny else preset
     if plan.way:
         print(json.dumps(steps(preset, plan.dtype, plan.way)))
@@ -57,13 +54,10 @@ def main(arguments: list[str] | None = None) -> None:
             f"{way:8s} {values['seconds']:7.2f} CPU s (system {values['system']:.2f})  "
             f"{values['page_faults']:9,.0f} page faults  peak {values['peak_mib']:6,.0f} MiB"
         )
-    ratio = ways["kept"]["seconds"] / ways["default"]["seconds"]
-    print(f"kept / default: {ratio:.3f} x the CPU time")
+    print(f"kept / default: {(ratio := ways['kept']['seconds'] / ways['default']['seconds']):.3f} x the CPU time")
     card = {"model": preset.weights or preset.description, "dtype": plan.dtype, "lengths": LENGTHS[WARM_UP:]}
     results = {"card": {**card, "rounds": plan.rounds, **machine(torch.device("cpu"))}, "ways": ways, "ratio": ratio}
-    output = plan.output or RESULTS / f"freed-memory-{preset.name}-{plan.dtype}-cpu.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+    store(plan.output or RESULTS / f"freed-memory-{preset.name}-{plan.dtype}-cpu.json", results)
 
 
 def in_new_process(arguments: list[str]) -> dict[str, float]:
@@ -79,9 +73,8 @@ def steps(preset: Preset, dtype: str, way: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     if way == "kept":
         keep_freed_memory()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        side = ours(preset, dtype=dtype, positions=max(LENGTHS), folder=Path(folder))
+    with quiet_folder() as folder:
+        side = ours(preset, dtype=dtype, positions=max(LENGTHS), folder=folder)
         model = side.trainer.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
         for number, length in enumerate(LENGTHS):
@@ -97,19 +90,6 @@ def steps(preset: Preset, dtype: str, way: str) -> dict[str, Any]:
         "page_faults": after.ru_minflt - before.ru_minflt,
         "peak_mib": after.ru_maxrss / 2**10,
     }
-
-
-def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Model, type, rounds, the JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--rounds", type=int, default=3, help="processes of each way")
-    add("--model", help="a folder with the weights, instead of what `ebft fetch smollm2-135m` got")
-    add("--tiny", action="store_true", help="a small random model, to try the code")
-    add("--output", type=Path, help="the JSON file")
-    add("--way", choices=WAYS, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,7 @@ print(torch.cuda.get_device_name())
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to measure: a function of gpu_parts.py, the minutes after which it is stopped, and the GPUs it sees.
-
-    Without a module of `modules`, it has fewer rows or is skipped.
-    """
+    """A function of gpu_parts.py, its limit in minutes, its GPUs, and modules without which it lacks rows."""
 
     minutes: float
     about: str
@@ -106,9 +103,8 @@ class Results:
             return cls(path, shape=shape)
         try:
             parts = json.loads(path.read_text(encoding="utf-8"))["parts"]
-            for record in parts.values():
-                record["state"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            assert all(record["state"] for record in parts.values())
+        except Exception as error:  # of any kind: the file is not ours, and is not overwritten
             raise SystemExit(f"--output: {path} is no result of this command ({error}). Name another file.") from error
         return cls(path, parts, shape)
 
@@ -147,15 +143,10 @@ def run(name: str, part: Part, options: argparse.Namespace, arrived: list[int]) 
         command += ["--wheel", options.wheel] if options.wheel else []
         start = time.monotonic()
         with log.open("w") as output:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=environment(part, options.device, os.environ),
-                process_group=0,
-            )
+            streams = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+            variables = environment(part, options.device, os.environ)
+            words = [str(word) for word in command]
+            process = subprocess.Popen(words, **streams, cwd=ROOT, env=variables, process_group=0)
             try:
                 code = wait(process, limit, arrived)
             finally:
@@ -174,11 +165,7 @@ def run(name: str, part: Part, options: argparse.Namespace, arrived: list[int]) 
 
 
 def signals() -> list[int]:
-    """The signals that ask for the end of the command, to which those that arrive are added.
-
-    They raise nothing, since they come several times (from the terminal, its shell, and make), also while a part is
-    started or results are stored.
-    """
+    """The signals that ask for the end, as they arrive; they raise nothing, since they come several times."""
     arrived: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as it is with nohup
@@ -307,30 +294,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if not all(0 < number < math.inf for number in (options.minutes, options.slower)):
         parser.error("--minutes and --slower must be above 0")
     if options.output and (options.output.suffix != ".json" or options.output.is_dir()):
-        parser.error(
-            f"--output: {options.output} must be the path of a .json file; a table is written to .md beside it"
-        )
+        parser.error(f"--output: {options.output} must be the path of a .json file; a table goes to .md beside it")
     if options.wheel and not options.wheel.is_file():
         parser.error(f"--wheel: there is no file {options.wheel}")
-    names = [name for name in PARTS if name in (options.parts or PARTS)]
-    options.parts = names
+    options.parts = [name for name in PARTS if name in (options.parts or PARTS)]
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     start, options = time.monotonic(), parse(arguments)
-    if options.device == "cpu":
-        name = "cpu"
-    else:
-        try:
-            name = device_name()
-        except SystemExit as reason:
-            results = Results.read(options.output or RESULTS / "gpu-NAME.json", options.shape)
-            print(plan_text(options.parts, results, options))
-            if options.plan:
-                print(f"\n{reason}")
-                return 0
-            raise
+    try:
+        name = "cpu" if options.device == "cpu" else device_name()
+    except SystemExit as reason:
+        print(
+            plan_text(options.parts, Results.read(options.output or RESULTS / "gpu-NAME.json", options.shape), options)
+        )
+        if options.plan:
+            print(f"\n{reason}")
+            return 0
+        raise
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + "-tiny" * (options.shape == "tiny")
     results = Results.read(options.output or RESULTS / f"gpu-{slug}.json", options.shape)
     if options.plan:
@@ -339,9 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     waiting = [name for name in options.parts if options.fresh or results.is_open(name, options.again)]
     shortest = min((PARTS[name].minutes for name in waiting), default=0) * options.slower
     if options.minutes < shortest:
-        raise SystemExit(
-            f"--minutes: {options.minutes:g} is less than the {shortest:g} of the shortest part that is open."
-        )
+        raise SystemExit(f"--minutes: {options.minutes:g} is less than the {shortest:g} of the shortest open part.")
     print(f"{name}: {plan_text(waiting, results, options)}" if waiting else "All parts are done.", flush=True)
     left_out, arrived = [], signals()
     for number, name in enumerate(waiting, 1):

@@ -37,7 +37,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 import ebft
 from benchmarks import guard, published, sft_packing, strided_step
-from benchmarks.measuring import GemmRate, machine, synchronise, timed
+from benchmarks.measuring import GemmRate, machine, rounded, synchronise, timed
 from benchmarks.presets import Preset, build_model, document, find_preset
 from benchmarks.sides import PHASES, Side, ours
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -118,14 +118,14 @@ class Report:
         self._add("missing", [*self.content.get("missing", []), module])
 
     def end(self, state: str, **why: str) -> None:
-        self.content |= {"state": state, **why}
+        self.content |= why
         self._add("state", state)
 
     def _add(self, name: str, value: Any) -> None:
         self.content[name] = value
         if self.into is not None:  # at once, as the process may be ended at any time
             draft = self.into.with_suffix(".draft")
-            draft.write_text(json.dumps(strided_step.rounded(self.content)), encoding="utf-8")
+            draft.write_text(json.dumps(rounded(self.content)), encoding="utf-8")
             draft.replace(self.into)
 
 
@@ -158,16 +158,9 @@ def check_device(setting: Setting, report: Report) -> None:
 def _check_cuda(device: torch.device, report: Report, driver: str | None) -> None:
     properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    report.fact(
-        gpus=torch.cuda.device_count(),
-        capability=f"{properties.major}.{properties.minor}",
-        multiprocessors=properties.multi_processor_count,
-        memory_gib=total / 2**30,
-        free_gib=free / 2**30,
-        driver=driver,
-        cuda_of_torch=torch.version.cuda,
-        bf16=has_bf16,
-    )
+    report.fact(gpus=torch.cuda.device_count(), capability=f"{properties.major}.{properties.minor}")
+    report.fact(multiprocessors=properties.multi_processor_count, memory_gib=total / 2**30, free_gib=free / 2**30)
+    report.fact(driver=driver, cuda_of_torch=torch.version.cuda, bf16=has_bf16)
     if not has_bf16:
         report.wrong("the GPU has no bfloat16, in which most parts compute")
     if free < 0.9 * total:
@@ -210,15 +203,8 @@ def _strided_errors(
     model.to(setting.device)
     for each in (plain, exact):
         each.config._attn_implementation = "eager"
-    args = StridedEBFTConfig(
-        output_dir=str(setting.folder),
-        report_to=[],
-        use_cpu=setting.device.type == "cpu",
-        bf16=precision == "autocast",
-        seed=3,
-        **BASE,
-        **options,
-    )
+    place = {"output_dir": str(setting.folder), "report_to": [], "use_cpu": setting.device.type == "cpu"}
+    args = StridedEBFTConfig(**place, bf16=precision == "autocast", seed=3, **BASE, **options)
     trainer = StridedEBFTTrainer(model=model, args=args)
     side = Side(step, dtype, trainer, {}, is_ours=True)
     inputs, rows = unequal_batch()
@@ -325,8 +311,7 @@ def strided_steps(
     words += ["--tiny", "--repeats", 1] if setting.is_tiny else []
     strided_step.main([str(word) for word in words])
     found = json.loads(output.read_text(encoding="utf-8"))
-    facts = ("model", "options", "mfu_of")
-    report.fact(**{name: str(found["card"][name]) for name in facts})
+    report.fact(**{name: str(found["card"][name]) for name in ("model", "options", "mfu_of")})
     if recompile_steps:
         report.fact(steps=recompile_steps, compiled_again=str(found["recompilations"]["frames"]))
     [result] = found["lengths"]
@@ -415,11 +400,7 @@ def marked_tests(setting: Setting, report: Report) -> None:
 def kernels(setting: Setting, report: Report) -> None:
     """What the device does in one strided step, and the lines of the package that wait for it."""
     length = setting.tokens(1024)
-    steps: dict[str, dict[str, Any]] = {
-        "LoRA": {},
-        "LoRA, single pass": {"single_pass": True},
-        "full": {"lora_rank": 0},
-    }
+    steps = {"LoRA": {}, "LoRA, single pass": {"single_pass": True}, "full": {"lora_rank": 0}}
     report.fact(tokens=length)
     for name, options in steps.items():
         side = ours(setting.preset, setting.dtype, length, setting.folder, name, **options)
@@ -516,15 +497,11 @@ def methods(setting: Setting, report: Report) -> None:
 def memory(setting: Setting, report: Report) -> None:
     """SFT of all weights on rows of 2048 tokens with what saves memory or time, by one key each."""
     liger = dict.fromkeys(("liger_rope", "liger_rms_norm", "liger_glu_activation"), True)
-    ways: dict[str, dict[str, Any]] = {
-        "as it is": {},
-        "activation_offloading": {"activation_offloading": True},
-        "gradient_checkpointing": {"gradient_checkpointing": True},
-        "both": {"gradient_checkpointing": True, "activation_offloading": True},
-        "all logits": {"chunked_cross_entropy": False},
-        "adamw_8bit": {"optimizer": "adamw_8bit"},
-        "Liger": liger,  # last: it changes modules of transformers for the whole process
-    }
+    offloading, checkpointing = {"activation_offloading": True}, {"gradient_checkpointing": True}
+    ways = {"as it is": {}, "activation_offloading": offloading, "gradient_checkpointing": checkpointing}
+    ways |= {"both": offloading | checkpointing, "all logits": {"chunked_cross_entropy": False}}
+    # Liger last: it changes modules of transformers for the whole process.
+    ways |= {"adamw_8bit": {"optimizer": "adamw_8bit"}, "Liger": liger}
     for name, keys in ways.items():
         needed = {"Liger": "liger_kernel", "adamw_8bit": "bitsandbytes"}.get(name)
         if needed and find_spec(needed) is None:
@@ -612,9 +589,8 @@ def _inputs(setting: Setting, transform: str, tokens: int) -> dict[str, Any]:
         build_model(replace(setting.preset, lora_rank=None), getattr(torch, setting.dtype), 4096).save_pretrained(base)
         AutoTokenizer.from_pretrained(keys["base_model"]).save_pretrained(base)
         _free(setting.device)
-    rows = [
-        guard.pair(guard.sentence(n, tokens // 4), " " + guard.sentence(n + 50, tokens * 3 // 4 - 8)) for n in range(16)
-    ]
+    text = guard.sentence
+    rows = [guard.pair(text(n, tokens // 4), " " + text(n + 50, tokens * 3 // 4 - 8)) for n in range(16)]
     (setting.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return {**keys, "base_model": str(base), "sequence_len": tokens}
 
@@ -662,10 +638,7 @@ def _launched(setting: Setting, config: Path, name: str, count: int, words: list
     out = setting.folder / name
     command = [sys.executable, "-m", "ebft", "train", str(config), f"output_dir={out}", *words]
     command += ["--num-processes", str(count)] if count > 1 else ["--launcher", "python"]
-    given = {
-        **os.environ,
-        **({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")} if count > 1 else {}),
-    }
+    given = {"CUDA_VISIBLE_DEVICES": "0,1", **os.environ} if count > 1 else {**os.environ}
     done = subprocess.run(command, cwd=setting.folder, env=given, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
@@ -710,8 +683,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.seconds:
         faulthandler.dump_traceback_later(max(1.0, given.seconds - 3))
     report, device = Report(given.into), torch.device(given.device)
-    report.content |= {"commit": machine(torch.device("cpu"))["commit"], "torch": torch.__version__}
-    report.content["date"] = machine(torch.device("cpu"))["date"]
+    report.content |= {name: machine(torch.device("cpu"))[name] for name in ("commit", "torch", "date")}
     try:
         PARTS[given.part](Setting(device, given.shape, given.folder, given.wheel), report)
     except NotHere as reason:

@@ -23,7 +23,6 @@ import contextlib
 import gc
 import io
 import json
-import math
 import os
 import sys
 import tempfile
@@ -42,32 +41,21 @@ from transformers import TrainerCallback
 
 import ebft
 from benchmarks.flops import flop_counter
-from benchmarks.kernels import RUNS, counts_of_run, write_inputs
+from benchmarks.kernels import LORA, RUNS, STRIDED, counts_of_run, write_inputs
 from benchmarks.measuring import machine
 from tests.devices.pretend import Counts, is_possible, register
 
 STORED = Path(__file__).parent / "results" / "guard-cpu.json"
 TOLERANCE = 0.01
+QUANTITIES = ("flops", "peak_bytes")
 STEP = 3  # first steps allocate optimizer states and import what is imported lazily
 WORDS = 8190
 TOKENS = 512  # of the document of the runs whose kernels are counted
 SHOWN = 8  # functions that are named where kernels or waits changed
 NOT_COUNTED = "Kernels and waits are not counted: there is an accelerator, or this PyTorch cannot pretend one."
 
-COMMON = {
-    "sequence_len": 256,
-    "micro_batch_size": 4,
-    "max_steps": STEP,
-    "learning_rate": 1e-4,
-    "save_strategy": "no",
-    "torch_dtype": "float32",
-    "seed": 1,
-}
-LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
-STRIDED = {
-    "rl": "ebft",
-    "ebft": {"mode": "strided", "stride": 8, "context_length": 8, "generate_max_len": 8, "n_samples_per_prompt": 4},
-}
+COMMON = {"sequence_len": 256, "micro_batch_size": 4, "max_steps": STEP, "learning_rate": 1e-4, "seed": 1}
+COMMON |= {"save_strategy": "no", "torch_dtype": "float32"}
 COMPLETIONS = {"num_generations": 4, "max_completion_length": 32, "temperature": 1.0}
 STRUCTURED = {"rl": "ebft", "ebft": {"mode": "structured"}, "trl": COMPLETIONS}
 GRPO = {"rl": "grpo", "trl": {**COMPLETIONS, "reward_funcs": ["benchmarks.guard.even_words"]}}
@@ -199,17 +187,19 @@ def launches(name: str) -> Launches:
     return Launches(dict(sorted(kernels.items())), dict(sorted(waits.items())))
 
 
-def changed_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
-    """Lines for kernels that changed by more than the tolerance and waits that grew, each with the functions in which
-    they did, and for what is not in both."""
+def unmatched(stored: dict[str, Any], now: dict[str, Any], what: str) -> Iterable[str]:
+    """A line for everything that is not on both sides."""
     for name in stored.keys() - now.keys():
-        yield f"{name}: kernels are stored, but not counted. Count them, or store the others with --write."
-    for name, counts in now.items():
-        if name not in stored:
-            yield f"{name}: no kernels are stored. Store them with --write."
-            continue
+        yield f"{name}: {what} are stored, but not measured. Measure them, or store the others with --write."
+    for name in now.keys() - stored.keys():
+        yield f"{name}: no {what} are stored. Store them with --write."
+
+
+def changed_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
+    """Lines for kernels that changed by more than the tolerance and waits that grew, each with its functions."""
+    for name in (each for each in now if each in stored):
         for quantity, least, most in (("kernels", 1 - TOLERANCE, 1 + TOLERANCE), ("waits", 0, 1)):
-            before, after = stored[name][quantity], getattr(counts, quantity)
+            before, after = stored[name][quantity], getattr(now[name], quantity)
             stored_sum, sum_now = sum(before.values()), sum(after.values())
             if not least * stored_sum <= sum_now <= most * stored_sum:  # also for NaN
                 sign, verb = (-1, "fell") if sum_now < stored_sum else (1, "grew")
@@ -220,56 +210,14 @@ def changed_launches(stored: dict[str, dict[str, Any]], now: dict[str, Launches]
                         yield f"    {each}: {before.get(each, 0):,} -> {after.get(each, 0):,}"
 
 
-def fewer_waits(stored: dict[str, dict[str, Any]], now: dict[str, Launches]) -> Iterable[str]:
-    """A line for each run that waits less often than stored, which is not an error."""
-    for name, counts in now.items():
-        before, after = sum(stored.get(name, {"waits": {}})["waits"].values()), sum(counts.waits.values())
-        if after < before:
-            yield f"{name}: waits fell from {before:,} to {after:,}. If that is meant, store it with --write."
-
-
 def grown(stored: dict[str, dict[str, float]], now: dict[str, Cost]) -> Iterable[str]:
-    """A line for everything that grew by the tolerance, for FLOPs that fell by it, and for what is not in both."""
-    for name in stored.keys() - now.keys():
-        yield f"{name}: is stored, but not measured. Measure it, or store the others with --write."
-    for name, cost in now.items():
-        if name not in stored:
-            yield f"{name}: nothing is stored. Store it with --write."
-            continue
-        for quantity in ("flops", "peak_bytes"):
-            before, after = stored[name][quantity], getattr(cost, quantity)
+    """A line for everything that grew by the tolerance, and for FLOPs that fell by it."""
+    for name in (each for each in now if each in stored):
+        for quantity in QUANTITIES:
+            before, after = stored[name][quantity], getattr(now[name], quantity)
             is_less = quantity == "flops" and after <= before * (1 - TOLERANCE)
             if is_less or not after < before * (1 + TOLERANCE):  # also for a stored NaN
                 yield f"{name}: {quantity} changed by {after / before - 1:+.1%}, from {before:,} to {after:,}."
-
-
-def read_stored(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The sections "methods" and "launches" of the file `path` that are intact, and the names of the damaged ones."""
-    if not path.exists():
-        return {}, []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # not JSON, or not UTF-8
-        content = None
-    if not isinstance(content, dict):
-        return {}, ["methods", "launches"]
-    found = {name: content[name] for name in ("methods", "launches") if name in content}
-    intact = {name: section for name, section in found.items() if is_intact(name, section)}
-    return intact, [name for name in found if name not in intact]
-
-
-def is_intact(name: str, section: Any) -> bool:
-    """Whether all that is compared is there, and its numbers are positive and finite; waits may be zero."""
-    try:
-        compared = [
-            (each["flops"], each["peak_bytes"])
-            if name == "methods"
-            else (sum(each["kernels"].values()), 1 + sum(each["waits"].values()))
-            for each in section.values()
-        ]
-        return all(0 < number < math.inf for numbers in compared for number in numbers)  # not NaN
-    except (AttributeError, KeyError, TypeError):
-        return False
 
 
 def main(
@@ -284,34 +232,34 @@ def main(
     options = parser.parse_args(arguments)
     if options.launches and not is_possible():
         parser.error(f"--launches: {NOT_COUNTED} Leave out --launches to measure FLOPs and peak memory.")
-    stored, damaged = read_stored(options.stored)
-    if damaged:
-        print(f"{options.stored} is damaged ({' and '.join(damaged)}). Write it again with --write.")
-        if not options.write:
-            return 1
+    stored = json.loads(options.stored.read_text(encoding="utf-8")) if options.stored.exists() else {}
+    known_costs, known_starts = stored.get("methods", {}), stored.get("launches", {})
     torch.set_num_threads(1)  # the buffers of fused attention grow with the threads
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
     # First, since PyTorch starts the threads of a device's backward passes once, before its first one of any device.
-    starts = all_launches(counted, stored.get("launches", {}))
-    costs = {} if options.launches else all_costs(measured, stored.get("methods", {}))
+    starts = all_launches(counted, known_starts)
+    costs = {} if options.launches else all_costs(measured, known_costs)
     if options.write:
         found = {"card": machine(torch.device("cpu"))}
-        found["methods"] = {name: asdict(cost) for name, cost in costs.items()} or stored.get("methods", {})
-        found["launches"] = {name: asdict(counts) for name, counts in starts.items()} or stored.get("launches", {})
+        found["methods"] = {name: asdict(cost) for name, cost in costs.items()} or known_costs
+        found["launches"] = {name: asdict(counts) for name, counts in starts.items()} or known_starts
         options.stored.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         return 0
     problems, passed = list[str](), list[str]()
     if options.launches:
         passed += ["FLOPs and peak memory were not compared."]
     else:
-        problems += grown(stored.get("methods", {}), costs)
+        problems += [*unmatched(known_costs, costs, "costs"), *grown(known_costs, costs)]
         passed += [f"FLOPs did not change by {TOLERANCE:.0%}, and peak memory did not grow by it."]
     if starts:
-        print("".join(f"{line}\n" for line in fewer_waits(stored.get("launches", {}), starts)), end="")
-        problems += changed_launches(stored.get("launches", {}), starts)
+        problems += [*unmatched(known_starts, starts, "kernels"), *changed_launches(known_starts, starts)]
         passed += [f"Kernels did not change by more than {TOLERANCE:.0%}, and no wait was added."]
     else:
         passed += ["Kernels and waits were not compared."]
+    for name in starts.keys() & known_starts.keys():
+        before, after = sum(known_starts[name]["waits"].values()), sum(starts[name].waits.values())
+        if after < before:
+            print(f"{name}: waits fell from {before:,} to {after:,}. If that is meant, store it with --write.")
     print("\n".join(problems or passed))
     return 1 if problems else 0
 
@@ -339,14 +287,12 @@ def all_costs(measured: Callable[[str], Cost], stored: dict[str, dict[str, float
     print(f"{'one step':16} {'GFLOPs':>9} {'':>7} {'peak MiB':>9} {'':>7} {'seconds':>8}")
     for name in METHODS:
         now[name] = cost = measured(name)
-        changes = ["", ""]
-        if name in stored:
-            before = stored[name]
-            changes = [f"{cost.flops / before['flops'] - 1:+.1%}", f"{cost.peak_bytes / before['peak_bytes'] - 1:+.1%}"]
-        gigas, mebibytes = cost.flops / 1e9, cost.peak_bytes / 2**20
-        print(
-            f"{name:16} {gigas:9.3f} {changes[0]:>7} {mebibytes:9.1f} {changes[1]:>7} {cost.seconds:8.2f}", flush=True
+        before = stored.get(name)
+        of_flops, of_peak = (
+            f"{getattr(cost, quantity) / before[quantity] - 1:+.1%}" if before else "" for quantity in QUANTITIES
         )
+        sizes = f"{cost.flops / 1e9:9.3f} {of_flops:>7} {cost.peak_bytes / 2**20:9.1f} {of_peak:>7}"
+        print(f"{name:16} {sizes} {cost.seconds:8.2f}", flush=True)
     return now
 
 

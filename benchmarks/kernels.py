@@ -108,10 +108,7 @@ def counts_of_run(name: str, length: int, **changes: Any) -> dict[str, Counts]:
 
 
 def counts_of_step(keys: dict[str, Any]) -> dict[str, Counts]:
-    """Train on the pretend device by the keys of a config, and return the counts of the second step by phase.
-
-    `register()` must have been called before the first backward pass of the process.
-    """
+    """The counts by phase of the second step of a run, after `register()` before any backward pass."""
     step = CountStep()
     with ExitStack() as during:
         during.enter_context(pretend_device())
@@ -138,10 +135,7 @@ def inputs_of_run(folder: Path, length: int, run: dict[str, Any]) -> dict[str, A
 def write_inputs(
     folder: Path, transform: str, rows: list[dict[str, Any]], count: int, shape: dict[str, Any], after: str
 ) -> dict[str, Any]:
-    """A Llama of a shape and a tokenizer of `count` words, with `after` after each message, and rows, in `folder`.
-
-    Returns the config's keys that name them.
-    """
+    """A Llama of a shape, a tokenizer of `count` words and rows in `folder`; the keys of a config that name them."""
     words = {word: index for index, word in enumerate(["<end>", "<pad>", *(f"w{n}" for n in range(count))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

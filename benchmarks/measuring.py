@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
+import json
 import os
 import platform
 import resource
 import statistics
 import subprocess
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +27,7 @@ import torch
 from ebft.prefix.cpu import cpu_product
 from ebft.tools.doctor.environment import processor
 
+RESULTS = Path(__file__).parent / "results"
 # Rows and columns of the matrices whose product's rate is measured: large enough to be near the device's best.
 GEMM_SIZE = {"cpu": 2048, "cuda": 8192}
 
@@ -37,6 +42,50 @@ class Clock:
         """From now on, those of one thread, as more of them count while they wait for each other."""
         torch.set_num_threads(1)
         cls.seconds = time.process_time
+
+
+def parser_of(document: str, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with the options that benchmarks share; `defaults`: repeats, output, cpu_time."""
+    parser = argparse.ArgumentParser(description=document, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small random model, to try the code")
+    parser.add_argument("--output", type=Path, default=defaults.get("output"), help="the JSON file")
+    if "repeats" in defaults:
+        parser.add_argument("--repeats", type=int, default=defaults["repeats"], help="timed rounds")
+    if defaults.get("cpu_time"):
+        about = "count CPU seconds of one thread: for a machine with other work"
+        parser.add_argument("--cpu-time", action="store_true", help=about)
+    return parser
+
+
+@contextmanager
+def quiet_folder() -> Iterator[Path]:
+    """Inside the block there is an empty folder, and no warning is shown."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        yield Path(folder)
+
+
+def in_turn(ways: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """The seconds of each round of every way; the ways take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, run in ways.items():
+            seconds[name].append(timed(run, device)[1])
+    return seconds
+
+
+def store(path: Path, results: Any) -> None:
+    """Write results as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+
+
+def rounded(value: Any) -> Any:
+    """The same structure with floats of six digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -70,11 +119,7 @@ def stopwatch(owner: Any, function: str, name: str, seconds: dict[str, float], d
 
 
 def with_peak_memory(run: Callable[[], Any], device: torch.device) -> tuple[Any, float | None]:
-    """What `run` returns, and the MiB that it needed at its peak above what the process held before.
-
-    On CUDA allocated memory; on Linux resident memory, whose high-water mark the kernel lets a process reset; None
-    elsewhere.
-    """
+    """What `run` returns, and the MiB of its peak above what was held before; None where that cannot be read."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -96,11 +141,7 @@ def with_peak_memory(run: Callable[[], Any], device: torch.device) -> tuple[Any,
 
 @contextmanager
 def within_free_memory() -> Iterator[None]:
-    """Inside the block, on Linux, this process can take 90% of the memory that is free now, and no more.
-
-    A step that needs more then fails with an error that can be reported; else the kernel would kill a process. A GPU's
-    memory fails that way by itself, and its driver's mappings are no memory.
-    """
+    """Inside, on Linux without a GPU, a step that needs more than 90% of the free memory fails; it is not killed."""
     if torch.cuda.is_available():
         yield
         return
@@ -125,10 +166,7 @@ def _kib(file: str, name: str) -> int:
 
 
 class GemmRate:
-    """FLOP/s of a large square matrix product in one type, sampled again and again while other things are measured.
-
-    By the library that our step takes for it, see `ebft.prefix.cpu`.
-    """
+    """FLOP/s of a large square matrix product in one type, sampled while other things are measured."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, size: int | None = None):
         self.device = device

@@ -26,7 +26,7 @@ model.config.name_or_path = base
 settings = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
 get_peft_model(model, settings).save_pretrained(adapter)
 """
-MERGE = """
+START = """
 import json, sys
 from pathlib import Path
 import peft, transformers
@@ -34,17 +34,13 @@ from ebft.machine import peak_resident
 from ebft.tools.export.merge import MergeSource, merge_adapter
 base, adapter, to = sys.argv[1:]
 before = peak_resident()
+"""
+MERGE = """
 result = merge_adapter(MergeSource(Path(adapter), base), Path(to))
 sizes = {"shards": result.shards, "model": result.total_size, "largest_shard": result.largest_shard}
 print(json.dumps(sizes | {"baseline": before, "over_baseline": peak_resident() - before}))
 """
 PEFT = """
-import json, sys
-import peft, transformers
-from ebft.machine import peak_resident
-import ebft.tools.export.merge
-base, adapter, to = sys.argv[1:]
-before = peak_resident()
 model = transformers.AutoModelForCausalLM.from_pretrained(base)
 peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(to)
 print(json.dumps({"baseline": before, "over_baseline": peak_resident() - before}))
@@ -59,9 +55,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base, adapter, to = (str(Path(folder) / name) for name in ("base", "adapter", "merged"))
         run(PREPARE, str(cached_folder("smollm2-135m")), base, adapter, options.shard)
-        found = {"ebft": json.loads(run(MERGE, base, adapter, to))}
+        found = {"ebft": json.loads(run(START + MERGE, base, adapter, to))}
         if options.peft:
-            found["peft"] = json.loads(run(PEFT, base, adapter, f"{to}-peft"))
+            found["peft"] = json.loads(run(START + PEFT, base, adapter, f"{to}-peft"))
         found["ebft"]["adapter"] = sum(path.stat().st_size for path in Path(adapter).glob("*.safetensors"))
     for name, sizes in found.items():
         shown = {key: value for key, value in sizes.items() if key != "shards"}

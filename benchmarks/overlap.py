@@ -12,16 +12,11 @@ Prints a card, a table and one JSON line, and writes the JSON.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
 import os
 import socket
-import sysconfig
-import tempfile
-import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,17 +25,18 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.measuring import machine
+from benchmarks.measuring import RESULTS, machine, parser_of, quiet_folder, rounded, store
 from benchmarks.presets import build_model, find_preset
-from benchmarks.proxy import Proxy
-from benchmarks.strided_step import RESULTS, rounded
-from benchmarks.train_overhead import train_tokenizer
+from benchmarks.run_files import Steps
+from benchmarks.train_overhead import library, write_texts
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer
 from ebft.config.schema import RunConfig
 from ebft.serving.command import server_command
 from ebft.serving.server import VLLMServer
+from ebft.tools.quickstart.tiny import train_tokenizer
+from tests.structured.proxy import Proxy
 
 PROMPT, REFERENCE = 160, 32  # characters
 POSITIONS = 256
@@ -54,32 +50,33 @@ OPTIONS = {
     "adaptive_max_tokens": False,
     "temperature": 0.7,
 }
+TRAINING = {"use_vllm": True, "vllm_mode": "server", "vllm_server_host": "127.0.0.1", "vllm_server_timeout": 60}
+TRAINING |= {"logging_steps": 1, "learning_rate": 1e-4, "gradient_checkpointing": False, "save_strategy": "no"}
+TRAINING |= {"report_to": "none", "disable_tqdm": True}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, output=RESULTS / "overlap-cpu.json")
     parser.add_argument("--vllm-python", required=True, help="the interpreter of an environment with vLLM")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each kind")
-    parser.add_argument("--tiny", action="store_true", help="shrink the model, to try the code")
-    parser.add_argument("--output", type=Path, default=RESULTS / "overlap-cpu.json", help="the JSON file")
     plan = parser.parse_args(arguments)
     preset = find_preset("7m", on_cuda=False)
     if plan.tiny:  # vLLM's attention on CPU takes no narrower heads than 32
         small = preset.shrunken()
         preset = replace(small, shape={**small.shape, "num_attention_heads": 2, "num_key_value_heads": 1})
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        base, rows = make_base(preset, Path(folder))
+    with quiet_folder() as folder:
+        base, rows = make_base(preset, folder)
         card = {
             "step": "structured EBFT, 16 completions of 24 tokens for 4 prompts, LoRA of rank 8",
             "model": replace(preset, lora_rank=8).description,
             "options": OPTIONS,
             **machine(torch.device("cpu")),
         }
-        with serving(base, plan.vllm_python, Path(folder)) as port, Proxy(port) as proxy:
-            pin(0)
-            results = measure(base, rows, proxy, plan.steps, Path(folder))
+        with serving(base, plan.vllm_python, folder) as port, Proxy(port) as proxy:
+            if hasattr(os, "sched_setaffinity"):
+                os.sched_setaffinity(0, {0})  # so that the server has the other cores to itself
+            results = measure(base, rows, proxy, plan.steps, folder)
     results = rounded({"card": card, **results})
     print("\n".join(f"{name:>14}  {value}" for name, value in card.items()))
     for name in ("delay", "generate", "train", "sync_step", "async_step"):
@@ -87,8 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"async step / max(generate, train): {results['async_of_max']:.2f} (at most {BOUND})")
     print(f"sync step / async step: {results['sync_of_async']:.2f}")
     print(json.dumps(results))
-    plan.output.parent.mkdir(parents=True, exist_ok=True)
-    plan.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    store(plan.output, results)
 
 
 def measure(base: Path, rows: Dataset, proxy: Proxy, steps: int, folder: Path) -> dict[str, Any]:
@@ -97,17 +93,10 @@ def measure(base: Path, rows: Dataset, proxy: Proxy, steps: int, folder: Path) -
     proxy.delay = max(0.0, trial["train"] - trial["generate"])
     sync = run(EBFTTrainer, EBFTConfig, base, rows, proxy.port, steps, folder)
     ahead = run(AsyncEBFTTrainer, AsyncEBFTConfig, base, rows, proxy.port, steps, folder)
-    return {
-        "delay": proxy.delay,
-        "generate": sync["generate"],
-        "train": sync["train"],
-        "sync_step": sync["step"],
-        "async_step": ahead["step"],
-        "async_waits": ahead["generate"],
-        "async_of_max": ahead["step"] / max(sync["generate"], sync["train"]),
-        "sync_of_async": sync["step"] / ahead["step"],
-        "steps": steps,
-    }
+    found = {"delay": proxy.delay, "generate": sync["generate"], "train": sync["train"], "sync_step": sync["step"]}
+    found |= {"async_step": ahead["step"], "async_waits": ahead["generate"]}
+    found["async_of_max"] = ahead["step"] / max(sync["generate"], sync["train"])
+    return found | {"sync_of_async": sync["step"] / ahead["step"], "steps": steps}
 
 
 def run(
@@ -116,22 +105,13 @@ def run(
     """Train `steps` steps after the warm-up; medians of a whole step, of its wait for rollouts, and of the rest."""
     args = config_class(
         output_dir=str(folder / "out"),
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_host="127.0.0.1",
         vllm_server_port=port,
-        vllm_server_timeout=60,
-        max_steps=steps + WARM_UP,
-        logging_steps=1,
-        learning_rate=1e-4,
-        gradient_checkpointing=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        max_steps=steps + WARM_UP + 1,
         **OPTIONS,
+        **TRAINING,
     )
     torch.manual_seed(0)
-    clock = Clock()
+    clock = Steps()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         trainer = trainer_class(
             AutoModelForCausalLM.from_pretrained(base),
@@ -144,28 +124,15 @@ def run(
         trainer.train()
     trainer.generation.server.close()
     waits = [entry["rollouts/wait_s"] for entry in trainer.state.log_history if "loss" in entry][WARM_UP:]
-    whole = [after - before for before, after in zip(clock.ends, clock.ends[1:])][WARM_UP - 1 :]
-    return {
-        "step": median(whole),
-        "generate": median(waits),
-        "train": median(step - wait for step, wait in zip(whole, waits)),
-    }
-
-
-class Clock(TrainerCallback):
-    """When each step ended."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(time.perf_counter())
+    whole = [after - before for before, after in zip(clock.starts, clock.starts[1:])][WARM_UP:]
+    rest = [step - wait for step, wait in zip(whole, waits)]
+    return {"step": median(whole), "generate": median(waits), "train": median(rest)}
 
 
 def make_base(preset: Any, folder: Path) -> tuple[Path, Dataset]:
     """The preset's random model with a tokenizer, and rows of text from the standard library."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
-    train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(folder / "base")
+    texts = library()
+    train_tokenizer(write_texts(folder, texts), preset.shape["vocab_size"]).save_pretrained(folder / "base")
     build_model(replace(preset, lora_rank=None), torch.float32, POSITIONS).save_pretrained(folder / "base")
     tiles = [text[1000 : 1000 + PROMPT + REFERENCE] for text in texts if len(text) > 1000 + PROMPT + REFERENCE]
     rows = [{"prompt": tile[:PROMPT], "ground_truth": tile[PROMPT:]} for tile in tiles]
@@ -196,12 +163,6 @@ def serving(base: Path, python: str, folder: Path) -> Any:
     with VLLMServer(server_command(config.server_settings, python, gpus=0), folder / "vllm.log", environment) as server:
         server.wait_until_healthy()
         yield port
-
-
-def pin(core: int) -> None:
-    """Keep this process to one core, so that the server has the others to itself."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
 
 
 if __name__ == "__main__":

@@ -60,9 +60,8 @@ def tables(plans: list[dict[str, Any]]) -> Iterator[str]:
         peak = max(each["peaks"], key=each["peaks"].get)
         cells = ["fits" if each["fits"][str(size)]["fits"] else "does not fit" for size in SIZES]
         least = each["h100_seconds"]
-        seconds = (
-            f"{max(least.values()):.1f} s ({max(least, key=least.get).replace('moved', 'memory')})" if least else ""
-        )
+        bound = max(least, key=least.get).replace("moved", "memory") if least else ""
+        seconds = f"{max(least.values()):.1f} s ({bound})" if least else ""
         largest = f"{gib(each['peaks'][peak])} ({peak})"
         rows.append([f"`{each['config']}`", gib(each["weights"]), largest, *cells, seconds])
     names = [f"{size} GiB" for size in SIZES]
@@ -87,9 +86,7 @@ def write_page(plans: list[dict[str, Any]]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", metavar="CONFIG")
-    parser.add_argument(
-        "--write", action="store_true", help="store the plans, and write their tables into docs/speed.md"
-    )
+    parser.add_argument("--write", action="store_true", help="store the plans, and write the tables of docs/speed.md")
     parser.add_argument("--stored", action="store_true", help="write the tables of the stored plans")
     options = parser.parse_args(arguments)
     found: dict[str, dict[str, Any]] = {}

@@ -21,26 +21,18 @@ def draw(results: Path) -> Path:
     """Time by length, share of the phases, and memory, of the JSON file at `results`; returns the picture's path."""
     found = json.loads(results.read_text(encoding="utf-8"))
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    _time(axes[0], found["lengths"])
-    _phases(axes[1], found["lengths"])
-    _memory(axes[2], found["lengths"])
-    card = found["card"]
+    card, lengths = found["card"], found["lengths"]
+    _sides(axes[0], lengths, "step")
+    axes[0].plot(*_series(lengths, "ours", "floor"), "--", color="0.5", label="our matrix products alone")
+    _by_length(axes[0], lengths, "seconds of a step")
+    _phases(axes[1], lengths)
+    _sides(axes[2], lengths, "peak_mib")
+    _by_length(axes[2], lengths, "peak MiB that a step needs")
     figure.suptitle(f"One strided EBFT step: {card['model']}, {card['dtype']}\n{card['device']}", fontsize=10)
     picture = results.with_suffix(".png")
     figure.savefig(picture, dpi=130)
     pyplot.close(figure)
     return picture
-
-
-def _time(axis: Any, lengths: list[dict[str, Any]]) -> None:
-    _sides(axis, lengths, "step")
-    axis.plot(*_series(lengths, "ours", "floor"), "--", color="0.5", label="our matrix products alone")
-    _by_length(axis, lengths, "seconds of a step")
-
-
-def _memory(axis: Any, lengths: list[dict[str, Any]]) -> None:
-    _sides(axis, lengths, "peak_mib")
-    _by_length(axis, lengths, "peak MiB that a step needs")
 
 
 def _phases(axis: Any, lengths: list[dict[str, Any]]) -> None:

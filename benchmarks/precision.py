@@ -9,11 +9,7 @@ multiplies in float32 for what a GPU returns in any case.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from benchmarks.measuring import Clock, machine, timed
+from benchmarks.measuring import RESULTS, Clock, machine, parser_of, quiet_folder, store, timed
 from benchmarks.presets import Preset, document, find_preset
 from benchmarks.sides import Side, ours
-from benchmarks.strided_step import RESULTS, rounded
 from ebft.strided.output import StridedOutput
 from ebft.strided.rollout import Rollouts
 
@@ -97,11 +92,8 @@ def measure(preset: Preset, length: int, repeats: int, folder: Path) -> Iterator
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=3, output=RESULTS / "precision-smollm2-cpu.json")
     parser.add_argument("--length", type=int, default=128, help="tokens of the document")
-    parser.add_argument("--repeats", type=int, default=3, help="timed steps of each")
-    parser.add_argument("--tiny", action="store_true", help="shrink the model, to try the code")
-    parser.add_argument("--output", type=Path, default=RESULTS / "precision-smollm2-cpu.json")
     plan = parser.parse_args(arguments)
     preset = find_preset("smollm2", on_cuda=False)
     preset = preset.shrunken() if plan.tiny else preset
@@ -109,10 +101,10 @@ def main(arguments: list[str] | None = None) -> None:
     model = preset.description.removesuffix(", full fine-tuning")
     card = {"model": model, "length": plan.length, **machine(torch.device("cpu"))}
     results: dict[str, Any] = {"card": card, "precisions": []}
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+    with quiet_folder() as folder:
         for tuning in TUNINGS:
             tuned = replace(preset, lora_rank=TUNINGS[tuning])
-            for row in measure(tuned, plan.length, plan.repeats, Path(folder)):
+            for row in measure(tuned, plan.length, plan.repeats, folder):
                 results["precisions"].append({"tuning": tuning, **row})
                 cost = f"{row['seconds']:7.2f} s" + (f"{row['ratio']:6.2f} x" if "ratio" in row else "")
                 print(
@@ -121,8 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{row['gradient_cosine']:.4f}{cost}",
                     flush=True,
                 )
-    plan.output.parent.mkdir(parents=True, exist_ok=True)
-    plan.output.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+    store(plan.output, results)
 
 
 if __name__ == "__main__":

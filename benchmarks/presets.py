@@ -27,6 +27,12 @@ OPTIONS = {
 }
 
 
+def llama(hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int, words: int) -> dict[str, int]:
+    """The shape of a Llama, as LlamaConfig names it."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "vocab_size"), (hidden, intermediate, layers, heads, key_value_heads, words)))
+
+
 @dataclass(frozen=True)
 class Preset:
     """A Llama, how it is fine-tuned, and which lengths are measured unless the command line says otherwise."""
@@ -38,7 +44,7 @@ class Preset:
     lengths: tuple[int, ...]  # for both trainers
     alone: tuple[int, ...]  # for ours only
     variants: dict[str, dict[str, Any]]  # ours with other settings, see `sides.ours`, beside the others at some lengths
-    overhead_steps: int  # of a whole `ebft train` run; 0 for models too large to save and load on the way
+    overhead_steps: int = 0  # of a whole `ebft train` run; 0 for models too large to save and load on the way
     weights: str | None = None  # the name of a model of this shape to load
 
     @property
@@ -47,91 +53,31 @@ class Preset:
         shape = self.shape
         tuning = f"LoRA of rank {self.lora_rank}" if self.lora_rank else "full fine-tuning"
         return (
-            f"{self.weights or 'random Llama'}, "
-            f"hidden {shape['hidden_size']}, intermediate {shape['intermediate_size']}, "
-            f"{shape['num_hidden_layers']} layers, "
-            f"{shape['num_attention_heads']}/{shape['num_key_value_heads']} heads, "
-            f"vocabulary {shape['vocab_size']}, {tuning}"
+            f"{self.weights or 'random Llama'}, hidden {shape['hidden_size']}, intermediate "
+            f"{shape['intermediate_size']}, {shape['num_hidden_layers']} layers, {shape['num_attention_heads']}/"
+            f"{shape['num_key_value_heads']} heads, vocabulary {shape['vocab_size']}, {tuning}"
         )
 
     def shrunken(self) -> Preset:
         """The same code at a size that takes seconds on any machine."""
-        shape = {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-        }
-        return replace(self, name=f"{self.name}-tiny", shape=shape, weights=None)
+        return replace(self, name=f"{self.name}-tiny", shape=llama(64, 96, 4, 4, 2, 512), weights=None)
 
 
 def find_preset(name: str, on_cuda: bool) -> Preset:
     """A preset by name. On CUDA the small model runs in bfloat16 too, which is what the published trainer casts to."""
     if name == "1b":
-        return Preset(
-            name="1b",
-            shape={
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "num_hidden_layers": 16,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "vocab_size": 128256,
-            },
-            lora_rank=16,
-            dtypes=("bfloat16",),  # the published trainer fails with an adapter in float32
-            lengths=(1024, 2048),
-            alone=(),
-            variants={
-                "ours flex": {"attention": "flex_attention"},
-                "ours single pass": {"single_pass": True},
-                "ours full": {"lora_rank": 0},
-            },
-            overhead_steps=0,
-        )
+        # The published trainer fails with an adapter in float32.
+        ways = {"ours flex": {"attention": "flex_attention"}, "ours single pass": {"single_pass": True}}
+        ways["ours full"] = {"lora_rank": 0}
+        return Preset("1b", llama(2048, 8192, 16, 32, 8, 128256), 16, ("bfloat16",), (1024, 2048), (), ways)
     if name == "smollm2":
-        return Preset(
-            name="smollm2",
-            shape={
-                "hidden_size": 576,
-                "intermediate_size": 1536,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 9,
-                "num_key_value_heads": 3,
-                "vocab_size": 49152,
-            },
-            lora_rank=None,
-            dtypes=("float32",),
-            lengths=(256, 512),
-            alone=(),
-            variants={
-                "ours bfloat16": {"dtype": "bfloat16"},
-                "ours LoRA": {"lora_rank": 16},
-                "ours LoRA bf16": {"lora_rank": 16, "dtype": "bfloat16"},
-                "ours unmerged": {"merge_rollouts": False},
-            },
-            overhead_steps=0,
-            weights="smollm2-135m",
-        )
-    return Preset(
-        name="7m",
-        shape={
-            "hidden_size": 256,
-            "intermediate_size": 704,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 4096,
-        },
-        lora_rank=None,
-        dtypes=("bfloat16",) if on_cuda else ("float32", "bfloat16"),
-        lengths=(256, 512, 1024, 2048),
-        alone=(4096, 8192),
-        variants={"ours second forward": {"single_pass": False}},
-        overhead_steps=12,
-    )
+        ways = {"ours bfloat16": {"dtype": "bfloat16"}, "ours LoRA": {"lora_rank": 16}}
+        ways |= {"ours LoRA bf16": {"lora_rank": 16, "dtype": "bfloat16"}, "ours unmerged": {"merge_rollouts": False}}
+        shape = llama(576, 1536, 30, 9, 3, 49152)
+        return Preset("smollm2", shape, None, ("float32",), (256, 512), (), ways, weights="smollm2-135m")
+    dtypes = ("bfloat16",) if on_cuda else ("float32", "bfloat16")
+    ways, lengths = {"ours second forward": {"single_pass": False}}, (256, 512, 1024, 2048)
+    return Preset("7m", llama(256, 704, 8, 4, 2, 4096), None, dtypes, lengths, (4096, 8192), ways, overhead_steps=12)
 
 
 def build_model(preset: Preset, dtype: torch.dtype, positions: int, attention: str | None = None) -> nn.Module:
@@ -157,11 +103,7 @@ def _random_model(preset: Preset, positions: int) -> nn.Module:
 
 
 def document(preset: Preset, length: int, device: torch.device) -> dict[str, Tensor]:
-    """A batch of one document: the same tokens for the same length.
-
-    They are the beginning of a module of the standard library for a model with weights, else random. The rollouts of a
-    trained model begin with the same tokens if it is certain what follows, as it is in real text only.
-    """
+    """The same document for the same length: source code for a model with weights, else random tokens."""
     if preset.weights is not None:
         tokens = pretrained_tokenizer(preset.weights)(inspect.getsource(argparse), return_tensors="pt").input_ids
         tokens = tokens[:, :length]

@@ -39,10 +39,7 @@ class NotAvailable(Exception):
 
 
 def build_trainer(trainer_class: type[Trainer], model: nn.Module, args: TrainingArguments) -> Trainer:
-    """The published trainer with the options of the benchmark, as its own constructor makes it where that can run.
-
-    Raises NotAvailable where it fails, with this machine's PyTorch or transformers, say.
-    """
+    """The published trainer with the options of the benchmark. Raises NotAvailable where its constructor fails."""
     for name, value in OPTIONS.items():
         setattr(args, f"ebft_{name}", value)
     try:
@@ -116,11 +113,7 @@ def _stand_ins(folder: Path) -> Iterator[None]:
 
 
 def _init_without_cuda(self: Any, model: nn.Module, args: TrainingArguments) -> None:
-    """What the published constructor sets, which itself moves the feature network to a GPU.
-
-    Attention is what it chooses without a GPU, dense masks; the frozen copy has the model's own type, where the
-    published one is always bfloat16.
-    """
+    """What the published constructor sets, which itself moves the feature network to a GPU, with dense masks."""
     Trainer.__init__(self, model=model, args=args)
     for name in ("alignment_coef", "diversity_coef", "rl_coef", "top_p"):
         setattr(self, f"ebft_{name}", 1.0)
@@ -134,10 +127,7 @@ def _init_without_cuda(self: Any, model: nn.Module, args: TrainingArguments) -> 
     model.config._attn_implementation = "eager"
     self._share_feature_weights = hasattr(model, "disable_adapter")
     self._feature_device, self._feature_use_flex = torch.device("cpu"), False
-    if self._share_feature_weights:
-        self.feature_network = None
-    else:
-        self.feature_network = copy.deepcopy(model).requires_grad_(False).eval()
+    self.feature_network = None if self._share_feature_weights else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 if __name__ == "__main__":

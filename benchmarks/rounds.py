@@ -33,11 +33,7 @@ class Rounds:
         self.is_slow = seconds.get("step", 0.0) > SLOW
 
     def time_one(self) -> None:
-        """One timed step, unless the side failed or is slow and was timed before.
-
-        A step of the same side goes before it, as it does in training: after the other side's, a step would pay for
-        taking its memory from the system anew. A slow one does not notice.
-        """
+        """One timed step after one that takes the memory, unless the side failed, or is slow and was timed before."""
         if not self.failed and not (self.is_slow and self.timed):
             if not self.is_slow:
                 self._step()

@@ -9,16 +9,17 @@ and their ratio.
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
+import torch
 from transformers import TrainerCallback
 
 import ebft
+from benchmarks.measuring import stopwatch
 from ebft.monitor.run_files import RunFiles
-
-METHODS = ("begin", "on_step_end", "on_log")
 
 
 class Steps(TrainerCallback):
@@ -33,31 +34,14 @@ class Steps(TrainerCallback):
 
 def measure(config: ebft.RunConfig) -> dict[str, float]:
     """Train, and return the times."""
-    steps, spent = Steps(), 0.0
-
-    def timed(method):
-        def run(*args, **kwargs):
-            nonlocal spent
-            start = time.perf_counter()
-            method(*args, **kwargs)
-            spent += time.perf_counter() - start
-
-        return run
-
-    start = RunFiles.start
-
-    def start_and_follow(self, *args):
-        start(self, *args)
-        for name in METHODS:
-            setattr(self, name, timed(getattr(self, name)))
-
-    with (
-        patch.object(RunFiles, "start", start_and_follow),
-        patch("ebft.run.trainer.ProgressBar", steps),
-    ):
+    steps, spent = Steps(), {}
+    with ExitStack() as watching:
+        watching.enter_context(patch("ebft.run.trainer.ProgressBar", steps))
+        for name in ("begin", "on_step_end", "on_log"):
+            watching.enter_context(stopwatch(RunFiles, name, name, spent, torch.device("cpu")))
         ebft.train(config)
     step = median(after - before for before, after in zip(steps.starts, steps.starts[1:]))
-    per_step = spent / len(steps.starts)
+    per_step = sum(spent.values()) / len(steps.starts)
     return {"steps": len(steps.starts), "step_s": step, "run_files_s": per_step, "ratio": per_step / step}
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,8 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
-from benchmarks.measuring import Clock, machine, timed
+from benchmarks.measuring import RESULTS, Clock, in_turn, machine, parser_of, quiet_folder, rounded, store
 from benchmarks.presets import Preset, build_model, find_preset
-from benchmarks.strided_step import RESULTS, rounded
 from ebft.data.batches import JoiningCollator, pack_rows
 from ebft.sft.trainer import SFTTrainer
 
@@ -84,27 +81,17 @@ def make_ways(preset: Preset, rows: list[Any], plan: argparse.Namespace, folder:
 
 def measure(ways: dict[str, Way], tokens: int, repeats: int) -> list[dict[str, Any]]:
     """The fastest round of every way, after one that is not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    device = ways["padded"].trainer.args.device
-    for number in range(repeats + 1):
-        for name, way in ways.items():
-            taken = timed(way.run, device)[1]
-            seconds[name] += [taken] * (number > 0)
-    rates = {name: tokens / min(found) for name, found in seconds.items()}
+    seconds = in_turn({name: way.run for name, way in ways.items()}, repeats + 1, ways["padded"].trainer.args.device)
+    rates = {name: tokens / min(found[1:]) for name, found in seconds.items()}
     return [
-        {
-            "way": name,
-            "tokens_per_s": rates[name],
-            "ratio": rates[name] / rates["padded"],
-            "padding": way.padding,
-            "batches": len(way.batches),
-        }
+        {"way": name, "tokens_per_s": rates[name], "ratio": rates[name] / rates["padded"]}
+        | {"padding": way.padding, "batches": len(way.batches)}
         for name, way in ways.items()
     ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=3, cpu_time=True)
     add = parser.add_argument
     add("--preset", choices=("7m", "smollm2", "1b"), default="7m")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
@@ -112,10 +99,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--length", type=int, default=512, help="tokens of the longest document and of a packed row")
     add("--documents", type=int, default=64)
     add("--rows", type=int, default=8, help="documents of a padded batch")
-    add("--repeats", type=int, default=3)
-    add("--tiny", action="store_true", help="a small random model, to try the code")
-    add("--cpu-time", action="store_true", help="count CPU seconds of one thread: for a machine with other work")
-    add("--output", type=Path, help="the JSON file")
     plan = parser.parse_args(arguments)
     if plan.cpu_time:
         Clock.count_cpu_seconds()
@@ -124,9 +107,8 @@ def main(arguments: list[str] | None = None) -> None:
     preset = preset.shrunken() if plan.tiny else preset
     rows = short_documents(plan.documents, plan.length, preset.shape["vocab_size"])
     lengths = sorted(len(row["input_ids"]) for row in rows)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = measure(make_ways(preset, rows, plan, Path(folder)), sum(lengths), plan.repeats)
+    with quiet_folder() as folder:
+        found = measure(make_ways(preset, rows, plan, folder), sum(lengths), plan.repeats)
     card = {
         "model": f"{preset.description}, {plan.dtype}",
         "attention": plan.attention,
@@ -144,9 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     results = rounded({"card": card, "ways": found})
     print(json.dumps(results))
-    output = plan.output or RESULTS / f"sft-packing-{preset.name}-{device.type}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    store(plan.output or RESULTS / f"sft-packing-{preset.name}-{device.type}.json", results)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,9 @@ turns, and each has its fastest round. In the last shape, the completions have u
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import tempfile
-import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +22,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from benchmarks.measuring import Clock, machine, timed, with_peak_memory
+from benchmarks.measuring import RESULTS, Clock, in_turn, machine, parser_of, quiet_folder, store, with_peak_memory
 from benchmarks.presets import Preset, build_model, find_preset
-from benchmarks.strided_step import RESULTS, rounded
-from benchmarks.train_overhead import train_tokenizer
+from benchmarks.train_overhead import write_texts
 from ebft import EBFTConfig, EBFTTrainer
 from ebft.models.pretrained import pretrained_tokenizer
 from ebft.structured.rollouts.local import HFBackend
+from ebft.tools.quickstart.tiny import train_tokenizer
 
 SIDES = {"shared prompt": True, "TRL's rows": False}
 # (prompt, longest completion, shortest completion, completions), in tokens.
@@ -46,25 +43,25 @@ def make_trainer(preset: Preset, model: Any, samples: int, shared: bool, folder:
         output_dir=str(folder),
         num_generations=samples,
         per_device_train_batch_size=samples,
+        shared_prefix=shared,
         gradient_accumulation_steps=1,
         gradient_checkpointing=False,
         bf16=False,
         ce_coef=CE_COEF,
-        shared_prefix=shared,
         report_to="none",
     )
     rows = Dataset.from_list([{"prompt": "a", "ground_truth": "b"}])
-    trainer = EBFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer_of(preset))
+    trainer = EBFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer_of(preset, folder))
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
 
 
-def tokenizer_of(preset: Preset) -> Any:
+def tokenizer_of(preset: Preset, folder: Path) -> Any:
     """The model's own tokenizer, or for a random model a small one; the rows that are timed are random tokens."""
     if preset.weights is not None:
         return pretrained_tokenizer(preset.weights)
-    return train_tokenizer(["text"], preset.shape["vocab_size"])
+    return train_tokenizer(write_texts(folder, ["text"]), preset.shape["vocab_size"])
 
 
 def group(vocabulary: int, prompt: int, longest: int, shortest: int, samples: int) -> dict[str, Tensor]:
@@ -96,18 +93,15 @@ def measure(preset: Preset, dtype: str, shape: tuple[int, ...], repeats: int, fo
         name: make_trainer(preset, copy.deepcopy(model), shape[3], shared, folder) for name, shared in SIDES.items()
     }
     gradients, memory = {}, {}
-    seconds, rollouts = ({name: [] for name in SIDES} for _ in range(2))
     for name, trainer in trainers.items():
         trainer._buffered_inputs = [inputs]  # what a generation step leaves for the loss
         step(trainer, inputs)  # the first compares both ways
-        trainer.model.zero_grad()
         memory[name] = with_peak_memory(lambda trainer=trainer: step(trainer, inputs), torch.device("cpu"))[1]
         gradients[name] = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
-    for _ in range(repeats):
-        for name, trainer in trainers.items():
-            trainer.model.zero_grad()
-            seconds[name].append(timed(lambda trainer=trainer: step(trainer, inputs), torch.device("cpu"))[1])
-            rollouts[name].append(timed(lambda trainer=trainer: roll_out(trainer, inputs), torch.device("cpu"))[1])
+    seconds, rollouts = (
+        in_turn({name: partial(run, each, inputs) for name, each in trainers.items()}, repeats, torch.device("cpu"))
+        for run in (step, roll_out)
+    )
     ours, theirs = SIDES
     return {
         "shape": dict(zip(("prompt", "longest", "shortest", "completions"), shape)),
@@ -123,6 +117,7 @@ def measure(preset: Preset, dtype: str, shape: tuple[int, ...], repeats: int, fo
 
 def step(trainer: EBFTTrainer, inputs: dict[str, Tensor]) -> None:
     """Loss and gradients of one micro-batch."""
+    trainer.model.zero_grad()
     trainer.compute_loss(trainer.model, inputs).backward()
 
 
@@ -134,16 +129,12 @@ def roll_out(trainer: EBFTTrainer, inputs: dict[str, Tensor]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=3, cpu_time=True)
     add = parser.add_argument
     add("--preset", choices=["7m", "smollm2"], default="smollm2")
     add("--lora", action="store_true", help=f"LoRA of rank {LORA_RANK} instead of full fine-tuning")
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights, and of the computation")
     add("--shapes", type=int, nargs="+", choices=range(len(SHAPES)), default=list(range(len(SHAPES))))
-    add("--repeats", type=int, default=3)
-    add("--tiny", action="store_true", help="a small random model and short rows, to try the code")
-    add("--cpu-time", action="store_true", help="count CPU seconds of one thread: for a machine with other work")
-    add("--output", type=Path, help="the JSON file")
     plan = parser.parse_args(arguments)
     if plan.cpu_time:
         Clock.count_cpu_seconds()
@@ -151,9 +142,8 @@ def main(arguments: list[str] | None = None) -> None:
     preset = replace(preset, lora_rank=LORA_RANK) if plan.lora else preset
     preset = preset.shrunken() if plan.tiny else preset
     shapes = [(24, 6, 3, 2)] if plan.tiny else [SHAPES[number] for number in plan.shapes]
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = [measure(preset, plan.dtype, shape, plan.repeats, Path(folder)) for shape in shapes]
+    with quiet_folder() as folder:
+        found = [measure(preset, plan.dtype, shape, plan.repeats, folder) for shape in shapes]
     for row in found:
         print(
             f"{row['shape']}: loss {row['times_faster']:.2f} x as fast, {row['of_memory'] or float('nan'):.2f} of the "
@@ -162,9 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     card = {"model": preset.description, "dtype": plan.dtype, "rounds": plan.repeats}
     results = {"card": {**card, "ce_coef": CE_COEF, **machine(torch.device("cpu"))}, "shapes": found}
-    output = plan.output or RESULTS / f"shared-prompt-{preset.name}{'-lora' if plan.lora else ''}-cpu.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+    store(plan.output or RESULTS / f"shared-prompt-{preset.name}{'-lora' if plan.lora else ''}-cpu.json", results)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,7 @@ PHASES = ("rollout", "features", "forward", "backward")
 
 @dataclass
 class Side:
-    """A trainer whose steps are timed by phase.
-
-    `watched` names the functions that are the rollout and feature phases: (where it is looked up, its name). What
-    else `compute_loss` does is the forward phase: next to nothing where ours trains on the pass that sampled.
-    """
+    """A trainer whose steps are timed by phase; `watched`: functions of rollout and features; the rest is forward."""
 
     name: str
     dtype: torch.dtype
@@ -81,10 +77,7 @@ def ours(
     lora_rank: int | None = None,
     is_mixed: bool | None = None,
 ) -> Side:
-    """Our trainer around the preset's model, with its own choice of attention and passes unless told otherwise.
-
-    `is_mixed`: mixed precision in bfloat16, which bfloat16 weights have unless told otherwise.
-    """
+    """Our trainer around the model; `is_mixed`: mixed precision, which bfloat16 weights have unless told otherwise."""
     preset = preset if lora_rank is None else replace(preset, lora_rank=lora_rank)
     passes = {"single_pass": single_pass, "merge_rollouts": merge_rollouts}
     arguments = _arguments(folder, dtype)
@@ -105,9 +98,5 @@ def theirs(preset: Preset, dtype: str, positions: int, folder: Path, trainer_cla
 
 
 def _arguments(folder: Path, dtype: str) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "report_to": [],
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": dtype == "bfloat16",
-    }
+    machine = {"use_cpu": not torch.cuda.is_available(), "bf16": dtype == "bfloat16"}
+    return {"output_dir": str(folder), "report_to": [], **machine}

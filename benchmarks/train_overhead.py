@@ -14,24 +14,19 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 import ebft
 from benchmarks.measuring import timed
 from benchmarks.presets import OPTIONS, Preset, build_model
 from ebft.config.schema import RunConfig
 from ebft.strided import StridedEBFTTrainer
+from ebft.tools.quickstart.tiny import train_tokenizer
 
 WARM_UP = 2  # steps that are left out
 
 
 def train_overhead(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -> dict[str, float]:
-    """Run `ebft.train` for `steps` steps on documents of `length` tokens; medians over steps after the first two.
-
-    A step lasts from the start of its loss to the start of the next one's. `inside` is what the loss and the
-    gradients take of that.
-    """
+    """Medians of whole steps of `ebft.train`, and of their losses and gradients (`inside`), after the first two."""
     starts: list[float] = []
     inside: list[float] = []
     compute_loss, backward = StridedEBFTTrainer.compute_loss, Accelerator.backward
@@ -59,13 +54,22 @@ def train_overhead(preset: Preset, dtype: str, length: int, steps: int, folder: 
     return {"length": length, "steps": len(whole), "whole": median(whole), "inside": median(inside), "ratio": ratio}
 
 
+def library() -> list[str]:
+    """The texts of the standard library's modules."""
+    return [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+
+
+def write_texts(folder: Path, texts: list[str]) -> Path:
+    """A JSONL file of texts."""
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return folder / "texts.jsonl"
+
+
 def _config(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -> RunConfig:
     """A run on text of the standard library from the preset's model, both saved in `folder`."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
-    texts = [text[: 16 * length] for text in texts if len(text) > 16 * length]  # one token is a few characters
-    data, base = folder / "texts.jsonl", folder / "base"
-    data.write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    train_tokenizer(texts, preset.shape["vocab_size"]).save_pretrained(base)
+    base, texts = folder / "base", library()
+    data = write_texts(folder, [text[: 16 * length] for text in texts if len(text) > 16 * length])  # some a token
+    train_tokenizer(data, preset.shape["vocab_size"]).save_pretrained(base)
     # Without an adapter, which is the config's to make.
     build_model(replace(preset, lora_rank=None), getattr(torch, dtype), length).save_pretrained(base)
     adapter = {"adapter": "lora", "lora_r": preset.lora_rank, "lora_target_linear": True}
@@ -85,18 +89,3 @@ def _config(preset: Preset, dtype: str, length: int, steps: int, folder: Path) -
             **(adapter | {"lora_alpha": 2 * preset.lora_rank} if preset.lora_rank else {}),
         }
     )
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens, with an end and a padding token."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|end|>", "<|pad|>"],  # ids 0 and 1, as in the model's config
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")

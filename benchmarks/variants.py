@@ -8,13 +8,8 @@ PyTorch's fused kernel, and two matrix products with a softmax between them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -22,17 +17,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.measuring import machine, timed, with_peak_memory
+from benchmarks.measuring import RESULTS, in_turn, machine, parser_of, quiet_folder, store, timed, with_peak_memory
 from benchmarks.presets import Preset, document, find_preset, num_generated
 from benchmarks.sides import Side, ours
-from benchmarks.strided_step import RESULTS, rounded
 
 Variant = Callable[[Side, int], Any]  # a context manager within which a side of a length steps that way
-
-
-@contextmanager
-def as_it_is(side: Side, length: int) -> Iterator[None]:
-    yield
 
 
 def options(**changes: Any) -> Variant:
@@ -66,7 +55,7 @@ def checkpointed(side: Side, length: int) -> Iterator[None]:
 
 
 VARIANTS: dict[str, Variant] = {
-    "as it is": as_it_is,
+    "as it is": lambda side, length: nullcontext(),
     "a second forward for the loss": options(single_pass=False),
     "layers recomputed in backward": checkpointed,
     "a quarter of the rollouts at a time": options(rollout_tokens_per_pass=lambda n: num_generated(n) // 4),
@@ -113,14 +102,8 @@ def packing(side: Side, preset: Preset, repeats: int) -> dict[str, float]:
         for tokens in documents:
             side.step({"input_ids": tokens[None]})
 
-    seconds = {"together": [], "apart": []}
-    for round_number in range(repeats + 1):
-        pairs = {"together": lambda: side.step(together), "apart": apart}
-        for name, run in pairs.items():
-            taken = timed(run, side.device)[1]
-            if round_number:
-                seconds[name].append(taken)
-    return {name: median(found) for name, found in seconds.items()}
+    seconds = in_turn({"together": lambda: side.step(together), "apart": apart}, repeats + 1, side.device)
+    return {name: median(found[1:]) for name, found in seconds.items()}
 
 
 def prefix_attention(dtype: torch.dtype, repeats: int) -> dict[str, Any]:
@@ -143,10 +126,7 @@ def prefix_attention(dtype: torch.dtype, repeats: int) -> dict[str, Any]:
     runs = {
         "kernel": (flop, lambda: kernel(query, key, value, 0.0, False)),
         "products": (flop, products),
-        "kernel backward": (
-            2.5 * flop,
-            lambda: kernel_backward(grad, query, key, value, output, lse, 0.0, False),
-        ),
+        "kernel backward": (2.5 * flop, lambda: kernel_backward(grad, query, key, value, output, lse, 0.0, False)),
         "products backward": (2.5 * flop, products_backward),
     }
     cpu = torch.device("cpu")
@@ -155,17 +135,13 @@ def prefix_attention(dtype: torch.dtype, repeats: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=5, output=RESULTS / "variants-7m-cpu.json")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="shrink the model, to try the code")
-    parser.add_argument("--output", type=Path, default=RESULTS / "variants-7m-cpu.json")
     plan = parser.parse_args(arguments)
     preset = find_preset("7m", on_cuda=False)
     preset = preset.shrunken() if plan.tiny else preset
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        side = ours(preset, "float32", max(plan.length, 512), Path(folder))
+    with quiet_folder() as folder:
+        side = ours(preset, "float32", max(plan.length, 512), folder)
         inputs = document(preset, plan.length, side.device)
         results = {
             "card": {"model": preset.description, "length": plan.length, **machine(side.device)},
@@ -178,8 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
         memory = "" if row["peak_mib"] is None else f"{row['peak_mib']:8.0f} MiB"
         print(f"{row['variant']:<40}{row['seconds']:8.3f} s{row['ratio']:8.2f} x{memory}")
     print(results["eight documents"], *results.get("prefix attention", []), sep="\n")
-    plan.output.parent.mkdir(parents=True, exist_ok=True)
-    plan.output.write_text(json.dumps(rounded(results), indent=2) + "\n", encoding="utf-8")
+    store(plan.output, results)
 
 
 if __name__ == "__main__":

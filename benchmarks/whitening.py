@@ -51,14 +51,14 @@ def main() -> None:
             size = torch.linalg.svdvals(rounded[0] - exact[0])[:, 0] / torch.linalg.svdvals(exact[0])[:, 0]
             quantiles = (size / torch.finfo(dtype).eps).quantile(torch.tensor([0.5, 0.9])).tolist()
             raised = tolerance(dtype)
-            columns = {
-                "1e-5": cosine(advantages(*exact, "feature", EXACT), advantages(*rounded, "feature", EXACT)),
-                "same": cosine(advantages(*exact, "feature", raised), advantages(*rounded, "feature", raised)),
-                "2 eps": cosine(advantages(*exact, "feature", EXACT), advantages(*rounded, "feature", raised)),
-                "sample": cosine(advantages(*exact, "sample", EXACT), advantages(*rounded, "sample", EXACT)),
-                "errors in eps, median": quantiles[0],
-                "90%": quantiles[1],
-            }
+            columns = {}
+            for column, space, tol, tol_rounded in (
+                *(("1e-5", "feature", EXACT, EXACT), ("same", "feature", raised, raised)),
+                *(("2 eps", "feature", EXACT, raised), ("sample", "sample", EXACT, EXACT)),
+            ):
+                found = advantages(*exact, space, tol), advantages(*rounded, space, tol_rounded)
+                columns[column] = cosine_similarity(*(each.flatten() for each in found), dim=0).item()
+            columns |= {"errors in eps, median": quantiles[0], "90%": quantiles[1]}
             print(len(tokens), "groups,", samples, name, *(f"{key}: {value:.3f}" for key, value in columns.items()))
 
 
@@ -79,10 +79,6 @@ def advantages(phi: Tensor, reference: Tensor, space: str, tol: float) -> Tensor
     phi, reference = whiten(phi, reference, space, tol)
     diversity = diversity_rewards(phi)
     return compute_advantages(alignment_rewards(phi, reference) - diversity, "rloo", diversity=diversity)
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
 
 
 if __name__ == "__main__":

@@ -12,19 +12,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
+from pathlib import Path
 from typing import Any
 
-import measure
-import settings
-import stored
-from cells import MEAN, Cell
-from job import Job
-from options import parsed, scale_and_place, study_options
-from run_cell import Clock, machine_card, train_cell
-from settings import Place
-from starts import make_data
+from cells import MEAN, Cell, Study, parser_of, study_of
 
-FOLDER = "ends"
 RUNS = {
     "pretrained": ("none", ()),
     "SFT": ("sft", ()),
@@ -41,68 +34,66 @@ METRICS = ("ce_end", "ce_text", "p_end", "cfm_loss", "chrf_greedy", "chrf_pass@1
 
 
 def main() -> None:
-    parser = study_options(__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=list(RUNS), choices=list(RUNS), help="some of the runs")
     parser.add_argument("--table", action="store_true", help="print the table of the runs that are there")
-    arguments = parsed(parser)
-    folder = arguments.results / FOLDER
+    arguments = parser.parse_args()
+    study = study_of(arguments)
+    folder = study.results / "ends"
     if arguments.table:
         print(table(folder))
         return
-    scale, place = scale_and_place(arguments)
-    place, made_from = make_data(place, scale, arguments.results)
+    from data import make_data
+    from run import machine_card, train_cell, write_result
+
+    make_data(study)
     for seed in arguments.seeds:
         for name in arguments.only:
             method, overrides = RUNS[name]
-            setting = name.partition(", ")[2].replace(", ", " ")
-            cell = Cell("translation", "base", method, seed, setting, overrides)
+            cell = Cell("translation", "base", method, seed, name.partition(", ")[2].replace(", ", " "), overrides)
             path = folder / f"{cell.name}.json"
             if path.exists() or (method == "none" and seed):
                 continue
-            job, clock = Job(cell, scale, place, arguments.results, made_from), Clock()
-            trained = clock.time("train", lambda job=job: train_cell(job)) if method != "none" else {}
-            model = str(place.model(cell)) if trained else place.base_model
-            found = clock.time("measure", lambda job=job, model=model: measured(job, model))
-            about = {"run": name, "seed": seed, "machine": machine_card(), "seconds": clock.seconds}
-            stored.write_json(path, stored.rounded({**about, **trained, "metrics": found}))
+            times = [time.perf_counter()]
+            trained = train_cell(study, cell) if method != "none" else {}
+            times.append(time.perf_counter())
+            found = measured(study, cell)
+            seconds = {"train": times[1] - times[0], "measure": time.perf_counter() - times[1]}
+            about = {"run": name, "seed": seed, "machine": machine_card(), "seconds": seconds}
+            write_result(path, {**about, **trained, "metrics": found})
 
 
-def measured(job: Job, model: str) -> dict[str, float]:
+def measured(study: Study, cell: Cell) -> dict[str, float]:
     """The metrics of a model on the test translations."""
-    cell, place, scale = job.cell, job.place, job.scale
-    ends = ends_of(model, place, settings.precision(cell), settings.evaluation_overrides(place, scale, cell, "test"))
-    blocks = measure.features(model, place, scale, cell, "test")["metrics"]
-    full = measure.completions(model, place, scale, cell, "test")["metrics"]
-    return {**blocks, **full, **ends}
+    from measure import completions, features, loaded
+
+    from ebft.data.load import load_section_of_tokens
+
+    policy, tokenizer, config = loaded(study, cell)
+    rows, _ = load_section_of_tokens(config, tokenizer, "test_datasets")
+    blocks, full = features(study, cell, "test")["metrics"], completions(study, cell)["metrics"]
+    return {**blocks, **full, **ends_of(policy, rows, tokenizer.eos_token_id)}
 
 
-def ends_of(model: str, place: Place, precision: list[str], overrides: list[str]) -> dict[str, float]:
+def ends_of(policy: Any, rows: Any, end: int) -> dict[str, float]:
     """Cross-entropy of end tokens and of others, and the mean probability of an end where a text goes on."""
     import torch
 
-    from ebft import load_config
-    from ebft.data.load import load_section_of_tokens
-
-    policy, tokenizer = measure.loaded(model, place, precision)
-    rows, _ = load_section_of_tokens(
-        load_config(settings.config_file("evaluation"), overrides), tokenizer, "test_datasets"
-    )
-    end = tokenizer.eos_token_id
-    nlls: dict[str, list[float]] = {"ce_end": [], "ce_text": [], "p_end": []}
+    values: dict[str, list[float]] = {"ce_end": [], "ce_text": [], "p_end": []}
     for row in rows:
         ids = torch.tensor(row["input_ids"], device=policy.device)
         with torch.no_grad():
             logps = policy(input_ids=ids[None]).logits[0].float().log_softmax(-1)
-        for place_ in range(max(row["prompt_length"], 1), len(ids)):
-            is_end = ids[place_] == end
-            nlls["ce_end" if is_end else "ce_text"].append(-logps[place_ - 1, ids[place_]].item())
+        for place in range(max(row["prompt_length"], 1), len(ids)):
+            is_end = ids[place] == end
+            values["ce_end" if is_end else "ce_text"].append(-logps[place - 1, ids[place]].item())
             if not is_end:
-                nlls["p_end"].append(logps[place_ - 1, end].exp().item())
-    return {name: statistics.fmean(values) for name, values in nlls.items()}
+                values["p_end"].append(logps[place - 1, end].exp().item())
+    return {name: statistics.fmean(each) for name, each in values.items()}
 
 
-def table(folder: Any) -> str:
+def table(folder: Path) -> str:
     """A row for each run: means over seeds, and the difference of the largest and the smallest."""
     found: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):

@@ -1,20 +1,18 @@
 """Means over seeds and documents, of values and of paired differences, with 95% intervals over seeds and files.
 
-Two things could have been others: the training seeds, and the files that the test documents are from. Each gives a half
-width of its own, by Student's t over the seeds' means, and by the spread of the files' means over seeds: documents of
-one file are alike, and together are one draw. The two add in quadrature, which counts what differs by seed and file in
-both, and so errs to the wide side.
+Training seeds give a half width by Student's t over their means, and test files one by the spread of the files' means:
+documents of one file are alike, and are one draw. The two add in quadrature, which errs to the wide side.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, replace
 from typing import Any
 
 # 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
-Z_QUANTILE = 1.95996  # of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,6 @@ class Estimate:
     @property
     def half(self) -> float:
         return math.hypot(self.seeds, self.files)
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.half
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.half
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,7 @@ def over_seeds(cells: list[dict[str, Any]], group: str, metric: str) -> Estimate
 
 
 def difference(cells: list[dict[str, Any]], group: str, other: str, metric: str) -> Estimate | None:
-    """How much higher a metric of `group` is than of `other`, paired by seed and document.
-
-    A start has one value for all seeds.
-    """
+    """How much higher a metric of `group` is than of `other`, paired by seed (a start has one) and document."""
     ours, theirs = by_seed(cells, group, metric), by_seed(cells, other, metric)
     if is_start(other) and theirs:
         theirs = dict.fromkeys(ours, next(iter(theirs.values())))
@@ -98,12 +85,7 @@ def estimate(found: list[Measured], has_seeds: bool = True) -> Estimate | None:
 def spread_of_seeds(means: list[float]) -> float:
     """Half width of Student's interval of the mean of `means`: NaN of one, which says nothing of others."""
     n = len(means)
-    if n == 1:
-        return math.nan
-    if len(set(means)) == 1:
-        return 0.0
-    mean = sum(means) / n
-    return t_quantile(n - 1) * math.sqrt(sum((value - mean) ** 2 for value in means) / (n - 1) / n)
+    return math.nan if n == 1 else t_quantile(n - 1) * statistics.stdev(means) / math.sqrt(n)
 
 
 def spread_of_files(found: Measured) -> float:
@@ -119,12 +101,16 @@ def spread_of_files(found: Measured) -> float:
     return t_quantile(n - 1) * math.sqrt(variance)
 
 
-def t_quantile(degrees: int) -> float:
-    """The 97.5% quantile of Student's t, beyond the table by its expansion around the normal one."""
-    if degrees <= len(T_QUANTILES):
-        return T_QUANTILES[degrees - 1]
-    z = Z_QUANTILE
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+def t_quantile(n: int) -> float:
+    """The 97.5% quantile of Student's t with n degrees of freedom, beyond the table by its expansion."""
+    z = 1.95996  # of the normal distribution
+    expansion = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    return T_QUANTILES[n - 1] if n <= len(T_QUANTILES) else expansion
+
+
+def seeds_of(cells: list[dict[str, Any]], group: str) -> set[int]:
+    """The seeds of a group."""
+    return {cell["cell"]["seed"] for cell in cells if cell["cell"]["group"] == group}
 
 
 def is_start(group: str) -> bool:

@@ -1,190 +1,154 @@
-"""README.md of the study, from results/ and report_text.py alone. What has no result yet is listed as missing."""
+"""The tables and the figure of docs/results.md, from results/: `python studies/smollm2/report.py`.
+
+Prints the table of docs/results.md, and how EBFT, mean, and SFT on as many documents differ from every other model of
+their task and start. Draws results/overview.png where matplotlib is installed.
+"""
 
 from __future__ import annotations
 
-import os
-import statistics
+import json
+import math
 from pathlib import Path
 from typing import Any
 
-import curves
-import report_text as text
-import stored
-import tables
-import verdicts
-from cells import STARTS, TASKS, Cell, all_cells
-from intervals import difference, over_seeds, spread_of_seeds
-from metrics import COMPLETIONS, FEATURES
-from scale import Scale
-from sweep import chosen_rate
+from cells import parser_of, study_of
+from intervals import Estimate, difference, is_start, over_seeds, seeds_of
 
+TASKS = {"functions": "functions", "translation": "translation", "raw": "raw text"}
+# Heading -> metrics, of which a task has one.
+MAIN = {
+    "cross-entropy": ("ce_loss",),
+    "CFM loss, 8 tokens": ("cfm_loss",),
+    "long¹": ("cfm_loss_long",),
+    "completions, T = 1²": ("substance_pass@1", "chrf_pass@1"),
+    "greedy²": ("substance_greedy", "chrf_greedy"),
+}
+OTHERS = {"alignment": ("alignment",), "diversity": ("diversity",), "distance of samples": ("pair_distance",)}
+OTHERS |= {"distinct samples": ("distinct",), "FLOPs, times": ()}
+LOWER_IS_BETTER = ("ce_loss", "cfm_loss", "cfm_loss_long")
 Cells = list[dict[str, Any]]
 
 
-def write_report(results: Path, readme: Path, scale: Scale) -> Path:
-    """Write the report on the cells that have results; returns its path. Raises ValueError where there is none."""
-    planned = {cell.name: cell for cell in all_cells()}
-    found = [cell for cell in stored.load_cells(results) if cell["cell"]["name"] in planned]
-    cells = [cell for cell in found if has_chosen_rate(cell, planned[cell["cell"]["name"]], results)]
-    if not cells:
-        others = len(list((results / stored.CELLS).glob("*.json")))
-        there = f" ({others} are of other documents, cells or learning rates than those of today)" if others else ""
-        raise ValueError(f"{results} has no results to report{there}. Run the study first.")
-    titles = {f"{task}-{start}": verdicts.where(task, start) for task in TASKS for start in STARTS}
-    parts = [
-        text.TITLE,
-        *picture(results / "overview.png", readme.parent, text.OVERVIEW, curves.draw_overview, cells, titles),
-    ]
-    found = notes(cells, results)
-    parts += [text.ASKED, *verdicts.sentences(cells, found), verdicts.advice(cells)]
-    parts += [tables.main_table(cells, verdicts.OF_TASK), text.LEVELS]
-    parts += [text.RIVALS, rivals] if (rivals := verdicts.rival_table(cells)) else []
-    parts += [text.head(scale)]
-    parts += ["## Results", text.state(cells, list(planned)), text.documents(stored.read(results / "documents.json"))]
-    parts += ["### Claims", text.CLAIMS, verdicts.claim_table(cells, found), "### Models", text.INTERVALS]
-    for task in TASKS:
-        for start in STARTS:
-            if tables.groups_of(cells, task, start):
-                parts += [f"#### {text.TASK_TITLES[task]}, from {text.START_TITLES[start]}"]
-                parts += place_part(cells, task, start, results, readme.parent)
-    parts += signal_part(results, readme.parent)
-    parts += ["### Learning rates", *sweep_part(results)]
-    readme.write_text("\n\n".join([*parts, text.TAIL]) + "\n", encoding="utf-8")
-    return readme
+def main() -> None:
+    study = study_of(parser_of(__doc__).parse_args())
+    cells = load_cells(study.results)
+    print(main_table(cells))
+    for name in ("ebft-mean", "sft"):
+        print(f"\n{name} less other models, paired by seed and document; * marks one seed, and files alone:\n")
+        print(difference_table(cells, name))
+    if draw_overview(cells, study.results / "overview.png"):
+        print(f"Drawn: {study.results / 'overview.png'}")
 
 
-def notes(cells: Cells, results: Path) -> dict[tuple[str, str], str]:
-    """What other measurements say of a difference from SFT, by place and metric."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for task in TASKS:
-        long = verdicts.where(task, "base"), "cfm_loss_long"
-        worse = [str(x) for x in tables.LENGTHS if is_higher(tables.length_differences(cells, task, "base").get(x, []))]
-        ours, start = (over_seeds(cells, f"{task}-base-{name}", "cfm_loss_long") for name in ("ebft-mean", "none"))
-        no_gain = ours is not None and start is not None and ours.mean >= start.mean
-        found[long] = [text.START.format(start.mean)] if no_gain else []
-        found[long] += [text.SHORTER.format(" or ".join(worse))] if worse else []
-    after_end = stored.read(results / "after-end-functions.json")
-    if after_end:
-        ends = {name: list(model["cfm_loss_to_end"].values())[-1] for name, model in after_end["models"].items()}
-        values = [next((end for name, end in ends.items() if part in name), None) for part in ("-sft-", "-ebft-mean-")]
-        if None not in values:
-            found["functions", "cfm_loss_long"].append(text.TO_END.format(*values))
-    sampled = ("translation", "chrf_pass@1")
-    wider = difference(
-        by_application(cells, sampled[1]), "translation-base-ebft-mean", "translation-base-sft", sampled[1]
-    )
-    found[sampled] = [text.APPLICATIONS.format(wider.half)] if wider is not None and wider.count > 1 else []
-    cooler = stored.read(results / "temperatures-translation.json")
-    if cooler:
-        by_name = {name.split("-")[2]: model for name, model in cooler["models"].items()}
-        places = (("sft", "1.0"), ("sft", "0.9"), ("ebft", "1.0"))
-        values = [by_name.get(name, {}).get(temperature, {}).get(sampled[1]) for name, temperature in places]
-        found[sampled] += [text.COOLER.format(*values)] if None not in values else []
-    return {place: "; ".join(parts) for place, parts in found.items() if parts}
+def load_cells(results: Path) -> Cells:
+    """The stored runs, with `sums`, `weights` and `files` by metric: a value for each document.
+
+    Raises ValueError for one that was measured on other documents than those of documents.json.
+    """
+    documents = json.loads((results / "documents.json").read_text(encoding="utf-8"))
+    found = []
+    for path in sorted(results.glob("cells/*.json")):
+        cell = json.loads(path.read_text(encoding="utf-8"))
+        if not cell["documents"].items() <= documents["made_from"].items():
+            raise ValueError(f"{path} was measured on other documents than those of {results / 'documents.json'}")
+        cell |= {"sums": {}, "weights": {}, "files": {}}
+        for name, part in cell.pop("per_document").items():
+            count, numbers, weights = len(part["sum"]), part["document"], part["weight"]
+            numbers = numbers if isinstance(numbers, list) else range(count)
+            cell["sums"][name] = part["sum"]
+            cell["weights"][name] = weights if isinstance(weights, list) else [weights] * count
+            sources = documents["sources"][cell["measured_on"][name]]
+            cell["files"][name] = [sources[number] for number in numbers]
+        found.append(cell)
+    return found
 
 
-def is_higher(values: list[float]) -> bool:
-    """Whether all of the interval of a difference over three seeds or more is above 0."""
-    return len(values) > 2 and statistics.mean(values) > spread_of_seeds(values)
+def main_table(cells: Cells) -> str:
+    """The start, SFT, EBFT and the difference of the two, by task."""
+    rows = []
+    for task, title in TASKS.items():
+        sides = [f"{task}-base-{method}" for method in ("none", "sft", "ebft-mean")]
+        for side, name in zip(sides, (f"{title}: pretrained model", "SFT", "EBFT")):
+            found = [(next((e for one in of if (e := over_seeds(cells, side, one))), None), of) for of in MAIN.values()]
+            shown = ["" if each is None else f"{each.mean:.{4 if 'cfm_loss' in of else 3}f}" for each, of in found]
+            rows.append([name, *shown])
+        rows.append(["EBFT - SFT", *differences(cells, sides[2], sides[1], MAIN)])
+    return markdown(["", *MAIN], rows)
 
 
-def by_application(cells: Cells, metric: str) -> Cells:
-    """Cells in which the documents of one application, instead of one file, are one draw."""
-    return [
-        {**cell, "files": {metric: [file.split("/")[0] for file in cell["files"][metric]]}}
-        for cell in cells
-        if metric in cell["files"]
-    ]
+def difference_table(cells: Cells, name: str) -> str:
+    """How much a method or setting is above every other one from the same task and start."""
+    rows, columns = [], MAIN | OTHERS
+    for group in sorted({cell["cell"]["group"] for cell in cells}):
+        task, start, other = group.split("-", 2)
+        ours = f"{task}-{start}-{name}"
+        seeds = seeds_of(cells, ours) & (seeds_of(cells, ours if is_start(group) else group))
+        if other != name and seeds:
+            flops = lambda of, seeds=seeds: sum(
+                cell["cost"]["flops"] for cell in cells if cell["cell"]["group"] == of and cell["cell"]["seed"] in seeds
+            )
+            ratio = "" if is_start(group) else f"{flops(ours) / flops(group):.2f}"
+            rows.append([group, *differences(cells, ours, group, columns)[:-1], ratio])
+    return markdown([f"{name}, less", *columns], rows)
 
 
-def place_part(cells: Cells, task: str, start: str, results: Path, folder: Path) -> list[str]:
-    """Tables, curves and samples of one task and start."""
-    found = [tables.model_table(cells, task, start, FEATURES), tables.document_counts(cells, task, start, FEATURES)]
-    if COMPLETIONS[task]:
-        found += ["Full completions:", tables.model_table(cells, task, start, COMPLETIONS[task])]
-        found += [tables.document_counts(cells, task, start, COMPLETIONS[task])]
-    if task == "translation":
-        found += [text.CORPUS, tables.corpus_table(cells, task, start)]
-    found += [text.LENGTHS[task], tables.length_table(cells, task, start)]
-    after_end = stored.read(results / f"after-end-{task}.json")
-    found += [text.AFTER_END, tables.after_end_table(after_end["models"])] if after_end and start == "base" else []
-    cooler = stored.read(results / f"temperatures-{task}.json")
-    found += [text.TEMPERATURES, tables.temperature_table(cooler["models"])] if cooler and start == "base" else []
-    path = results / f"{task}-{start}-rollouts.png"
-    found += picture(path, folder, f"rollouts of {task} from {start}", curves.draw_rollouts, cells, task, start)
-    if f"{task}-{start}-sft" in tables.groups_of(cells, task, start):
-        found += [tables.difference_table(cells, task, start, FEATURES | COMPLETIONS[task])]
-        found += [without_copies(cells, start, results)] if task == "raw" else []
-    found += [text.COSTS, tables.cost_table(cells, task, start)]
-    if any(cell.get("phases") for cell in cells if (cell["cell"]["task"], cell["cell"]["start"]) == (task, start)):
-        found += [text.PHASES, tables.phase_table(cells)]
-    return [part for part in (*found, *samples(cells, task, start)) if part]
+def differences(cells: Cells, ours: str, theirs: str, columns: dict[str, tuple[str, ...]]) -> list[str]:
+    """A difference for each column."""
+    found = [[difference(cells, ours, theirs, metric) for metric in metrics] for metrics in columns.values()]
+    return [number(next(filter(None, each), None)) for each in found]
 
 
-def without_copies(cells: Cells, start: str, results: Path) -> str:
-    """The differences in cross-entropy on pieces of raw text that are no near copies of training; empty without any."""
-    copies = stored.read(results / "documents.json").get("near_copies", [])
-    metric, kept = "ce_loss", []
-    for cell in cells:
-        if cell["cell"]["task"] == "raw" and metric in cell["sums"]:
-            values = {key: list(cell[key][metric]) for key in ("sums", "weights")}
-            for number in copies:
-                values["sums"][number] = values["weights"][number] = 0.0
-            kept.append({**cell, **{key: {metric: value} for key, value in values.items()}})
-    groups = [f"raw-{start}-{method}" for method in ("ebft-mean", "sft", "none")]
-    ours, sft = (tables.number(difference(kept, *pair, metric), signed=True) for pair in zip(groups, groups[1:]))
-    return text.NEAR_COPIES.format(count=len(copies), ours=ours, sft=sft) if copies and ours and sft else ""
-
-
-def signal_part(results: Path, folder: Path) -> list[str]:
-    """Where the gradients of the rewards point, of each task that was measured."""
-    parts = []
-    for task in TASKS:
-        found = stored.read(results / f"gradient-signal-{task}-1.json")
-        if found:
-            path = results / f"gradient-signal-{task}.png"
-            parts += picture(path, folder, f"gradients of {task}", curves.draw_signal, found)
-            counts = [f"{of['train']} and {of['test']} with {length} tokens" for length, of in found["rows"].items()]
-            listed = f"of training and test rows, {', '.join(counts)} are left"
-            parts += [text.SIGNAL.format(**found, rows_of_lengths=listed), tables.signal_table(found)]
-    return ["### Where the reward's gradient points", *parts] if parts else []
-
-
-def picture(path: Path, folder: Path, title: str, draw: Any, *arguments: Any) -> list[str]:
-    """A picture of the results, drawn anew, as a line of the report."""
-    return [f"![{title}]({Path(os.path.relpath(path, folder)).as_posix()})"] if draw(*arguments, path) else []
-
-
-def samples(cells: Cells, task: str, start: str) -> list[str]:
-    """The greedy completion of one document by every model, beside the reference."""
-    shown = {}
-    for group in tables.groups_of(cells, task, start):
-        of_group = [cell for cell in tables.of_group(cells, group) if "shown" in cell]
-        if of_group:
-            shown[tables.label(group)] = min(of_group, key=lambda cell: cell["cell"]["seed"])["shown"]
-    if not shown:
-        return []
-    parts = ["<details><summary>Completions of a test prompt</summary>"]
-    for number, example in enumerate(next(iter(shown.values()))[:1]):
-        parts += [text.fenced("prompt", example["input"]), text.fenced("reference", example["output"])]
-        for name, completions in shown.items():
-            parts.append(text.fenced(f"{name}, greedy", completions[number]["greedy"]))
-    return [*parts, "</details>"]
-
-
-def has_chosen_rate(result: dict[str, Any], cell: Cell, results: Path) -> bool:
-    """Whether a cell was trained at the learning rate that is chosen for it now; others count as missing."""
-    rate = chosen_rate(results, cell)
-    return rate is None or result.get("learning_rate", rate) == rate
-
-
-def sweep_part(results: Path) -> list[str]:
-    """How the learning rates were chosen."""
-    found = stored.read(results / "sweep.json")
+def number(found: Estimate | None) -> str:
+    """`mean ± half width` of a difference, with two digits of the half width; with one seed over files, and marked."""
     if found is None:
-        return [text.NO_SWEEP]
-    edges = verdicts.sweep_edges(found)
-    parts = [text.SWEEP.format(**found), verdicts.sweep_table(found)]
-    parts += [text.EDGES.format(", ".join(edges)) if edges else text.NO_EDGES]
-    by_hand = [f"- {place}: {rate:g}, {reason}" for place, (rate, reason) in found["by_hand"].items()]
-    return [*parts, *([text.BY_HAND, "\n".join(by_hand)] if by_hand else [])]
+        return ""
+    half, mark = (found.files, "*") if math.isnan(found.seeds) else (found.half, "")
+    is_open = math.isnan(half) or half == 0
+    decimals = 3 if is_open else min(5, max(1, 1 - math.floor(math.log10(half))))
+    if not is_open and round(abs(found.mean), decimals) == round(half, decimals):
+        decimals += 1  # to see which is larger
+    shown = f"{round(found.mean, decimals) + 0.0:+.{decimals}f}"  # no -0.0
+    return shown + mark if is_open else f"{shown} ± {half:.{decimals}f}{mark}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+
+
+def draw_overview(cells: Cells, path: Path) -> bool:
+    """EBFT, mean, less SFT with 95% intervals, by metric and place; False without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    places = sorted({(one["cell"]["task"], one["cell"]["start"]) for one in cells if one["cell"]["method"] == "ebft"})
+    figure, titles = Figure(figsize=(14, 0.9 + 0.55 * len(places)), layout="constrained"), []
+    axes = figure.subplots(1, len(MAIN), sharey=True)
+    for row, (task, start) in enumerate(places):
+        sides = [f"{task}-{start}-{method}" for method in ("ebft-mean", "sft")]
+        title = TASKS[task] + (" from a warm start" if start == "warm" else "")
+        titles.append(f"{title}\n{len(seeds_of(cells, sides[0]))} seeds")
+        for axis, metrics in zip(axes, MAIN.values()):
+            for metric in metrics:
+                found = difference(cells, *sides, metric)
+                if found is None:
+                    continue
+                half = found.files if found.count == 1 else found.half
+                is_better = (found.mean < 0) == (metric in LOWER_IS_BETTER)
+                is_open = found.count == 1 or abs(found.mean) <= half
+                color = "0.5" if is_open else "tab:green" if is_better else "tab:red"
+                axis.errorbar(found.mean, row, xerr=half, fmt="D" if found.count == 1 else "o", color=color, capsize=3)
+    for axis, title in zip(axes, MAIN):
+        axis.axvline(0, color="0.3", linewidth=0.8)
+        axis.set(yticks=range(len(titles)), yticklabels=titles, title=title.strip("¹²"), xlabel="EBFT - SFT")
+        axis.margins(y=0.3)
+        axis.grid(alpha=0.3)
+    figure.suptitle("Green: EBFT better, red: worse, grey: undecided (diamonds: one seed)", fontsize=10)
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import plots, variants
+from benchmarks import variants
 from benchmarks.flops import counted_flops
 from benchmarks.measuring import with_peak_memory
 from benchmarks.presets import find_preset
-from benchmarks.recompilations import recompilations
-from benchmarks.strided_step import main, make_plan
+from benchmarks.strided_step import main, recompilations
 
 pytestmark = pytest.mark.slow
 
@@ -51,26 +50,11 @@ def small_run(tmp_path_factory):
     return output, results, printed
 
 
-def test_every_length_has_its_rows(small_run):
+def test_what_is_measured_adds_up(small_run):
     output, results, printed = small_run
-    assert json.loads(output.read_text()) == results
+    assert json.loads(output.read_text()) == results and "ours bfloat16 / ours: " in printed
     variants = ["ours", "ours bfloat16", "ours second forward"]
     assert [list(entry["sides"]) for entry in results["lengths"]] == [["ours"], variants, ["ours"]]
-    assert {"model", "options", "device", "threads", "torch", "commit", "date"} <= set(results["card"])
-    assert "ours bfloat16 / ours: " in printed and "GFLOP" in printed
-
-
-def test_variants_are_those_that_were_asked_for(capsys):
-    assert make_plan(["--variants"]).preset.variants == {}
-    plan = make_plan(["--preset", "smollm2", "--variants", "ours LoRA"])
-    assert plan.preset.variants == {"ours LoRA": {"lora_rank": 16}}
-    with pytest.raises(SystemExit):
-        make_plan(["--variants", "ours LoRA"])
-    assert "preset 7m has no variant 'ours LoRA'; it has ours second forward" in capsys.readouterr().err
-
-
-def test_what_is_measured_adds_up(small_run):
-    _, results, _ = small_run
     for entry in results["lengths"]:
         assert entry["generated"] == entry["blocks"] * 4 * 8
         for row in entry["sides"].values():
@@ -86,38 +70,14 @@ def test_what_is_measured_adds_up(small_run):
 
 def test_whole_runs(small_run):
     _, results, printed = small_run
-    assert results["train"]["whole"] > results["train"]["inside"] > 0
-    assert results["recompilations"]["steps"] == 2
+    assert results["train"]["whole"] > results["train"]["inside"] > 0 and "ebft train at 32 tokens" in printed
     assert results["recompilations"]["frames"] == {"ours": 0, "ours bfloat16": 0, "ours second forward": 0}
-    assert "ebft train at 32 tokens" in printed
 
 
-def test_plots_come_from_the_json_alone_and_a_missing_wheel_is_said_in_one_line(small_run, tmp_path):
-    output, results, printed = small_run
-    [line] = [line for line in printed.splitlines() if "is not measured" in line]  # libraries print lines too
-    assert "axolotl 0.19.0 is not measured: missing.whl is no wheel of axolotl 0.19.0" in line
+def test_there_are_plots_and_a_missing_wheel_is_said(small_run):
+    output, results, _ = small_run
     assert results["card"]["axolotl"].startswith("not measured: missing.whl is no wheel")
     assert output.with_suffix(".png").stat().st_size > 10_000
-    copy = tmp_path / "copy.json"
-    copy.write_text(output.read_text())
-    assert plots.draw(copy).stat().st_size > 10_000
-
-
-def test_a_slow_side_is_timed_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.rounds.SLOW", 0.0)
-    few = ("--repeats", "3", "--lengths", "24", "--dtypes", "float32", "--overhead-steps", "0")
-    results, _ = run(tmp_path / "out.json", *few, "--recompile-steps", "0", "--wheel", "missing.whl")
-    assert results["lengths"][0]["sides"]["ours"]["rounds"] == 1
-
-
-def test_the_preset_with_an_adapter(tmp_path):
-    few = ("--preset", "1b", "--lengths", "24", "--variant-lengths", "24", "--recompile-steps", "0", "--wheel", "-")
-    results, _ = run(tmp_path / "out.json", *few, "--dtypes", "float32")
-    row = results["lengths"][0]["sides"]["ours"]
-    assert row["dtype"] == "float32" and row["tokens_per_s"] > 0 and row["mfu"] > 0
-    assert row["counted_gflop"] >= 0.9 * sum(results["lengths"][0]["needed_gflop"].values())
-    assert list(results["lengths"][0]["sides"]) == ["ours", "ours flex", "ours single pass", "ours full"]
-    assert find_preset("1b", on_cuda=True).shape["hidden_size"] == 2048
 
 
 @pytest.mark.skipif(WHEEL is None, reason="EBFT_AXOLOTL_WHEEL names no wheel")

@@ -53,4 +53,4 @@ def test_pages_have_formulas_docstrings_and_linked_files(site):
         assert words in text("api.html")
     assert "base_model: Qwen/Qwen2.5-1.5B" in text("examples/paper_full.yaml.txt")
     assert 'href="examples/paper_full.yaml.txt"' in text("results.html")
-    assert (site / "studies/smollm2/results/functions-base-rollouts.png").is_file()
+    assert (site / "studies/smollm2/results/overview.png").is_file()

@@ -24,12 +24,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from benchmarks.proxy import COMPLETIONS, Proxy
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, load_config, train
 from ebft.errors import RolloutError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.serving.processes import alive, eventually, free_port
 from tests.structured import oracle
+from tests.structured.proxy import COMPLETIONS, Proxy
 from tests.structured.real_text import make_base_model
 
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
