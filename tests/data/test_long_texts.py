@@ -91,6 +91,7 @@ def small(monkeypatch):
     return sizes
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_characters_are_those_of_the_whole_text(kind, small):
     tokenizer, text = made(kind), mixed_text()
@@ -115,6 +116,7 @@ def test_texts_without_words(part, small):
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["byte-level with NFC", "GPT-4", "BERT", "stripped"])
 def test_texts_without_latin_letters(kind, small):
     for end in ("。\n", "!\n", "🙂\n", "，", "का\n"):

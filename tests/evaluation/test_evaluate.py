@@ -60,6 +60,7 @@ def measured(path, names, models, *overrides):
     return evaluate(load_config(path, list(overrides)), [str(models / name) for name in names]).to_dict()["models"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", MODES)
 def test_three_models_in_every_mode(kind, write_config, models, rows):
     """Cross-entropies, what each document adds, differences that are paired, curves and histograms."""

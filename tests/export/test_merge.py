@@ -68,6 +68,7 @@ def assert_equal(model, expected):
     assert different == []
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [*((name, torch.float32) for name in VARIANTS),

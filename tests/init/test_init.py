@@ -123,6 +123,7 @@ def data(here):
     return lambda name, count=COUNT: write_rows(here / f"rows.{SHAPES[name][0]}", SHAPES[name][1], count).name
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_llama_dir, name):
     done = ebft("init", data(name), "--model", tiny_llama_dir)
@@ -141,6 +142,7 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
     assert ebft("config", "--check", "run.yaml").exit_code == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"), [("texts", []), ("chats", ["--method", "sft"]), ("labels", []), ("other names", [])]
 )
@@ -156,6 +158,7 @@ def test_training_without_a_config_writes_the_one_it_uses(ebft, data, here, tiny
     assert state["global_step"] == 2 and any("eval_loss" in key or "eval_" in key for key in state["log_history"][0])
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_another_one_is_refused(ebft, refused, data, here, tiny_llama_dir):
     words = ["train", "--model", tiny_llama_dir, "--data", data("alpaca"), "--method", "sft", "output_dir=run"]
     words += ["max_steps=2", "evals_per_epoch=", "saves_per_epoch=", "eval_steps=1", "save_steps=1"]

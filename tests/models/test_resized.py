@@ -77,6 +77,7 @@ def check_loading_and_merging(config, tokenizer, folder):
     return expected
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("targets", "saved", "size"),
     [

@@ -138,6 +138,7 @@ def trained(folder, output, *overrides):
     return [entry for entry in history if "rewards/Calculator/mean" in entry]
 
 
+@pytest.mark.slow
 def test_a_config_with_an_environment_trains_and_learns_to_call_it(folder, tmp_path):
     full = ("adapter=", "lora_r=", "lora_alpha=", "lora_target_linear=", "learning_rate=0.01", "max_steps=5")
     steps = trained(folder, tmp_path / "out", *full, "trl.reward_weights=[0.0]")
