@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from ebft.prefix.attention import passes
+from ebft.prefix.attention import flex, passes
 from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
 from ebft.transformers_internals import causal_mask_function
@@ -70,3 +70,13 @@ def test_repeated_keys_are_grouped_heads(spans):
         found.append((output, *torch.autograd.grad(output.square().sum(), parts)))
         assert [call.kwargs["enable_gqa"] for call in kernel.call_args_list] == [takes] * len(spans)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_masks_of_flex_attention_are_compiled_on_cuda(device):
+    with FakeTensorMode(), patch.object(torch, "compile") as compiled, patch.object(flex, "create_block_mask") as plain:
+        position = torch.arange(300, device=device)
+        flex.pass_mask(flex.Tokens(position, position, position, position), None)
+    wanted = compiled.return_value if device == "cuda" else plain
+    assert wanted.call_args.kwargs.keys() == {"B", "H", "Q_LEN", "KV_LEN", "device"}
+    assert compiled.called == (device == "cuda") and plain.called == (device == "cpu")

@@ -31,7 +31,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "monitor/metrics.py peak_memory_gib": "strided_as_cuda_resumed",
     "prefix/attention/flex.py available": "tests/strided/test_flex.py",
     "prefix/attention/flex.py attend_all": "strided_flex",
-    "prefix/attention/flex.py pass_mask": "strided_flex",  # uncompiled
+    "prefix/attention/flex.py pass_mask": "tests/devices/test_cuda.py",
     "prefix/attention/passes.py document_attention": "strided_lora",
     "prefix/attention/passes.py takes_grouped_heads": "tests/devices/test_cuda.py",
     "prefix/attention/passes.py rows_per_tile": "strided_lora",
