@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
@@ -232,6 +233,13 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     small = load_config("run.yaml")
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
     assert "a small machine, which may not be enough" in done.stdout
+    with monkeypatch.context() as on_gpu:
+        for name in ("is_available", "is_bf16_supported"):
+            on_gpu.setattr(torch.cuda, name, lambda: True)
+        on_gpu.setattr(torch.cuda, "current_device", lambda: 0)
+        on_gpu.setattr(torch.cuda, "device_count", lambda: 1)
+        ebft(*given, "adapter=")
+        assert load_config("run.yaml").optimizer == "adamw_bnb_8bit"
     ebft(*given, "--method", "ebft-structured")
     structured = load_config("run.yaml")
     assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256

@@ -319,7 +319,6 @@ _IGNORED = (
     ("pad_to_multiple_of", (), "batches are padded to their longest row"),
     ("push_dataset_to_hub", (), "prepared rows are stored in dataset_prepared_path only"),
     # Processes, memory and logs
-    ("ddp_timeout", (), "the timeout of the launcher applies"),
     ("ddp_bucket_cap_mb", (), "PyTorch's default size of buckets is used"),
     ("ddp_broadcast_buffers", (), "the models have no buffers that change"),
     ("eta_min", (0,), "it is not a key of axolotl either; set cosine_min_lr_ratio"),

@@ -135,7 +135,7 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
 def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> Any:
     from ray.train import FailureConfig, LoggingConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     variables = dict.fromkeys(_BARS, "1")  # workers have no terminal
     if DEBUG in os.environ:
@@ -144,6 +144,7 @@ def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> A
         variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs visible to workers without one
     return TorchTrainer(
         function,
+        torch_config=TorchConfig(timeout_s=config.ddp_timeout),
         scaling_config=ScalingConfig(
             num_workers=config.ray_num_workers, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
         ),
