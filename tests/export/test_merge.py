@@ -271,6 +271,7 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (numbered, "pytorch_model.bin has a tensor named 0, but names are text"),
         (pickled(WEIGHTS, number=1), "adapter_model.bin does not contain tensors by name"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
+        (settings(CONFIG, peft_type="ADALORA", total_step=10), "adapter of type .*ADALORA"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
         (QUANTISED, "stored quantised .bitsandbytes"),
