@@ -246,6 +246,7 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
         (pickled("base/model.safetensors", code=os.system), "pytorch_model.bin contains posix.system, which may run"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
+        (settings(CONFIG, peft_type="ADALORA", total_step=10), "adapter of type .*ADALORA"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
         (QUANTISED, "stored quantised .bitsandbytes"),

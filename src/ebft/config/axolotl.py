@@ -33,7 +33,7 @@ _UNSUPPORTED = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
     "unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
-    "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
+    "qat": "training does not take the rounding of ebft quantize into account. Remove it, and quantise afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
     "float32": "set bf16: false, which trains in float32",

@@ -26,7 +26,7 @@ from datasets.data_files import DataFilesList
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.tables import raise_if_full
 from ebft.errors import DataError, cause, shortened
-from ebft.files import PACKED, file_fingerprint, opened, read_text
+from ebft.files import PACKED, file_fingerprint, is_pointer, opened, read_text
 
 DEFAULT_SPLIT = "train"
 _TEXT = (
@@ -46,7 +46,6 @@ _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
 _UNPACKED = ("json", "text", "csv")  # formats whose files can be compressed
 _COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 _STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
-_POINTER = b"version https://git-lfs"
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
@@ -167,7 +166,7 @@ def refuse_unreadable(files: Iterable[tuple[Path, str | None]], source: str) -> 
     """
     for path, kind in files:
         suffix, start = path.suffix.lower(), _start(path)
-        if start == _POINTER:
+        if is_pointer(path):
             raise DataError(
                 f"{source}: {path.name} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs "
                 "pull` in the repository."
@@ -184,7 +183,7 @@ def _start(path: Path) -> bytes:
     """The first bytes of a file."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_POINTER))
+            return file.read(max(map(len, _STARTS)))
     except OSError:
         return b""  # reported when it is read
 

@@ -38,7 +38,7 @@ from ebft.models.adapter_targets import (
     target_parameters,
 )
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import read_object, refuse_classifier, refuse_values
+from ebft.models.files import read_object, refuse_classifier, refuse_pointers, refuse_values
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
@@ -166,6 +166,7 @@ UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any tar
 
 def read_adapter_config(folder: Path) -> PeftConfig:
     """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
+    refuse_pointers(folder)
     path = folder / ADAPTER_CONFIG
     values = read_object(path, "Save the adapter again.")
     if "peft_type" not in values:

@@ -30,7 +30,7 @@ from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, cause
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
-from ebft.models.files import key_with, read_object, refuse_values, wrong_values
+from ebft.models.files import key_with, read_object, refuse_pointers, refuse_values, wrong_values
 from ebft.models.weight_files import other_content
 from ebft.models.weights import (
     check_readable,
@@ -53,6 +53,11 @@ def find_model(name: str, key: str) -> str:
     locate(name, "model", key)
     found = lasting_name(name)
     check_readable(found)
+    if Path(found).is_file() and not is_gguf(found):
+        raise ModelError(f"{key}: {found} is a file. Set {key} to the folder of a model, or to its name on the Hub.")
+    if Path(found).is_dir() and key.startswith("base_model") and not Path(found, "config.json").exists():
+        raise ModelError(f"{key}: {found} is not the folder of a model: it has no config.json.")
+    refuse_pointers(Path(found))
     for file in _SETTINGS:
         _check_settings(Path(found) / file, key)
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
@@ -71,7 +71,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")
     config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
-    if not isinstance(config, LoraConfig):
+    if config.peft_type != PeftType.LORA:  # that of AdaLoRA is a LoraConfig too
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith((*REWRITE_BASE, "mica")):
