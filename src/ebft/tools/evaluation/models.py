@@ -164,8 +164,6 @@ def _adapter_of(name: str) -> PeftConfig | None:
             found = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError):
             return None  # PEFT raises ValueError if a hub repository has no adapter
-    if not found.base_model_name_or_path:
-        raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
     return found
 
 

@@ -297,11 +297,7 @@ class Sweep:
 
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
-        try:
-            runs = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))["runs"]
-            return {run["name"]: run for run in runs}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+        return {run["name"]: run for run in (read_object(self.folder / RESULTS) or {}).get("runs", [])}
 
     def _save(self) -> None:
         names = {run.name for run in self.runs}
