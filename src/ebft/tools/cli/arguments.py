@@ -139,7 +139,7 @@ def complete_fetched(incomplete: str) -> list[str]:
 
 
 def complete_term(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Terms of rewards in the run whose folder is given, or those of all runs."""
+    """Terms of rewards in the run whose folder is given, or of all runs."""
     # An option without its value ends the parsing, so FOLDER is still among the unparsed arguments.
     folder = ctx.params.get("folder") or next((Path(word) for word in ctx.args if Path(word).is_dir()), None)
     samples = islice(all_samples(folder), _SAMPLES_READ) if folder is not None else ()

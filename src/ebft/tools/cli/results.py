@@ -207,7 +207,7 @@ def _is_evaluation(path: Path) -> bool:
     return "models" in (read_object(path) or {})
 
 
-FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
+FEWEST_WHITENED = 4  # samples; the whitened rewards of fewer say only an order
 
 
 @listing

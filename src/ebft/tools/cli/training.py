@@ -1,4 +1,4 @@
-"""`ebft train CONFIG [key=value ...]`, its sweeps and its dashboard, which is also that of `ebft tui FOLDER`."""
+"""`ebft train CONFIG [key=value ...]`, its sweeps, and its dashboard, which `ebft tui FOLDER` shows, too."""
 
 import os
 import shlex

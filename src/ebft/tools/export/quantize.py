@@ -114,7 +114,7 @@ def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
 
 
 def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:
-    """The settings for the layers of a model. Raises ModelError for those that it does not fit."""
+    """The settings for the layers of a model. Raises ModelError for layers that do not fit."""
     size = wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     linear = {

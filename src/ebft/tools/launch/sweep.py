@@ -126,7 +126,7 @@ def _mark(values: dict[str, Any]) -> str:
 
 RESULTS = "sweep.json"
 EVALUATION = "evaluation.json"
-# Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
+# Keys and sections that define what is measured, not only what is trained: the config's values apply to all runs.
 _MEASURE = ("rl", "ebft", "trl", "evaluation")
 _METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
 _UNRANKED = ("diversity",)  # low values are better only at the same alignment
