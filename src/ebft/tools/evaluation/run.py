@@ -334,7 +334,7 @@ class Completions:
 
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
-    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for those that only vLLM supports."""
+    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for keys of vLLM only."""
     check_own_kwargs(kwargs)
     known = generate_kwargs()
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]

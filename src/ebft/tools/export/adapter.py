@@ -231,7 +231,7 @@ def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
 
 
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
-    """Remove the ties of weights that differ after merging, because only one of them is changed.
+    """Remove the ties of weights that differ after merging, because the adapter changes only one.
 
     Weights of embeddings that were resized without being trained are the same for both, and with `ensure_weight_tying`
     PEFT trains one change for both, which is merged once.
@@ -249,7 +249,7 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
 
 
 def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
-    """Whether the layer of an output layer repeats that of the embedding, transposed, or is not saved."""
+    """Whether the layer of an output layer repeats the layer of the embedding, transposed, or is not saved."""
     if output is None or embedding is None:
         return True
     pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
