@@ -1,7 +1,7 @@
 """Flags of a GPU on models, tensors and machines that say they are CUDA, without one."""
 
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ebft.prefix.attention import flex, passes
 from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
 from ebft.tools.evaluation.result import machine_card
-from ebft.tools.evaluation.run import _seeded
+from ebft.tools.evaluation import run as evaluation
 from ebft.tools.export.quantize import torchao_settings
 from ebft.transformers_internals import causal_mask_function
 
@@ -101,8 +101,10 @@ def test_what_the_machine_has(two_gpus):
 
 
 def test_samples_of_an_evaluation_leave_the_states_of_all_gpus(two_gpus):
-    with patch("torch.random.fork_rng") as forked, patch("torch.manual_seed"), _seeded("a document"):
-        forked.assert_called_once_with(devices=[0, 1])
+    sampler = Mock(_settings=Mock(samples=1, seed=0))
+    with patch("torch.random.fork_rng") as forked, patch("torch.manual_seed"), patch.object(evaluation, "roll_out"):
+        evaluation.Completions.sample(sampler, [], "a document")
+    assert [*forked.call_args.kwargs["devices"]] == [0, 1]
 
 
 @pytest.mark.parametrize(("device", "packing"), [("cpu", "plain"), ("cuda", "tile_packed_to_4d")])
