@@ -13,8 +13,8 @@ from ebft.machine import available_memory, total_memory
 from ebft.prefix.attention import flex, passes
 from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
-from ebft.tools.evaluation.result import machine_card
 from ebft.tools.evaluation import run as evaluation
+from ebft.tools.evaluation.result import machine_card
 from ebft.tools.export.quantize import torchao_settings
 from ebft.transformers_internals import causal_mask_function
 
