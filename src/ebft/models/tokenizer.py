@@ -46,7 +46,7 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
                 "again."
             ) from error
         raise ModelError(f"{key}: cannot load a tokenizer from {name!r}: {explained(error)}") from error
-    if len(tokenizer) == len(tokenizer.added_tokens_decoder):  # as transformers makes it without files
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # as transformers makes it without files
         raise ModelError(f"{key}: {name} has no tokenizer. Copy its files to the folder, or set tokenizer_config.")
     if config.added_tokens_overrides:
         tokenizer = with_overrides(tokenizer, config.added_tokens_overrides)

@@ -28,7 +28,6 @@ from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.printed import all_printable
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
@@ -300,10 +299,7 @@ class RolloutGRPOTrainer(OverTRL):
             self.log_held_out(logs)
         elif "loss" in logs:
             logs |= self._throughput.drain(self.accelerator)
-        if self.log_completions:  # TRL prints them
-            for entries in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
-                for index in range(len(entries)):
-                    entries[index] = all_printable(entries[index])
+        self.make_logs_printable()
         prints, self.log_completions = self.log_completions, self.log_completions and "train_runtime" not in logs
         super().log(logs, start_time)  # the completions of the last step were printed before the summary of the run
         self.log_completions = prints
