@@ -19,9 +19,7 @@ from tests.structured.trainers import arguments
         ({"use_vllm": True}, ConfigError, "Full fine-tuning with a vLLM server requires CUDA"),
         ({"temperature": 0.7, "embed_method": "sum"}, ConfigError, "embed_method: invalid value 'sum'"),
         ({"vllm_structured_outputs_regex": "a"}, ConfigError, "requires vLLM"),
-        *(({name: value}, ConfigError, f"{name}: {value!r} is invalid") for name, value in
-          {"temperature": 0.0, "top_p": 0.0, "min_p": 2.0, "max_completion_length": None}.items()),
-        ({"top_p": None}, ConfigError, "top_p: None is not supported"),
+        ({"temperature": 0.0}, ConfigError, "temperature: 0.0 is invalid"),
         ({"alignment_coef": 0.0, "diversity_coef": 0.0}, ConfigError, "the loss is always 0"),
         ({"neftune_noise_alpha": 5.0}, ConfigError, "neftune_noise_alpha is not supported"),
         ({"use_vllm": True, "vllm_mode": "managed"}, ConfigError, "managed is for configs, where `ebft train`"),
