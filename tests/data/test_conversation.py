@@ -2,13 +2,11 @@
 
 import copy
 import signal
-import time
 
 import pytest
 
 from ebft.data import conversation as conversations
 from ebft.data import rendering
-from ebft.data.apply import _Step
 from ebft.data.conversation import Renderer, without_end
 from ebft.data.rendering import ChatTemplate
 from ebft.errors import DataError
@@ -48,7 +46,6 @@ def test_one_terminating_token_is_left_out(chat_tokenizer):
     ("prompt", "turns", "message"),
     [
         ("text", TURNS, "requires a prompt of messages"),
-        (PROMPT, [TURNS[1], TURNS[1]], "two consecutive assistant turns"),
         (PROMPT, [TURNS[0], assistant([{"type": "text"}])], "part whose text is missing"),
         ([{"content": "a"}], None, "message 0 has no role"),
         ([user([{"type": "image", "image": "x"}])], None, "part of type 'image'"),
@@ -130,11 +127,3 @@ def test_templates_that_cannot_be_rendered(chatml, text, problem, monkeypatch):
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
     tokenizer.chat_template = "{% for a in range(99999) %}{% endfor %}{{ messages[0].content }}"
     assert ChatTemplate(tokenizer)([user("?")]) == "?"
-
-
-def test_a_row_that_takes_long_is_named(monkeypatch, capsys):
-    slow = lambda row, tokenizer: time.sleep(0.4) or row
-    monkeypatch.setattr("ebft.config.user_code.FIRST", 0.1)
-    step = _Step("rows.jsonl, train: transform 'own.slow'", slow, None, dict)
-    step.row({"text": "a"}, 3)
-    assert "rows.jsonl, train: transform 'own.slow', row 3 has been running for" in capsys.readouterr().err

@@ -161,8 +161,6 @@ XY = '"prompt": "x", "ground_truth": "y"'
         ('{"prompt": "x"}', "the field 'ground_truth' is missing; the transform returned prompt, but structured mode"),
         ('{"ground_truth": "x"}', "the field 'prompt' is missing"),
         (f'{{{XY}, "remaining_turns": "z"}}', "remaining_turns must contain a list"),
-        (f'{{"prompt": [{user("x")}], "ground_truth": "y", "remaining_turns": {TURNS}}}',
-         "remaining_turns has two consecutive assistant turns"),
         (f'{{{XY}, "when": object()}}', "column 'when' contains object, .* to text"),
         *((f'{{{XY}, "{name}": "x"}}', f"{name}: reserved column name, .* add it to the .* remove_columns")
           for name in RESERVED),
@@ -171,13 +169,12 @@ XY = '"prompt": "x", "ground_truth": "y"'
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
         ('{"input_ids": [1, 2], "labels": [1, 2]}',
          "the transform returned input_ids and no prompt, but structured mode .* trains on rows of prompt and "
-         "ground_truth. Use ebft_strided_structured.transform_prompts, ebft_opencode.transform, .* change the method"),
+         "ground_truth. Use ebft_strided_structured.transform_prompts, .* change the method"),
     ],
 )  # fmt: skip
 def test_wrong_results_name_transform_row_and_field(load, own, chatml, tmp_path, result, message):
-    used = {"tokenizer": chatml} if "remaining_turns" in message else {}
     with pytest.raises(DataError, match=f"row 0: {message}") as caught:
-        load([{"q": "a"}], own(result), **used)
+        load([{"q": "a"}], own(result))
     assert str(caught.value).startswith(f"{tmp_path / 'rows.jsonl'}, train: transform 'own_")
 
 

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from ebft.data.keys import DatasetEntry
-from ebft.data.transforms import reward
+from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -64,7 +64,10 @@ def test_pairs_without_a_reply_and_long_ones_are_dropped_and_counted(load):
     others = ({**TEXTS, "rejected": " "}, {**TEXTS, "input": ""}, {**TEXTS, "rejected": "No" * 50})
     rows, report = load(PAIR, TEXTS, *others, keys={"sequence_len": 60})
     assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
-    assert "dropped 2 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds" in report
+    assert (
+        "dropped 1 without a prompt, 1 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds"
+        in report
+    )
 
 
 def labelled(row):
@@ -95,7 +98,7 @@ def test_bos_is_before_the_prompt():
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = reward.stepwise_supervised(None, entry)[0](STEPS, tokenizer=tokenizer)
+    row = find_transform(entry.type)(None, dataset=entry)[0](STEPS, tokenizer=tokenizer)
     assert labelled(row) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
@@ -106,9 +109,10 @@ ENDS = {"chosen": [ASKED], "rejected": [ASKED]}
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        (PAIR, {"input": "Hi", "chosen": "a"}, "no column with replies: expected rejected"),
-        (PAIR, {"chosen": "a", "rejected": "b"}, "no column with the user message: expected input"),
-        (PAIR, ENDS, "column 'chosen' must end with an assistant message"),
+        (PAIR, {"input": "Hi", "chosen": "a"}, "the column 'rejected or rejected_response' is missing"),
+        (PAIR, {"chosen": "a", "rejected": "b"}, 
+         "column 'chosen' must contain a list of messages, since .*prompt, messages, input"),
+        (PAIR, ENDS, "column 'chosen' ends with a message of the role 'user'"),
         (PAIR, OTHERS, "row 0: .*different messages before their last one.*'prompt'"),
         (PAIR, {"prompt": [ASKED], "chosen": [user("Ho"), YES], "rejected": [ASKED, NO]},
          "row 0: .*column 'chosen' starts with .*'user'"),

@@ -1,13 +1,12 @@
 """Transforms of the user's own: how they are found and called, and what is said about wrong ones."""
 
-import sys
 import textwrap
 
 import pytest
 from datasets import Dataset
 
 from ebft.data.apply import Source, tokenise
-from ebft.data.transforms import TRANSFORMS, find_transform
+from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 
 
@@ -121,16 +120,6 @@ def test_transform_that_returns_no_pair(run_own):
         run_own("def transform(cfg, **kwargs):\n    return lambda example: {}\n")
 
 
-@pytest.mark.parametrize("name", [name for name, found in TRANSFORMS.items() if found.file != "preferences"])
-def test_built_in_names(name):
-    module, _, function = name.partition(".")
-    if function == "transform":
-        assert find_transform(name) is find_transform(module)
-    found = find_transform(name)
-    names = [name for name, value in vars(sys.modules[found.__module__]).items() if value is found]
-    assert f"{module}_{function}".replace("_transform", "") in [*names, names[0].replace("ebft_strided_chat", module)]
-
-
 AXOLOTL = "is a prompt strategy of axolotl that is not built in"
 
 
@@ -143,7 +132,7 @@ AXOLOTL = "is a prompt strategy of axolotl that is not built in"
         ("sharegpt:chat", f"'sharegpt:chat' {AXOLOTL}.*chat_template, alpaca"),
         ("ebft_pretrain.transfrom", "has no function 'transfrom'. Available functions: transform.$"),
         ("ebft_chat_multiturn.transform_frist",
-         "no function 'transform_frist'. Available functions: transform, transform_last_turn, transform_all_turns"),
+         "no function 'transform_frist'. Available functions: .*transform_last_turn"),
         ("textwrap.nothing",
          "module textwrap has no function 'nothing'. Available functions: TextWrapper, wrap, fill, shorten"),
     ],

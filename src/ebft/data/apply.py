@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import user_code
+from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
+from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
 from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
-from ebft.data.transforms import find_transform, wanted_rows
+from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause
+from ebft.errors import DataError, EBFTError, cause, shortened
+from ebft.printed import say
+from ebft.processes import is_main_process
 
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
+_READ = "columns_read"  # column of the names of the columns that were read
 # Converts a transformed row to columns, of which `reason` says why the row is dropped, empty if it is kept. A DataError
 # that it raises is reported with the transform and the row.
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -76,38 +81,56 @@ def apply_transform(
     """
     entry, raw, first_document, held_out = source
     transform_fn, map_kwargs = _build(entry, config)
+    is_own, is_many = built_in(entry.type) is None, map_kwargs.pop("many", False)
     removed = map_kwargs.pop("remove_columns", [])
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
+    features = Features({**features, **WITH_REASON})
     fields = [field for field in features if field != "document"]
-    # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
     packed = [field for field, kind in features.items() if kind == IDS]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     name = named(entry)
-    step = _Step(name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out)
+    system = None if is_own else _system_column(entry)
+    step = _Step(
+        name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out, is_own, system
+    )
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
+    function = step.batch if map_kwargs.get("batched") else step.row
+    if is_many:
+        function, map_kwargs = step.rows, {**map_kwargs, "batched": True, "batch_size": 1}
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
-        "features": Features({**features, _NOTED: Value("string")}),
+        "features": Features({**features, _NOTED: Value("string"), _READ: Value("string")}),
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, name=name, **options, **map_kwargs)
+        rows = map_rows(raw, function, name=name, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
     for what in (LEFT_OUT, UNTHINKING):
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
-    rows = rows.remove_columns(_NOTED)
-    if "reason" not in features:
-        return rows
+    if not is_own and is_main_process():
+        read = {name for names in rows.unique(_READ) for name in json.loads(names)}
+        unread = [column for column in raw.column_names if column not in {*read, "file"}]
+        if unread:
+            say(f"{entry.path}, {entry.split}: columns that are not read: {shortened(', '.join(unread))}", err=True)
+    rows = rows.remove_columns([_NOTED, _READ])
     reasons = np.asarray(rows["reason"])
     for reason in (*DROPPED, TRUNCATED):
         counts.add(reason, documents[reasons == reason].tolist())
     return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED))).remove_columns("reason")
+
+
+def _system_column(entry: Any) -> str | None:
+    """The column of a system message that must be read; None for raw text, and if the entry says what becomes of it."""
+    if TRANSFORMS[built_in(entry.type)].format in ("text", "nemo_gym") or entry.drop_system_message:
+        return None
+    of_type = entry.type.field_system if isinstance(entry.type, PreferenceColumns) else "system"
+    return of_type if entry.field_system is None and entry.user_defined is None else None
 
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
@@ -141,13 +164,37 @@ class _Step:
     clean: Callable[[dict[str, Any]], dict[str, Any]] = dict
     packed: Sequence[str] = ()
     held_out: Collection[int] = ()
+    is_own: bool = True  # whether the transform is not a built-in one
+    system: str | None = None  # a column that a built-in one has to read
+
+    def rows(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
+        """For built-in transforms that return several rows of a row."""
+        (example,) = (dict(zip(examples, values)) for values in zip(*examples.values()))
+        found = self._of(example, indices[0])
+        return {field: [row[field] for row in found] for field in [*self.fields, _NOTED, _READ, "document"]}
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
+        (found,) = self._of(example, index)
+        return found
+
+    def _of(self, example: dict[str, Any], index: int) -> list[dict[str, Any]]:
         where = f"{self.name}, {file_of(example) or f'row {index}'}"
-        checked = self._checked(self._call(self.clean(dict(example)), where), where)
-        for field in self.packed:
-            checked[field] = np.asarray(checked[field], dtype=np.int32)
-        return {**checked, "document": self.first_document + index, _NOTED: take_left_out()}
+        columns = Columns(self.clean(dict(example)))
+        try:
+            results = self._call(columns, where)
+            if not self.is_own:
+                check_unread(columns, self.system)
+            results = results if isinstance(results, list) else [results]
+            found = [self._checked(result, where) for result in results]
+        except Dropped as dropped:
+            found = [self._dropped(dropped)]
+        except DataError as error:
+            raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        noted, read = take_left_out(), json.dumps(sorted(columns.read))
+        return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
+
+    def _dropped(self, dropped: Dropped) -> dict[str, Any]:
+        return {**dict.fromkeys(self.fields), "reason": str(dropped)}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive.
@@ -161,7 +208,7 @@ class _Step:
             self._part([given[place] for place in part], [indices[place] for place in part]) for part in parts if part
         ]
         rows = [row for part in found for row in part]
-        return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, "document"]}
+        return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, _READ, "document"]}
 
     def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
@@ -176,21 +223,32 @@ class _Step:
         checked = []
         for number, (row, document) in enumerate(zip(rows, documents)):
             fields = self._checked(row, f"{where}, result {number}")
-            checked.append(fields | {_NOTED: take_left_out() or noted, "document": self.first_document + document})
+            notes = {_NOTED: take_left_out() or noted, _READ: "[]"}
+            checked.append(fields | notes | {"document": self.first_document + document})
         return checked
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            return self.check(row)
+            checked = {"reason": "", **self.check(row)}
+        except Dropped as dropped:
+            checked = self._dropped(dropped)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
+        # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
+        ids = {field: np.asarray(checked[field], dtype=np.int32) for field in self.packed if checked[field] is not None}
+        return checked | ids
 
-    def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
+    def _call(self, example: dict[str, Any], where: str) -> Any:
+        """The fields of a row; of a built-in transform, of several rows."""
         try:
             with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
-                result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
+                result = self.transform_fn(dict(example) if self.is_own else example, tokenizer=self.tokenizer)
+        except Dropped:
+            raise
         except EBFTError as error:
             raise DataError(f"{where}: {error}") from error
+        if not self.is_own:
+            return result
         if not isinstance(result, Mapping):
             raise DataError(
                 f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."
@@ -227,7 +285,12 @@ def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
     """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
-    return _Step(named(entry), _build(entry, config)[0], tokenizer, _check(config, tokenizer)).row
+    is_own = built_in(entry.type) is None
+    system, fields = None if is_own else _system_column(entry), [name for name in FEATURES if name != "document"]
+    check = _check(config, tokenizer)
+    return _Step(
+        named(entry), _build(entry, config)[0], tokenizer, check, fields=fields, is_own=is_own, system=system
+    ).row
 
 
 def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:

@@ -18,6 +18,7 @@ from ebft.data.messages import (
     ROW_KWARGS,
     TOOLS,
     Message,
+    check_turns,
     messages_of,
     row_kwargs,
     says_something,
@@ -171,6 +172,8 @@ class PromptRow:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
         if isinstance(fields["prompt"], list):
+            reply = {"role": "assistant", "content": "?"}  # one without a text has a reason of its own
+            check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
             self._check_rendering(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)

@@ -55,6 +55,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.name, self.tools, self.closed = tokenizer, name or "of the tokenizer", tools, closed
         self.kwargs: dict[str, Any] = dict(kwargs or {})
+        self.places: dict[tuple[str, ...], tuple[int, int, int]] = {}  # see `ebft.data.turns.Places`
         unread = [key for key in self.kwargs if key not in str(tokenizer.chat_template)]
         if unread and tokenizer.chat_template is not None:
             warnings.warn(

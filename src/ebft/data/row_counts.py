@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ebft.errors import EBFTError
+
 if TYPE_CHECKING:
     from ebft.data.sources import Documents
 
@@ -21,6 +23,8 @@ TAIL = "ends of long documents too short for one block"
 ONE_TOKEN = "with a single token"
 NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
 NO_PROMPT = "without a prompt"
+SAME_ROLE = "with two turns of the same role in a row"
+EMPTY_TURN = "with an empty turn"
 NO_REPLY = "without a chosen or a rejected reply"
 REPLY_TOO_LONG = "whose chosen or rejected text exceeds sequence_len"
 NO_STEP = "without a labelled step within sequence_len"
@@ -30,6 +34,8 @@ COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_l
 DROPPED = (
     EMPTY,
     NO_PROMPT,
+    SAME_ROLE,
+    EMPTY_TURN,
     NO_REFERENCE,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
@@ -55,6 +61,12 @@ UNTHINKING = (
     "ebft_strided_chat.transform_all_turns keeps it"
 )
 NOTES = (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
+
+
+class Dropped(EBFTError):
+    """A row is dropped, for one of the reasons above. Not an error: the row is counted."""
+
+
 _left_out: set[str] = set()  # of the rows that were checked since `take_left_out` was called
 
 

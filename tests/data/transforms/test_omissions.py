@@ -31,14 +31,14 @@ KINDS = {
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("deepseek_r1_distill", "thinking", "omits the thinking of message 1 .assistant., which is in its content"),
+        ("deepseek_r1_distill", "thinking", "omits the thinking of message 1 .assistant. in its key content"),
         ("deepseek_r1_distill_training", "thinking", None),
         ("qwen3", "thinking in two turns", None),
-        ("qwen2_5", "reasoning_content", "in the key 'reasoning_content'. Set `template_thinking_key: content`"),
+        ("qwen2_5", "reasoning_content", "in its key reasoning_content, .*set `template_thinking_key: content`"),
         ("qwen2_5", "key thinking", "`template_thinking_key: content` and `field_thinking: thinking` of the dataset"),
         ("qwen3", "key thinking", None),  # passed under the key that the template reads
         ("gptoss", "reasoning_content", None),
-        ("qwen2_5", "unknown role", "omits the content of message 1 .critic., .* `roles: {assistant: .critic.}`"),
+        ("qwen2_5", "unknown role", "omits the content of message 1 .critic. .* `roles: {assistant: .critic.}`"),
     ],
 )
 def test_errors(name, kind, message):
