@@ -1,7 +1,6 @@
 """Prompts, references and the ids between turns."""
 
 import copy
-import signal
 
 import pytest
 
@@ -112,18 +111,8 @@ def test_the_end_of_an_earlier_reply_that_has_one_of_its_own_is_kept(chat_tokeni
 SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [(SLOW, "it takes more than 0.2 s, so its loops may have no end"), ("{{ 1 / 0 }}", "division by zero")],
-)
-def test_templates_that_cannot_be_rendered(chatml, text, problem, monkeypatch):
-    monkeypatch.setattr("ebft.data.rendering.SECONDS", 0.2)
+def test_a_template_that_cannot_be_rendered(chatml):
     tokenizer = copy.deepcopy(chatml)
-    tokenizer.chat_template = text
-    for _ in range(2):  # at once when it is rendered again
-        with pytest.raises(DataError, match=f"chat template of the tokenizer cannot render .*: {problem}"):
-            ChatTemplate(tokenizer)([user("?")])
-    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-    tokenizer.chat_template = "{% for a in range(99999) %}{% endfor %}{{ messages[0].content }}"
-    assert ChatTemplate(tokenizer)([user("?")]) == "?"
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(DataError, match="chat template of the tokenizer cannot render .*: division by zero"):
+        ChatTemplate(tokenizer)([user("?")])

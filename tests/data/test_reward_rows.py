@@ -120,7 +120,7 @@ ENDS = {"chosen": [ASKED], "rejected": [ASKED]}
           for margin in (None, "1", True, float("inf"), float("nan"))),
         (PAIR, {**TEXTS, "input": ""}, "No usable rows are left: provide pairs whose texts have at most"),
         (ROW, {**STEPS, "labels": [True]}, "2 steps in 'completions' and 1 in 'labels'"),
-        (ROW, {**STEPS, "labels": [1, 2]}, "the label 2 is not one of the 2 classes 0 to 1"),
+        (ROW, {**STEPS, "labels": [1, 2]}, "labels contains 2, which is not one of 2 tokens or classes"),
         (ROW, {**STEPS, "labels": ["a", "b"]}, "the class of each step"),
         (ROW, {"prompt": "a", "completions": ["b"]}, "no column with labels"),
     ],

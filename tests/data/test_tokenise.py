@@ -90,14 +90,14 @@ PROMPTS = '{"prompt": "x", "ground_truth": "y"}'
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (simple(PROMPTS), "row 0: the transform returned prompt and ground_truth, but strided mode trains on rows of "
-         "input_ids and labels. Use ebft_pretrain.transform, .*ebft_reasoning.transform_strided, .*change the method"),
+        (simple(PROMPTS), "row 0: the field 'input_ids' is missing; the transform returned prompt, ground_truth, but "
+         "strided mode trains on rows of input_ids and labels. Use ebft_pretrain.transform, .*change the method"),
         (simple('{"prompt": "x"}'), "row 0: the field 'input_ids' is missing; the transform returned prompt"),
         (simple('{"input_ids": [1]}'), "row 0: the field 'labels' is missing"),
         (simple('{"input_ids": [1, 2], "labels": [1]}'), "labels has 1 entries, but input_ids has 2"),
         (simple('{"input_ids": "abc", "labels": [1]}'), "input_ids must be a list of token ids, got abc"),
         (simple('{"input_ids": [1], "labels": [1], "prompt_length": -1}'),
-         "prompt_length must be a non-negative integer, got -1"),
+         "prompt_length must be a number of tokens before the reference, at most the row's 1, got -1"),
         (simple('{"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [0, 1]}'), "must be ones followed by zeros"),
         *((simple(f'{{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "turn_spans": {spans}}}'),
            rf"pairs .* row's 3 tokens.*{got}")

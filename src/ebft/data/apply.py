@@ -17,12 +17,12 @@ from ebft.config.user_code import user_code
 from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
+from ebft.data.row_counts import DROPPED, LEFT_OUT, NO_PROMPT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
 from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause, shortened
+from ebft.errors import DataError, EBFTError, cause, shortened, told
 from ebft.printed import say
 from ebft.processes import is_main_process
 
@@ -241,14 +241,16 @@ class _Step:
     def _call(self, example: dict[str, Any], where: str) -> Any:
         """The fields of a row; of a built-in transform, of several rows."""
         try:
+            if not self.is_own:
+                return self.transform_fn(example, tokenizer=self.tokenizer)
             with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
-                result = self.transform_fn(dict(example) if self.is_own else example, tokenizer=self.tokenizer)
+                result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
         except Dropped:
             raise
         except EBFTError as error:
             raise DataError(f"{where}: {error}") from error
-        if not self.is_own:
-            return result
+        except Exception as error:
+            raise DataError(f"{where}: {told(error)}") from error
         if not isinstance(result, Mapping):
             raise DataError(
                 f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."
@@ -298,86 +300,56 @@ def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:
-    """The fields of one row, without padding; `prompt_length` is None if the row has to have a prompt, but has none.
+    """The fields of one row, without padding; a row whose `prompt_length` is None has no prompt and is dropped.
 
     Raises DataError that names a missing or malformed field.
     """
     for field in ("input_ids", "labels"):
-        if field not in row and "prompt" in row and "ground_truth" in row:
-            raise DataError(f"the transform returned prompt and ground_truth, but {hint}")
         if field not in row:
-            raise DataError(
-                f"the field {field!r} is missing; the transform returned {', '.join(row)}. Training on tokens "
-                "requires input_ids and labels, and prompt_length for rows with a prompt."
-            )
-    input_ids, labels = (_integers(row[field], field) for field in ("input_ids", "labels"))
-    if len(labels) != len(input_ids):
-        raise DataError(f"labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
-    _check_range(input_ids, "input_ids", vocabulary)
-    if labels != input_ids:
-        _check_range([label for label in labels if label != IGNORE], "labels", vocabulary)
-    length = _real_length(row, len(input_ids))
-    first_label = next((index for index, label in enumerate(labels) if label != IGNORE), 0)
-    prompt_length = row.get("prompt_length", first_label)
-    is_number = isinstance(prompt_length, int) and not isinstance(prompt_length, bool)
-    if prompt_length is not None and (not is_number or prompt_length < 0):
-        raise DataError(f"prompt_length must be a non-negative integer, got {prompt_length!r}.")
-    if is_number and prompt_length > length:
+            raise DataError(f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {hint}")
+    ids, labels = (integers(row[field], field) for field in ("input_ids", "labels"))
+    mask = integers(row["attention_mask"], "attention_mask") if "attention_mask" in row else [1] * len(ids)
+    length = sum(mask)
+    if len(labels) != len(ids) or mask != [1] * length + [0] * (len(ids) - length):
         raise DataError(
-            f"prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
-            "before the reference, which follows them in input_ids."
+            f"labels has {len(labels)} entries, but input_ids has {len(ids)}; attention_mask must be ones followed by "
+            "zeros, with the same length. Do not pad on the left; rows do not need padding."
         )
-    return {
-        "input_ids": input_ids if length == len(input_ids) else input_ids[:length],
-        "labels": labels if length == len(labels) else labels[:length],
-        "prompt_length": prompt_length,
-        "turn_spans": _turn_spans(row.get("turn_spans"), length),
-    }
+    outside = next((token for token in (*ids, *labels) if not 0 <= token < vocabulary and token != IGNORE), None)
+    outside = IGNORE if outside is None and IGNORE in ids else outside
+    if outside is not None:
+        raise DataError(
+            f"the row contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the tokenizer "
+            f"that the transform receives, and {IGNORE} for ignored labels only."
+        )
+    prompt_length = row.get("prompt_length", next((n for n, label in enumerate(labels) if label != IGNORE), 0))
+    if prompt_length is None:
+        raise Dropped(NO_PROMPT)
+    if type(prompt_length) is not int or not 0 <= prompt_length <= length:
+        raise DataError(
+            f"prompt_length must be a number of tokens before the reference, at most the row's {length}, got "
+            f"{prompt_length!r}."
+        )
+    spans = _turn_spans(row.get("turn_spans"), length)
+    return {"input_ids": ids[:length], "labels": labels[:length], "prompt_length": prompt_length, "turn_spans": spans}
 
 
 def _turn_spans(values: Any, length: int) -> list[list[int]]:
     """The (start, end) pairs of a row of `length` tokens. Raises DataError unless they are in order and within it."""
-    values = values.tolist() if hasattr(values, "tolist") else [] if values is None else values
-    try:
-        pairs = [[start, end] for start, end in values]
-    except (TypeError, ValueError):
-        pairs = [["", ""]]
-    places = [place for pair in pairs for place in pair]
-    if (
-        not set(map(type, places)) <= {int}
-        or any(start >= end for start, end in pairs)
-        or [0, *places, length] != sorted([0, *places, length])
-    ):
+    values = values.tolist() if hasattr(values, "tolist") else values or []
+    is_right = isinstance(values, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values)
+    places = [place for pair in values for place in pair] if is_right else []
+    is_right = is_right and set(map(type, places)) <= {int} and all(start < stop for start, stop in values)
+    if not is_right or [0, *places, length] != sorted([0, *places, length]):
         raise DataError(
-            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order "
-            f"and without overlaps, got {str(values)[:60]}."
+            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order and "
+            f"without overlaps, got {str(values)[:60]}."
         )
-    return pairs
+    return [list(pair) for pair in values]
 
 
-def _check_range(ids: list[int], field: str, vocabulary: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        outside = min(ids) if min(ids) < 0 else max(ids)
-        raise DataError(
-            f"{field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
-            f"tokenizer that the transform receives{f', and {IGNORE} for ignored labels' if field == 'labels' else ''}."
-        )
-
-
-def _real_length(row: Mapping[str, Any], length: int) -> int:
-    if "attention_mask" not in row:
-        return length
-    mask = _integers(row["attention_mask"], "attention_mask")
-    real = sum(mask)
-    if len(mask) != length or mask != [1] * real + [0] * (length - real):
-        raise DataError(
-            "attention_mask must be ones followed by zeros, with the length of input_ids. Do not pad on the "
-            "left; rows do not need padding."
-        )
-    return real
-
-
-def _integers(values: Any, field: str) -> list[int]:
+def integers(values: Any, field: str) -> list[int]:
+    """The numbers of a field of a row. Raises DataError if it has something else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise DataError(f"{field} must be a list of token ids, got {str(values)[:60]}.")

@@ -12,7 +12,7 @@ from ebft.config.section import ShapeKeys
 from ebft.data.columns import first_present, first_shape, has_column, optional_text, value_of
 from ebft.data.row_counts import EMPTY_TURN, NO_PROMPT, SAME_ROLE, Dropped
 from ebft.data.tokens import THINKING, join_thinking, split_thinking
-from ebft.errors import DataError
+from ebft.errors import DataError, doing
 
 Message = dict[str, Any]
 
@@ -107,12 +107,8 @@ def _arguments(value: Any, what: str) -> Any:
 
 def _unpacked(value: Any, what: str) -> Any:
     """The value of a JSON text; another value as it is."""
-    try:
+    with doing(f"reading {what} as JSON"):
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(
-            f"{what} are not valid JSON ({error}): {value!r:.60}. Correct the row, or remove it."
-        ) from error
 
 
 def message_text(message: Mapping[str, Any], number: int) -> Any:
@@ -326,18 +322,12 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
 
 def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
     """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
-    try:
-        given = json.loads(message.get("content") or "")
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"message {number} has the role {_CALL!r}, but its content is not the JSON text of a call ({error}). "
-            f"Correct it, or name its role in `roles` of the dataset, for example `roles: {{assistant: [{_CALL}]}}`."
-        ) from error
+    given = _unpacked(message.get("content"), f"the content of message {number} ({_CALL})")
     calls = given if isinstance(given, list) else [given]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
             f"message {number} has the role {_CALL!r}, so its content must be JSON text with the keys name and "
-            f"arguments, got {message.get('content')!r:.60}."
+            f"arguments, got {message.get('content')!r:.60}. Or name its role in `roles` of the dataset."
         )
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     del message["content"]
@@ -447,12 +437,7 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
 def _json_column(example: Mapping[str, Any], column: str, where: str) -> Any:
     """The value of a column, or of the JSON text in it; None if it is missing or an empty text."""
     found = value_of(example, column) if has_column(example, column) else None
-    if not isinstance(found, str):
-        return found
-    try:
-        return json.loads(found) if found.strip() else None
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON ({error}).") from error
+    return None if isinstance(found, str) and not found.strip() else _unpacked(found, where)
 
 
 def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:
