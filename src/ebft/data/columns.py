@@ -84,10 +84,17 @@ def first_text(row: Mapping[str, Any], columns: Iterable[str], wanted: str, fix:
 _MEDIA = tuple(f"{name}{ending}" for name in ("image", "audio", "video") for ending in ("", "s"))
 
 
+def _has_content(value: Any) -> bool:
+    """Whether a value is more than empty texts, lists and mappings, as rows without an image have."""
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_has_content, value.values() if isinstance(value, Mapping) else value))
+    return bool(value.strip()) if isinstance(value, str | bytes) else value is not None
+
+
 def check_unread(row: Columns, system: str | None) -> None:
     """Raise DataError for a column with content that must not be left out and was not read: media, and `system`."""
     for name in _MEDIA:
-        if name not in row.read and row.get(name) not in (None, "", b"", []):
+        if name not in row.read and _has_content(row.get(name)):
             raise DataError(
                 f"column {name!r} has content, but models are trained on text only. Remove the column if the texts are "
                 "complete without it, or the row."

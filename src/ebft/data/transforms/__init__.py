@@ -50,7 +50,9 @@ _SYSTEM = ("field_system", "system_prompt")
 _OF_PAIRS = (*_SYSTEM, "drop_system_message", "field_tools")
 _LAST_TURN = (*_CHAT, *_SYSTEM)
 _TURNS = (*_LAST_TURN, *LABELS, "field_tools")
-READ_BY_SOME = (*_CHAT[:-1], *_SYSTEM, *LABELS, "field_tools", "field_messages", "user_defined")
+_STEPS = ("step_separator", "max_completion_length", "train_on_last_step_only")
+_REPLIES = ("field_chosen", "field_rejected")
+READ_BY_SOME = (*_CHAT, *_SYSTEM, *LABELS, "field_tools", "user_defined", *_STEPS, *_REPLIES)
 
 
 class BuiltIn(NamedTuple):
@@ -92,7 +94,7 @@ def _twins(
     }
 
 
-_NO_SYSTEM, _COMPARED = ("drop_system_message",), (*_LAST_TURN, "field_tools")
+_NO_SYSTEM, _COMPARED = ("drop_system_message",), (*_LAST_TURN, "field_tools", *_REPLIES)
 _FIRST = ("ebft_chat_multiturn.transform", "first")
 _LAST = ("ebft_chat_multiturn.transform_last_turn", "last")
 _EACH = ("ebft_chat_multiturn.transform_all_turns", "each")
@@ -107,7 +109,7 @@ TRANSFORMS: dict[str, BuiltIn] = {
     "ebft_strided_chat.transform": BuiltIn("chat", _TOKENS, "all", _EACH[0], _TURNS),
     **_twins("chat", ("ebft_strided_chat.transform_last_turn", "last"), _LAST, _TURNS),
     **_twins("chat", ("ebft_strided_chat.transform_all_turns", "each"), _EACH, _TURNS),
-    **_twins("pairs", ("ebft_opencode.transform_strided", "all"), ("ebft_opencode.transform", "last"), _OF_PAIRS),
+    **_twins("pairs", ("ebft_opencode.transform_strided", "last"), ("ebft_opencode.transform", "last"), _OF_PAIRS),
     _FIRST[0]: BuiltIn("chat", _PROMPTS, _FIRST[1], "chat_template.transform", _TURNS),
     **_twins(
         "chat",
@@ -125,10 +127,10 @@ TRANSFORMS: dict[str, BuiltIn] = {
     "input_output.transform": BuiltIn("segments", _TOKENS),
     "nemo_gym.transform": BuiltIn("nemo_gym", _PROMPTS, reads=_CHAT),
     "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=_COMPARED),
-    "stepwise_supervised.transform": BuiltIn("steps", ("steps",)),
-    "chat_template.default": BuiltIn("replies", _PAIRS, reads=_TURNS),
-    "chat_template.argilla_chat": BuiltIn("chats", _PAIRS, reads=_TURNS),
-    "chat_template.argilla": BuiltIn("chats", _PAIRS, reads=_TURNS),
+    "stepwise_supervised.transform": BuiltIn("steps", ("steps",), reads=(*_NO_SYSTEM, *_STEPS)),
+    "chat_template.default": BuiltIn("replies", _PAIRS, reads=(*_TURNS, *_REPLIES)),
+    "chat_template.argilla_chat": BuiltIn("chats", _PAIRS, reads=(*_TURNS, *_REPLIES)),
+    "chat_template.argilla": BuiltIn("chats", _PAIRS, reads=(*_TURNS, *_REPLIES)),
     **{
         f"{style}.{name}": BuiltIn(f"{style}.{name}", rows, reads=_NO_SYSTEM)
         for style in ("chatml", "llama3")
