@@ -37,21 +37,6 @@ def texts(rows) -> list[tuple[str, str]]:
     return [tuple(TOKENIZER.decode(row[f"{name}_ids"]) for name in ("chosen", "rejected")) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {**TEXTS, "system": None},
-        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
-        {"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [NO]},  # the prompt is not repeated
-    ],
-)
-def test_a_pair_is_two_conversations(load, row):
-    rows, _ = load(PAIR, row)
-    assert rows.column_names == ["chosen_ids", "rejected_ids"]
-    assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
-
-
 def test_system_messages_and_margins(load):
     rows, _ = load(PAIR, {**TEXTS, "system": "Be kind", "margin": 1.5}, {**TEXTS, "margin": 0})
     system = "<|im_start|>system\nBe kind<|im_end|>\n"

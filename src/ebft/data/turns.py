@@ -44,10 +44,7 @@ class Places:
         places, done = [self._known(index) for index in indices], 0
         for index, place in zip(indices, places, strict=True):
             if place.start < done:
-                raise DataError(
-                    f"chat template {self.template} renders message {index} before the end of an earlier one, so turns "
-                    "cannot be separated. Use another chat_template."
-                )
+                raise self._refused(f"renders message {index} before the end of an earlier one")
             done = place.stop
         return places
 
@@ -91,10 +88,7 @@ class Places:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
         content, calls = self._content(index), self.messages[index].get("tool_calls")
         if content is None:
-            raise DataError(
-                f"chat template {self.template} omits the {'tool calls' if calls else 'content'} of "
-                f"{self._named(index)}, so it cannot be trained on. Use another chat_template."
-            )
+            raise self._refused(f"omits the {'tool calls' if calls else 'content'} of {self._named(index)}")
         is_reply = self.messages[index]["role"] == "assistant" and index > 0
         start = self._reply_start(index, content[0]) if is_reply else content[0]
         stop, end = self._stop(index, content[1]), self.render.end_of_turn
@@ -112,10 +106,7 @@ class Places:
         done, done_asked = self._last_content_end(index, asked, before)
         header, header_asked = self.text[done:content], asked[done_asked:]
         if content < done:
-            raise DataError(
-                f"chat template {self.template} renders earlier messages differently depending on the content of "
-                f"{self._named(index)}, so the prompt cannot be separated from the reply. Use another chat_template."
-            )
+            raise self._refused(f"renders earlier messages depending on the content of {self._named(index)}")
         common = commonprefix([header, header_asked])
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
         if rest and rest_asked:
@@ -124,10 +115,7 @@ class Places:
             differs = any(self.special.search(text[len(common.rstrip()) :]) for text in (header, header_asked))
             opens = _only_opens_thinking(header_asked, header_asked[len(common.rstrip()) :])
             if not common.strip() or (differs and not opens):
-                raise DataError(
-                    f"chat template {self.template} writes another text before {self._named(index)} than before a new "
-                    "reply, so the prompt cannot be separated from the reply. Use another chat_template."
-                )
+                raise self._refused(f"writes another text before {self._named(index)} than before a new reply")
         # White space that goes on in one of the two is another token there.
         goes_on = any(text[len(common) :][:1].isspace() for text in (header, header_asked))
         if rest_asked and goes_on and (rest or not self.text[content:].startswith("\n")):
@@ -165,12 +153,7 @@ class Places:
             return content + len(last) - found[1]
         token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
         if token is None:
-            role = self.messages[index]["role"]
-            advice = "Use" if role == "assistant" else f"Remove {role} from roles_to_train, or use"
-            raise DataError(
-                f"chat template {self.template} ends {self._named(index)} differently than the last turn and without a "
-                f"special token, so the end of the turn cannot be found. {advice} another chat_template."
-            )
+            raise self._refused(f"ends {self._named(index)} differently than the last turn and without a special token")
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
     def _content(self, index: int) -> tuple[int, int] | None:
@@ -212,6 +195,12 @@ class Places:
             found[index] = (at, at + len(text))
             at += len(text) + len(following)
         return found if at == len(self.text) else {}
+
+    def _refused(self, problem: str) -> DataError:
+        return DataError(
+            f"chat template {self.template} {problem}, so turns cannot be separated. Use another chat_template, or, for "
+            "a role that is not assistant, leave it out of roles_to_train."
+        )
 
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"

@@ -87,18 +87,6 @@ def test_tools_of_sharegpt():
     assert text.startswith(TALK + call + result) and text.endswith("w8 Zq<|im_end|>\n")
 
 
-@pytest.mark.parametrize("method", ["sft", "strided", "multiturn"])
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((None, None), ["w8 Zq", "w9 Zq"]), ((0, 1), ["w9 Zq"]), ((1.0, 0.0), ["w8 Zq"])],
-)
-def test_a_message_with_weight_0_is_context(method, weights, expected):
-    later = [user("u2 Zq"), assistant("w9 Zq", weight=weights[1])]
-    ((text, trained),) = rows_of(method, "qwen2_5", [ASK, {**SAY, "weight": weights[0]}, *later])
-    assert trained == [reply + "<|im_end|>\n" * (method != "multiturn") for reply in expected]
-    assert text.count("w8 Zq") == 1
-
-
 def test_other_weights_of_messages():
     with pytest.raises(DataError, match=r"weight of a message \(assistant\) must be 0 .* or 1, got 0.5"):
         rows_of("sft", "qwen2_5", [ASK, {**SAY, "weight": 0.5}])

@@ -371,31 +371,14 @@ def _nemo_gym(cfg: Any, dataset: Any) -> Transform:
 
     def transform_fn(example, tokenizer=None):
         line = value_of(example, "line")
-        row = _parsed(line)
-        messages, server = _messages(row["responses_create_params"]), _server(row, server_name)
+        row = json.loads(line)
+        server = (row.get("agent_ref") or {}).get("name") or server_name
+        if not server:
+            raise DataError("the row has no agent_ref with a name. Set server_name in nemo_gym_datasets.")
+        messages = _messages(row["responses_create_params"])
         return {"prompt": messages, "nemo_gym_row": line, "nemo_gym_server": server}
 
     return transform_fn, _ALL
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    row = json.loads(line)
-    params = row.get("responses_create_params") if isinstance(row, dict) else None
-    if not isinstance(params, dict) or not isinstance(params.get("input"), str | list):
-        raise DataError("a row of NeMo Gym must contain responses_create_params with the messages in `input`.")
-    return row
-
-
-def _server(row: dict[str, Any], server_name: str | None) -> str:
-    reference = row.get("agent_ref")
-    name = reference.get("name") if isinstance(reference, dict) else None
-    name = server_name if name is None else name
-    if not isinstance(name, str) or not name:
-        raise DataError(
-            "the row has no agent_ref with a name, and its file has no server_name. Set server_name in "
-            "nemo_gym_datasets."
-        )
-    return name
 
 
 def _messages(params: dict[str, Any]) -> list[Message]:
