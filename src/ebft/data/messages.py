@@ -192,7 +192,8 @@ def is_context(message: Message) -> bool:
 def check_turns(messages: list[Message]) -> None:
     """Raise Dropped for a chat without a question, with an empty turn, or with two turns of one role in a row.
 
-    Up to its last reply, if it has one. Tools can give several results, which can be empty.
+    Up to its last reply, if it has one. Tools can give several results, which can be empty, and a call can be a turn of
+    its own after a text.
     """
     said = [says_something(message) for message in messages]
     replied = [
@@ -209,7 +210,10 @@ def check_turns(messages: list[Message]) -> None:
         raise Dropped(NO_PROMPT)
     if any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
         raise Dropped(EMPTY_TURN)
-    if any(role == other and role not in _RESULTS for role, other in zip(roles, roles[1:])):
+    if any(
+        roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
+        for n in range(1, len(roles))
+    ):
         raise Dropped(SAME_ROLE)
 
 

@@ -198,8 +198,8 @@ class Places:
 
     def _refused(self, problem: str) -> DataError:
         return DataError(
-            f"chat template {self.template} {problem}, so turns cannot be separated. Use another chat_template, or, for "
-            "a role that is not assistant, leave it out of roles_to_train."
+            f"chat template {self.template} {problem}, so turns cannot be separated. Use another chat_template, or "
+            "leave a role that is not assistant out of roles_to_train."
         )
 
     def _named(self, index: int) -> str:
