@@ -389,7 +389,7 @@ def with_system(messages: list[Message], example: dict[str, Any], entry: Any) ->
     if entry.field_system is not None and text and has_one:
         raise DataError(
             f"the chat starts with a system message, and column {given!r} has another one. Set drop_system_message: "
-            "true to leave out that of the chat, or remove field_system."
+            "true to leave out the one in the chat, or remove field_system."
         )
     text = text if text.strip() else entry.system_prompt
     return [{"role": "system", "content": text}, *messages] if messages and text and not has_one else messages
