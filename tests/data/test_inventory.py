@@ -134,6 +134,7 @@ def right(method, *turns):
         ([S, Q, A], {"system": "other"}, {}, ["system:S", "user:Q", "assistant:A*"]),
         ([*MORE, Q, A], {"system": "S"}, {}, ["system:S", "user:Q0", "assistant:A0*", "user:Q", "assistant:A*"]),
         ([assistant("Hi"), Q, A], {}, {}, ["assistant:Hi", "user:Q", "assistant:A*"]),
+        ([{"role": "developer", "content": "S"}, Q, A], {}, {}, ["developer:S", "user:Q", "assistant:A*"]),
     ],
 )
 def test_chats(load, method, chat, others, entry, turns):

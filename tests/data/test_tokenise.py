@@ -95,6 +95,8 @@ PROMPTS = '{"prompt": "x", "ground_truth": "y"}'
         (simple('{"prompt": "x"}'), "row 0: the field 'input_ids' is missing; the transform returned prompt"),
         (simple('{"input_ids": [1]}'), "row 0: the field 'labels' is missing"),
         (simple('{"input_ids": [1, 2], "labels": [1]}'), "labels has 1 entries, but input_ids has 2"),
+        *((simple(f'{{"input_ids": {ids}, "labels": {labels}}}'), f"the row contains {wrong}, but the tokenizer's voc")
+          for ids, labels, wrong in (("[-1]", "[1]", -1), ("[1]", "[10**6]", 10**6), ("[-100]", "[1]", -100))),
         (simple('{"input_ids": "abc", "labels": [1]}'), "input_ids must be a list of token ids, got abc"),
         (simple('{"input_ids": [1], "labels": [1], "prompt_length": -1}'),
          "prompt_length must be a number of tokens before the reference, at most the row's 1, got -1"),

@@ -1,4 +1,4 @@
-"""Columns of raw rows, and the note of which of them are read."""
+"""Columns of raw rows, and a note of the columns that are read."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -192,7 +192,8 @@ def is_context(message: Message) -> bool:
 def check_turns(messages: list[Message]) -> None:
     """Raise Dropped for a chat without a question, with an empty turn, or with two turns of one role in a row.
 
-    Up to its last reply, if it has one. Tools can give several results, which can be empty.
+    Up to its last reply, if it has one. Tools can give several results, which can be empty, and a call can be a turn of
+    its own after a text.
     """
     said = [says_something(message) for message in messages]
     replied = [
@@ -209,7 +210,10 @@ def check_turns(messages: list[Message]) -> None:
         raise Dropped(NO_PROMPT)
     if any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
         raise Dropped(EMPTY_TURN)
-    if any(role == other and role not in _RESULTS for role, other in zip(roles, roles[1:])):
+    if any(
+        roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
+        for n in range(1, len(roles))
+    ):
         raise Dropped(SAME_ROLE)
 
 
@@ -385,7 +389,7 @@ def with_system(messages: list[Message], example: dict[str, Any], entry: Any) ->
     if entry.field_system is not None and text and has_one:
         raise DataError(
             f"the chat starts with a system message, and column {given!r} has another one. Set drop_system_message: "
-            "true to leave out that of the chat, or remove field_system."
+            "true to leave out the one in the chat, or remove field_system."
         )
     text = text if text.strip() else entry.system_prompt
     return [{"role": "system", "content": text}, *messages] if messages and text and not has_one else messages

@@ -2,7 +2,7 @@
 
 Turns end where the rendering of the messages up to them ends. A template may render a message differently if other
 messages follow it: it omits the thinking of earlier turns, or writes another end after the last one. The rendering of
-the first messages is then not the start of that of all, and a training template of TRL renders another text. There, a
+the first messages is then not the start of the whole one, and a training template of TRL renders another text. There, a
 message is found by changing its text: the rendering is the same before and after it.
 """
 

@@ -183,3 +183,13 @@ def test_a_chat_of_plain_texts_is_rendered_a_few_times(monkeypatch):
     places = found.turns(range(1, 200, 2))
     assert [found.text[place.start : place.ends] for place in places] == [f"A {number}" for number in range(100)]
     assert sum(calls) < 5 * len(chat)
+
+
+def test_what_is_before_a_reply_may_differ_between_turns():
+    template = (
+        "{% for m in messages %}<s>{{ m.role }}\n{{ '(T)' if loop.index0 in (3, 7) }}{{ m.content }}<e>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    chat = [message for number in range(5) for message in (user(f"Q{number}"), assistant("A"))]
+    found = trained(template, chat)
+    assert found.count("[A<e>\n]") == 3 and found.count("[(T)A<e>\n]") == 2

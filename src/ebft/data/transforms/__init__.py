@@ -139,13 +139,13 @@ TRANSFORMS: dict[str, BuiltIn] = {
     "passthrough": BuiltIn("as_is", _BOTH, reads=_NO_SYSTEM),
     USER_DEFINED: BuiltIn("mapping", _BOTH),
 }
-# The first parts of the names, without those of preference data.
+# The first parts of the names, without the formats of preference data.
 MODULES = list(
     dict.fromkeys(
         name.partition(".")[0] for name, found in TRANSFORMS.items() if not {*found.rows} & {"preferences", "labelled"}
     )
 )
-_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
+_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # text without a chat format
 
 # Names of transforms in axolotl that are different here.
 OTHER_TYPES = {

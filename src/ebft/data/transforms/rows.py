@@ -1,7 +1,7 @@
 """Rows of each kind that methods train on, made of examples, and the functions of texts that they share.
 
-- Tokens, `{input_ids, labels, prompt_length, turn_spans}`, for SFT and strided mode: of raw text all tokens are labels,
-  of a prompt and its completion those of the completion, of a chat those of the turns that are trained on. Special
+- Tokens, `{input_ids, labels, prompt_length, turn_spans}`, for SFT and strided mode: all tokens of raw text are labels,
+  of a pair the tokens of the completion, of a chat the tokens of the turns that are trained on. Special
   tokens are those that the tokenizer adds; documents longer than `sequence_len` are later cut into windows.
 - Prompts, `{prompt, ground_truth}`, for structured mode and `rl: grpo`, with a reply as the reference.
 - Preferences, `{prompt, chosen, rejected}` or `{prompt, completion, label}`.
@@ -341,7 +341,7 @@ def _steps(entry: Any) -> Transform:
 def _segments(cfg: Any, entry: Any) -> Transform:
     """Segments, `{text, label}`: those with `label: true` are trained on; each is tokenised on its own.
 
-    No special tokens are added, so that the segments contain all of them.
+    No special tokens are added, so that the segments contain all tokens.
     """
     columns = [entry.field] if entry.field else ["segments"]
 
