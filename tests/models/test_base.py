@@ -89,7 +89,7 @@ def test_attention_that_cannot_be_used_warns_once(
     base = make_base(tiny_model(family, vocab_size=len(tokenizer)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used instead") as caught:
+    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used") as caught:
         model = load_model(make_config(base_model=base, **keys), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
 
