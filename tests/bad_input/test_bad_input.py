@@ -14,6 +14,5 @@ CASES = [(table, case) for table, cases in TABLES.items() for case in cases]
 @pytest.mark.parametrize(("table", "case"), CASES, ids=[f"{table}: {case.name}" for table, case in CASES])
 def test_case(table, case, tmp_path, tiny_llama_dir, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("ebft.config.user_code._warned", set())
     prepare(case, tmp_path, tiny_llama_dir)
     assert complaint(case, invoke(case, tmp_path), tmp_path) is None

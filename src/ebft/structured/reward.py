@@ -23,7 +23,7 @@ from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, told
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.files import ADAPTER_CONFIG
 from ebft.machine import copy_to
@@ -32,7 +32,6 @@ from ebft.models.causal_lm import SCORE, backbone_of, end_token_ids
 from ebft.models.files import reward_problem
 from ebft.models.pretrained import (
     check_adapter,
-    explained,
     find_model,
     load,
     pretrained_config,
@@ -385,7 +384,7 @@ def _loading(name: str, passes: tuple[type[Exception], ...] = (ConfigError,)) ->
     except passes:
         raise
     except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
-        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {explained(error)}") from error
+        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {told(error)}") from error
 
 
 def _of_adapter(folder: Path) -> PreTrainedModel:
