@@ -91,6 +91,7 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_stored_metrics": "{mode: {name: [values]}}, whose means are logged, of the trainers of trl.experimental",
     },
     StridedEBFTTrainer: shared("_get_num_items_in_batch", "_prepare_inputs"),
+    EBFTTrainer: shared("_get_num_items_in_batch"),
     OverTRL: {
         "_buffered_inputs": "the micro-batches of a generation batch; None before the first",
         "_calculate_rewards": "(rows, ...) -> rewards (completions, functions)",
@@ -224,11 +225,12 @@ def test_no_name_is_used_that_transformers_warns_of():
 
 
 def test_what_is_private_in_other_objects_is_touched_in_one_file_alone():
-    # Of torch's own private names two are used, `Module._modules` and `Tensor._version`, and operators have names of
+    # Of torch's own private names two are used, `Module._modules` and `Tensor._version`, `_replace` of named tuples is
+    # public, and operators have names of
     # their own. `os._exit`, `sys._current_frames`, `torch.cuda.memory._record_memory_history` and `_dump_snapshot` are
     # documented.
     others = r"self\b|cls\b|mkldnn\b|aten\b|os\._exit\b|sys\._current_frames\b|memory\."
-    private = re.compile(rf"\b(?!{others})[a-z]\w*\._(?!modules\b|version\b)[a-z]\w*")
+    private = re.compile(rf"\b(?!{others})[a-z]\w*\._(?!modules\b|version\b|replace\b)[a-z]\w*")
     device = [ROOT / "tools/doctor" / name for name in ("backend.py", "hollow.py")]  # of PyTorch
     for path in ROOT.rglob("*.py"):
         if path not in (SEAM, *device):

@@ -148,7 +148,6 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
         (ConfigError, "eval_batch_size: 3 is not a multiple", {"eval_batch_size": 3}),
         (ConfigError, "'foo' is not supported", {"trl": {"generation_kwargs": {"foo": 1}}}),
         (ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
-        (ConfigError, "must be a list of token ids, got 7", {"trl": {"generation_kwargs": {"stop_token_ids": 7}}}),
         (DataError, "training row 0 has several turns", {"rows": turns}),
         (DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),
         (DataError, "row 0: the .* positions of the model",
