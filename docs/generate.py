@@ -74,7 +74,7 @@ TROUBLESHOOTING_END = """\
 
 | symptom | look at | what to try |
 | --- | --- | --- |
-| it does not fall from the start | `ebft preprocess CONFIG --debug`: are the answers what is trained on, and do they end with the end of turn? | a learning rate 3 to 10 times higher (adapters need 10 to 100 times that of full fine-tuning), `lora_target_linear: true`, a larger `lora_r` |
+| it does not fall from the start | `ebft preprocess CONFIG --debug`: are the answers what is trained on, and do they end with the end of turn? | a learning rate 3 to 10 times higher (adapters need 10 to 100 times the rate of full fine-tuning), `lora_target_linear: true`, a larger `lora_r` |
 | it falls and then stays | `eval_ce_loss`: at the level of text of this kind, there is nothing left to learn | a schedule that has not decayed yet (`lr_scheduler: constant_with_warmup`), more or other data |
 | single steps jump and recover | `grad_norm` of the same steps, and the rows: a few long or damaged ones | larger batches (`gradient_accumulation_steps`), `max_grad_norm: 1.0`, `excess_length_strategy: drop` |
 | it jumps and stays | the learning rate at that step | a checkpoint before it, half the learning rate, `warmup_ratio: 0.03`; `loss_watchdog_threshold` ends such runs |
