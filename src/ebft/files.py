@@ -245,13 +245,10 @@ LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run 
 
 def file_fingerprint(path: Path) -> str:
     """The hash of a file's content; of a file above `LARGEST_HASHED` bytes, its path, size and modification time."""
-    try:
-        stat = path.stat()
-        if stat.st_size > LARGEST_HASHED:
-            return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
-        return file_hash(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    stat = path.stat()
+    if stat.st_size > LARGEST_HASHED:
+        return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
+    return file_hash(path)
 
 
 def file_hash(path: Path) -> str:

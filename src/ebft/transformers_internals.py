@@ -1,8 +1,9 @@
 """All use of undocumented and private interfaces of transformers.
 
 Undocumented names are imported in this file only, and private attributes are accessed in this file only;
-tests/test_contracts.py checks both against the installed release.
+tests/test_contracts.py checks both against the installed release. Some names are imported for other files.
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -46,28 +47,6 @@ from transformers.utils import (
     is_torch_tf32_available,
 )
 from transformers.utils.quantization_config import QuantizationMethod
-
-# Names that this file imports for others.
-__all__ = [
-    "Conv1D",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "ModelOutput",
-    "QuantizationMethod",
-    "WeightGroup",
-    "apply_rotary_pos_emb",
-    "build_alibi_tensor",
-    "build_mpt_alibi_tensor",
-    "causal_mask_function",
-    "convert_moe_packed_tensors",
-    "get_keys_to_not_convert",
-    "is_flash_attn_2_available",
-    "is_flash_attn_3_available",
-    "is_torch_tf32_available",
-    "read_gguf_metadata",
-    "rotate_half",
-    "unset_hf_deepspeed_config",
-]
 
 rms_norm_of_llama = LlamaRMSNorm.forward
 

@@ -22,7 +22,7 @@ from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError
 from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
-from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import lockstep
 from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
@@ -81,10 +81,14 @@ class Generation:
         self._trainer, self._agents, args = trainer, agents, trainer.args
         self.is_interactive = is_interactive
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
-        self.sampling: Sampling = _sampling(
-            args,
-            end_token_ids(trainer.model, self.renderer.end_ids()),
-            unknown_ids(trainer.model, trainer.processing_class),
+        extra = dict(args.generation_kwargs or {})
+        ends = end_token_ids(trainer.model, self.renderer.end_ids())
+        self.sampling: Sampling = Sampling(
+            **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+            end_ids=frozenset({*ends, *extra.pop(STOPS, ())}),
+            regex=args.vllm_structured_outputs_regex,
+            extra=extra,
+            unknown=unknown_ids(trainer.model, trainer.processing_class),
         )
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
         if unscored:
@@ -319,21 +323,6 @@ class Generation:
         if limit is None or self.is_interactive or self._agents is not None:
             return most
         return limit.of(longest_reference(self._trainer.train_dataset, self.renderer), most)
-
-
-def _sampling(args: RolloutGRPOConfig, end_ids: set[int], unknown: range) -> Sampling:
-    extra = dict(args.generation_kwargs or {})
-    return Sampling(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        end_ids=frozenset({*end_ids, *extra.pop("stop_token_ids", ())}),
-        regex=args.vllm_structured_outputs_regex,
-        extra=extra,
-        unknown=unknown,
-    )
 
 
 def rollouts_of(

@@ -87,10 +87,6 @@ class RolloutGRPOTrainer(OverTRL):
         unreachable = rules.full_weights(args.uses_server, syncs_adapter, torch.cuda.is_available(), rules.in_python)
         if unreachable:
             raise ConfigError(unreachable)
-        if agents is not None and not syncs_adapter:
-            raise ConfigError("agents sample an adapter from a vLLM server. Set use_vllm and train an adapter.")
-        if agents is not None and any(kwargs.get(name) for name in rules.INTERACTIVE):
-            raise ConfigError("agents hold the conversations. Remove tools, environment_factory and rollout_func.")
         if args.disable_dropout:
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
