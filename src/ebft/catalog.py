@@ -71,7 +71,7 @@ def cached_folder(name: str) -> Path:
 
 
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
-    """Whether `folder` is a finished conversion of `model`, of which no file is missing or cut off."""
+    """Whether `folder` is a finished conversion of `model` in which no file is missing or cut off."""
     sizes = fetched_sizes(folder, model)
     is_whole = lambda path, size: path.is_file() and size in (None, path.stat().st_size)
     return sizes is not None and all(is_whole(folder / name, size) for name, size in sizes.items())
@@ -102,7 +102,7 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
 
 
 def is_gguf(name: str) -> bool:
-    """Whether the name of a model is that of a GGUF file. A folder may end in .gguf, too, as those of a sweep do."""
+    """Whether the name of a model names a GGUF file. A folder may end in .gguf, too, as in a sweep."""
     return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
 
 

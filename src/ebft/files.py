@@ -131,7 +131,7 @@ def checksum(path: Path) -> int:
 def allow_readers(folder: Path) -> None:
     """Give safetensors files below the new `folder` the permissions that the umask gives to other new files.
 
-    safetensors 0.8 creates them for their owner only, so that no other user, such as that of a server, can read them.
+    safetensors 0.8 creates them for their owner only, so that no other user, such as a server, can read them.
     """
     mode = folder.stat().st_mode & 0o666  # the umask itself cannot be read without changing it for all threads
     for path in folder.rglob("*.safetensors"):
@@ -337,7 +337,7 @@ def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
 
 
 def tokenizer_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of the tokenizer in `folder`; of JSON files, that of their contents."""
+    """The hash of each file of the tokenizer in `folder`; of JSON files, the hash of their contents."""
     paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
     return {path.name: _settings_hash(path) for path in sorted(paths)}
 

@@ -136,7 +136,7 @@ def open_streams() -> None:
 
 
 class _Lasting(io.FileIO):
-    """A stream of the process that is discarded from the first error on, such as that of a closed pipe."""
+    """A stream of the process that is discarded from the first error on, such as a closed pipe."""
 
     def write(self, data: Any) -> int | None:
         try:

@@ -107,12 +107,6 @@ def test_a_condition_is_recognised_and_a_near_miss_is_not(name):
     assert list(CASES) == [condition.name for condition in CONDITIONS]
 
 
-def test_the_first_step_is_that_of_the_change():
-    name = "samples become identical"
-    sighting = seen(CASES[name][0])[name]
-    assert sighting.since == 11 and "from 1.776" in sighting.saw and "2.000" in sighting.saw
-
-
 @pytest.mark.parametrize(
     "samples, whitened, level, is_collapse",
     [(4, True, 0.4, True), (8, True, 0.2, True), (8, True, 0.1, False), (4, False, 0.4, False), (4, None, 1.99, False)],

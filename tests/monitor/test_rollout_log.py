@@ -1,14 +1,12 @@
 """The log of rollouts: what both modes write, and a folder that cannot be written."""
 
 import json
-import warnings
 
 import pytest
 import torch
 from transformers import TrainerCallback
 
 from ebft import RunFilesCallback
-from ebft.monitor.run_files import RolloutLog
 from ebft.run_files import ROLLOUTS, samples_rollouts
 from ebft.tools.dashboard.live import LiveRun
 from ebft.tools.dashboard.panels import rollouts
@@ -126,14 +124,3 @@ def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     assert advantages.shape[1] == n and advantages.std() > 0
     assert all({"prompt", "ground_truth"} <= entry.keys() for entry in last)
     assert any("remaining_turns" in entry for entry in last)
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    (tmp_path / "run" / ROLLOUTS).mkdir(parents=True)
-    for folder in (tmp_path / "file", tmp_path / "run"):
-        log = RolloutLog(folder)
-        with pytest.warns(UserWarning, match="cannot be written .*, so it lacks rollouts"):
-            log.write([{"step": 0}])
-        with warnings.catch_warnings(action="error"):
-            log.write([{"step": 1}])

@@ -148,13 +148,6 @@ def test_a_model_server_that_requests_the_base_model_is_an_error_before_training
     assert agent.seen == []
 
 
-def test_the_number_of_turns_is_that_of_the_agent(gym, agent, make):
-    with pytest.raises(ConfigError, match="nemo_gym_max_turns: 4, but the agent .* has max_steps: None .*Set max_st"):
-        train(make(nemo_gym_max_turns=4))
-    gym.config["tools_simple_agent"]["responses_api_agents"]["implementation"]["max_steps"] = 4
-    assert train(make(nemo_gym_max_turns=4, max_steps=1)).metrics["nemo_gym/failed"] == 0.0
-
-
 def test_an_agent_that_samples_from_other_weights_is_noticed(agent, make, vllm):
     """With the name of the base model in place of the policy's, log-probabilities are those of other weights."""
     sample = vllm.sample

@@ -8,7 +8,7 @@ import pytest
 from ebft.config.load import parse_yaml
 from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError
-from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.checks import Machine, check_machine
 from ebft.serving.command import server_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -120,13 +120,3 @@ def test_the_vllm_server_of_agents(tmp_path):
     assert slots[1] == slots[0] + 2
     assert ["--override-generation-config" in command for command in flags.values()] == [False, True]
     assert all("--enable-auto-tool-choice" in command for command in flags.values())
-
-
-@pytest.mark.parametrize("name", ["nemo_gym", "nemo_gym_agents"])
-def test_the_examples_are_complete(name, monkeypatch):
-    monkeypatch.setattr("ebft.methods.grpo.find_spec", lambda name: name)  # a managed server needs vLLM
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = load_config(EXAMPLES / f"{name}.yaml")
-    check_runnable(config)
-    assert config.nemo_gym_multi_turn == (name == "nemo_gym_agents")

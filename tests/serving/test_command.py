@@ -135,13 +135,6 @@ def test_the_users_environment_wins(make_config):
     assert command(make_config(), environ={"VLLM_CPU_KVCACHE_SPACE": "8"}).environment == {}
 
 
-def test_the_device(make_config):
-    made = command(make_config(vllm={"device": "cpu"}), gpus=2)
-    assert "--gpu-memory-utilization" not in made.command and made.environment["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(ConfigError, match="vllm.device: cuda requires a GPU, but none is available"):
-        command(make_config(vllm={"device": "cuda"}))
-
-
 def test_addresses_for_clients():
     urls = {"::1": "http://[::1]:80", "::": "http://[::1]:80", "0.0.0.0": "http://127.0.0.1:80"}
     for host, url in (urls | {"": "http://127.0.0.1:80", "box": "http://box:80"}).items():

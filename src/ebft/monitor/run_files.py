@@ -313,8 +313,8 @@ class RolloutLog:
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
-    created when the first entry is written. The `step` of an entry is that of the log of its update: the first is 1. A
-    file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
+    created when the first entry is written. The `step` of an entry is where its update is logged: the first is 1.
+    A file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
     the entries of the steps that it repeats.
     """
 

@@ -62,7 +62,7 @@ class Servers:
         return cls(head, found)
 
     def resources(self, name: str) -> Server:
-        """The resources server `name`, or that of the agent server `name`. Raises ConfigError if there is none."""
+        """The resources server `name`, or behind the agent server `name`. Raises ConfigError if there is none."""
         server = self._find(name, (RESOURCES, AGENTS))
         if server.kind == RESOURCES:
             return server
@@ -145,7 +145,7 @@ class GymClient:
         """Send JSON bodies to URLs, concurrently, and return the JSON response of each, or a `Failure`.
 
         Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not. `are_runs`:
-        whether the URLs are those of agents.
+        whether the URLs belong to agents.
         """
         return self._loop.run(self._post_all(requests, are_runs))
 

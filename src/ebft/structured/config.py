@@ -79,6 +79,8 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
                 f"generation_kwargs: {key!r} is not supported with {backend}. Remove it ({STOPS} is supported with all "
                 "backends)."
             )
+    if not isinstance(given.get(STOPS, []), list):
+        raise ConfigError(f"generation_kwargs: {STOPS} must be a list of token ids, got {given[STOPS]!r:.60}.")
 
 
 @dataclass
@@ -140,7 +142,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
 @with_prefix
 @dataclass
 class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
-    """Arguments of EBFTTrainer: those of TRL's GRPOConfig, of rollouts and of feature matching."""
+    """Arguments of EBFTTrainer: TRL's GRPOConfig with the options of rollouts and of feature matching."""
 
     scale_rewards: str | bool | None = field(
         default=None,

@@ -61,10 +61,10 @@ class RolloutJob:
 
 
 class Generation:
-    """Generates the rollouts of a trainer; `rows` and `rollouts` are those of the current batch.
+    """Generates the rollouts of a trainer; `rows` and `rollouts` belong to the current batch.
 
     `is_interactive`: whether code of the user takes part (see ebft.structured.validation). `samples_conversations`:
-    whether completions follow the prompts of conversations; those of TRL and of agents follow the generation prompt.
+    whether completions follow the prompts of conversations; completions of TRL and agents follow the generation prompt.
     `reference_limit`: how the longest reference limits the length of completions. `sampled_from`: the version of the
     server's adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
     """
@@ -252,7 +252,7 @@ class Generation:
         if self.server is not None:
             trainer.log_mean(mode, "rollouts/staleness", trainer.state.global_step - self.sampled_from[1])
         tokenizer = trainer.text_tokenizer
-        if self.is_interactive:  # TRL has made messages of them
+        if self.is_interactive:  # TRL has made the messages
             self.rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
             fields[COMPLETIONS] = [
@@ -358,7 +358,7 @@ class Prefetcher:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
 
     def submit(self, batch: Batch) -> None:
-        """Ask for the job of `batch`, after those of all batches submitted before it."""
+        """Ask for the job of `batch`, after the jobs of all earlier batches."""
         self._submitted.append(batch)
 
     def result(self, batch: Batch) -> tuple[RolloutJob, list[Rollout]]:
@@ -400,7 +400,7 @@ class Prefetcher:
 class ReadAhead:
     """Reads the micro-batches of later steps, and calls `submit` with each that completions are generated for.
 
-    `every`: the micro-batches that are trained on the completions of one of them. `ahead`: how many generation batches
+    `every`: the micro-batches that are trained on the completions of one. `ahead`: how many generation batches
     are read in addition to the step's own micro-batches.
     """
 

@@ -108,7 +108,7 @@ class VLLMClient:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # the first failure cancels all requests, and vLLM aborts those of closed connections
+            for task in tasks:  # the first failure cancels all requests, and vLLM aborts requests of closed connections
                 task.cancel()
             raise
 
