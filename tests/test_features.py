@@ -6,13 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebft.features import FeatureNetwork, pool
+from ebft.features import FeatureNetwork
 from tests.strided.families import tiny_model
-
-
-def test_an_unknown_pooling_is_refused():
-    with pytest.raises(ValueError, match="invalid embed_method 'first'"):
-        pool(torch.zeros(4, 2), "first")
 
 
 def test_hidden_states_are_those_of_the_plain_model():

@@ -44,8 +44,8 @@ class EBFTTrainer(RolloutGRPOTrainer):
     to the feature-matching reward. `args.reward_weights` are the weights of the feature-matching reward and of
     `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
     created here. With `args.ce_coef`, the loss includes the mean negative log-likelihood of the references' tokens,
-    including end-of-turn tokens, at temperature 1. Advantages are those of `args.advantage_estimator`; TRL computes
-    those of `group_norm`.
+    including end-of-turn tokens, at temperature 1. Advantages follow `args.advantage_estimator`; TRL computes
+    `group_norm`.
     """
 
     args: EBFTConfig
