@@ -10,7 +10,6 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
@@ -68,9 +67,6 @@ class GRPO(Method):
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         yield from nemo_gym.conflicts(config)
-        file = config.model_name
-        if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
-            yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
         if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
             yield (
