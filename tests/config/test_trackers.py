@@ -1,8 +1,7 @@
 import pytest
 
-from ebft.errors import ConfigError
 from ebft.run import reporting as module
-from ebft.run.reporting import IN_TRANSFORMERS, check_trackers, tracker_environment, trackers
+from ebft.run.reporting import tracker_environment, trackers
 from tests.config.conftest import warned
 
 
@@ -43,32 +42,3 @@ def test_trackers_read_their_settings_from_the_environment(make, installed):
     assert tracker_environment(make(**keys)) == expected and tracker_environment(make()) == {}
     installed("mlflow", "comet_ml")
     assert trackers(make(use_mlflow=True, use_comet=True)) == ["mlflow", "comet_ml"]
-
-
-@pytest.mark.parametrize(("keys", "message"), [
-    ({"report_to": "swanlab"}, "report_to: swanlab is not installed. Run `pip install swanlab`"),
-    ({"report_to": ["none", "clearml"]}, "report_to: clearml is not installed. Run `pip install clearml`"),
-    ({"report_to": "dagshub"}, "report_to: dagshub is not installed. Run `pip install dagshub mlflow`"),
-    ({"report_to": "kubeflow"}, "report_to: kubeflow requires a job of the Kubeflow trainer"),
-    ({"use_wandb": True, "wandb_project": "p"}, "use_wandb: true, but wandb is not installed. Run `pip install wa"),
-    ({"use_mlflow": True}, "use_mlflow: true, but mlflow is not installed. Run `pip install mlflow`, or set use_m"),
-    ({"use_tensorboard": True}, "Run `pip install 'ebft.tensorboard.'`, or set use_tensorboard: false"),
-])  # fmt: skip
-def test_a_tracker_without_its_package_is_refused(make, installed, keys, message):
-    installed("dagshub")
-    with pytest.raises(ConfigError, match=message):
-        check_trackers(make(**keys))
-    installed("swanlab", "clearml", "dagshub", "mlflow", "wandb", "tensorboardX")
-    if keys.get("report_to") != "kubeflow":
-        check_trackers(make(**keys))
-
-
-def test_every_tracker_of_transformers_is_checked(make, installed, monkeypatch):
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
-    installed()
-    assert list(IN_TRANSFORMERS) == list(INTEGRATION_TO_CALLBACK)
-    for name in IN_TRANSFORMERS:
-        with pytest.raises(ConfigError, match=f"report_to: {name} "):
-            check_trackers(make(report_to=name))

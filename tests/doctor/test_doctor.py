@@ -4,7 +4,6 @@ import importlib.util
 import json
 import re
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 from datasets import Dataset
 
 from ebft.config.schema import load_config
-from ebft.errors import ConfigError, DataError
+from ebft.errors import DataError
 from ebft.machine import gib
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
-from ebft.run.rehearsal import check_step_fits
 from ebft.tools.doctor import environment
 from ebft.tools.doctor.environment import Attempt, check_installation
 from ebft.tools.doctor.memory import advice, memory_checks, needs
@@ -158,27 +156,6 @@ def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
     code, found = doctor(path, "save_strategy=epoch")
     assert code == 1 and "adapter: lora" in found["error", "memory"] and "a small machine" in found["error", "memory"]
     assert "save_total_limit" in found["error", "disk"] and "not run" in found["warning", "step"]
-
-
-def test_a_step_is_refused_only_if_every_order_of_the_rows_exceeds_the_memory(tmp_path, monkeypatch):
-    config = load_config(write_inputs("strided_full", tmp_path), overrides=["ebft.n_samples_per_prompt=100"])
-    options = config.ebft
-    model_config = load_model_config(config)
-    length = lambda blocks: options.context_length + options.generate_max_len + (blocks - 1) * options.stride
-    row = lambda blocks: {"input_ids": [1] * length(blocks), "prompt_length": 0, "turn_spans": []}
-    data = Dataset.from_list([row(3), row(1), row(2)])
-    per_block = 4 * (100 * model_config.hidden_size * len(options.feature_layers) + 100**2)
-    for steps, blocks in ((1, 1), (2, 2), (50, 3)):
-        run = config.model_copy(update={"max_steps": steps, "micro_batch_size": 1, "gradient_accumulation_steps": 1})
-        monkeypatch.setattr("ebft.run.rehearsal.total_memory", lambda size=blocks * per_block: (size, "this machine"))
-        check_step_fits(run, model_config, data)
-        for size in (blocks * per_block, blocks * per_block - 1):
-            monkeypatch.setattr("ebft.run.rehearsal.total_memory", lambda size=size: (size, "a GPU"))
-            fits = nullcontext() if size == blocks * per_block else pytest.raises(
-                ConfigError, match=rf"of 100 rollouts .* at {blocks} anchors? of a row, but a GPU has .*stride"
-            )  # fmt: skip
-            with fits:
-                check_step_fits(run, model_config, data)
 
 
 def test_a_step_that_runs_out_of_memory_says_what_lowers_it(doctor, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError, told
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
@@ -23,10 +23,7 @@ def adapted_layers(model):
     return sorted({name.rpartition(".")[2] for name in model.targeted_module_names})
 
 
-def test_an_adapter_is_attached_once_and_where_asked_for(make_config):
-    config = make_config(**LORA, lora_target_linear=True)
-    with pytest.raises(ModelError, match="already has an adapter"):
-        attach_adapter(adapted(config), config)
+def test_no_adapter_is_attached_where_none_is_asked_for(make_config):
     config = make_config(special_tokens=PAD)
     model = load_base_model(config, load_tokenizer(config))
     assert attach_adapter(model, config) is model
@@ -77,9 +74,6 @@ def test_layers_that_peft_refuses_in_mamba_are_left_out(kind, make_base, make_co
         with pytest.warns(UserWarning, match=f"layers out_proj are not adapted, since PEFT refuses .* type {kind}"):
             layers = adapted_layers(adapted(make_config(**keys, **ALL, **more)))
         assert "in_proj" in layers and "out_proj" not in layers
-    for key in ("modules", "linear_modules"):
-        with pytest.raises(ModelError, match=rf"PEFT cannot adapt lora_target_{key}: \['out_proj'\]: .*'out_proj' is"):
-            adapted(make_config(**keys, **{f"lora_target_{key}": ["out_proj"]}))
 
 
 def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
@@ -92,17 +86,15 @@ def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
     assert any("embed_tokens" in name for name, weight in model.named_parameters() if weight.requires_grad)
 
 
-def test_bad_expressions(make_config, monkeypatch):
-    monkeypatch.setattr("ebft.models.adapter_targets._SECONDS", 0.5)
-    forever = r"((\w|\.)+)+!"
-    endless = r"names of the model takes more than 0.5 seconds. Repetitions inside"
+def test_the_key_whose_value_peft_refuses_is_said(make_config):
     for keys, message in (
-        ({"lora_target_modules": "(q_proj"}, "is not a valid regular expression"),
-        ({"lora_target_modules": forever}, endless),
-        ({"adapter": None, "unfrozen_parameters": [forever]}, endless),
+        ({"lora_target_modules": ["norm"]}, "LlamaRMSNorm.* is not supported"),
+        ({"lora_target_modules": "(q_proj"}, "unterminated subpattern"),
+        ({"adapter": None, "unfrozen_parameters": ["(q_proj"]}, "unterminated subpattern"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(Exception, match=message) as caught:
             adapted(make_config(**{**LORA, **keys}))
+        assert [*keys][-1] in told(caught.value)
 
 
 def trained(model):
@@ -140,13 +132,12 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"lora_target_modules": ["norm"]}, "PEFT cannot adapt lora_target_modules: .*'norm'.*down_proj"),
         ({**ALL, "lora_modules_to_save": ["nope"]},
          "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
         *(({"lora_target_modules": wanted}, "q_prj' matches no module. The linear layers are down_proj, gate_proj")
           for wanted in (["k_prj", "q_prj"], ".*q_prj")),
         ({**ALL, "peft_layers_to_transform": [0, 2]},
-         "peft_layers_to_transform: 2 is not a layer of the model, whose 2 layers"),
+         "peft_layers_to_transform: 2 is not a layer of the model, which has 2"),
         ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
     ],
 )  # fmt: skip
@@ -291,7 +282,6 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
          "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
         ("mixtral", "parameters", ["q_proj.weight"], "matches no parameter outside of linear layers"),
         ("mixtral", "parameters", ["norm.weight"], "matches a vector"),
-        ("qwen3_moe", "modules", ["gate_proj"], "without also targeting up_proj because they are fused into gate_up_"),
         ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
          "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
         ("qwen3_moe", "modules", r".*layers\.1\.mlp\.experts\.down_proj",
@@ -299,19 +289,12 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
         ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
         ("glm4_moe", "modules", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
         ("phimoe", "modules", ["gate_proj"],
-         r"matches no module.*with lora_target_parameters: \[experts.down_proj, experts.gate_up"),
+         r"matches no module.*with lora_target_parameters: .*experts.down_proj., .experts.gate_up"),
     ],
 )  # fmt: skip
 def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
     with pytest.raises(ModelError, match=message):
         adapted(mixture(kind, **{f"lora_target_{key}": wanted}))
-
-
-@pytest.mark.parametrize("keys", [{"peft_use_dora": True}, {"lora_dropout": 0.1}])
-def test_settings_with_which_experts_cannot_be_adapted(mixture, keys):
-    message = "lora_target_modules also selects the fused experts.*k_proj, lm_head"
-    with pytest.raises(ModelError, match=message):
-        adapted(mixture("mixtral", lora_target_modules=["w1", "w2", "w3"], **keys))
 
 
 def test_linear_layers_that_have_the_names_of_experts(mixture):
@@ -368,22 +351,15 @@ def test_names_in_the_checkpoint(mixture, make_config):
     layer = choose("mixtral", r"model\.layers\.1\.(self_attn|block_sparse_moe)\.")
     assert layer == [f"model.layers.1.{own}" for own in (*ATTENTION_WEIGHTS, *(f"mlp{part}" for part in parts))]
     assert choose("mixtral", r"model\.layers\.1\.(?!mlp|.*norm|.*o_proj)") == layer[:3]
-    for pattern, message in (
-        (
-            rf"{sparse}.experts.\d.w1",
-            r"experts.0.w1.weight, .* and 2 more, which are parts of one parameter, .*gate_up",
-        ),
-        (rf"{sparse}.gat$", r"matches no parameter. Names .* such as model.layers.\d.(mlp|block_sparse_moe).gat"),
-    ):
-        with pytest.raises(ModelError, match=message):
-            choose("mixtral", pattern)
+    with pytest.raises(ModelError, match=r"experts.0.w1.weight, .* and 2 more, parts of .*gate_up"):
+        choose("mixtral", rf"{sparse}.experts.\d.w1")
     whole = {"special_tokens": PAD, "unfrozen_parameters": [r"model.language_model.layers.1.self_attn.(q|k)_proj"]}
     assert trained(adapted(make_config(**whole))) == [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qk"]
 
 
 def test_a_tied_output_layer_is_named(make_config, make_base):
     tied = {"special_tokens": PAD, "base_model": make_base(tie_word_embeddings=True)}
-    with pytest.raises(ModelError, match="matches lm_head.weight, which is the same parameter as model.embed_tokens"):
+    with pytest.raises(ModelError, match="matches no parameter.* a layer with tied weights has the name of the first"):
         adapted(make_config(**tied, unfrozen_parameters=["^lm_head.weight$"]))
     model = adapted(make_config(**tied, unfrozen_parameters=["model.embed"]))
     assert trained(model) == ["model.embed_tokens.weight"]

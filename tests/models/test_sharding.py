@@ -81,7 +81,7 @@ def test_several_adapters(tiny_llama_dir, tmp_path):
         (lambda weights: weights.pop("model.norm.weight"), "no weights for model.norm.weight .1 weights are missing"),
         (lambda weights: weights.update(more=torch.ones(2)), "has the weight more, which the model has not"),
         (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}),
-         r"has the shape \(3,\) in .* and \(32,\)"),
+         r"has the shape \(3,\) in .*, but \(32,\)"),
     ],
 )  # fmt: skip
 def test_weights_that_do_not_fit(tiny_llama_dir, tmp_path, change, message):
@@ -101,8 +101,8 @@ def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(tiny_llama_
     check_fits(model(2, "q_proj"), tmp_path)
     for settings, message in (
         ((3, "q_proj"), r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in"),
-        ((2, "q_proj", "v_proj"), "the model has .*v_proj.lora_A.weight, which is not in the"),
-        ((2, "v_proj"), "4 such weights.; the checkpoint has .*q_proj.*Resume with the base"),
+        ((2, "q_proj", "v_proj"), "the model has .*v_proj.lora_A.weight and 3 more, which the checkpoint has not"),
+        ((2, "v_proj"), "the checkpoint has .*q_proj.*Resume with the base"),
     ):
         with pytest.raises(ModelError, match=f"does not fit the model: .*{message}"):
             check_fits(model(*settings), tmp_path)
@@ -117,7 +117,7 @@ def test_tied_weights_fit_under_either_name(tiny_llama_dir, tmp_path, name):
     check_fits(model, tmp_path)
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="the model has model.norm.weight, which is not in the checkpoint .1 such wei"):
+    with pytest.raises(ModelError, match="the model has model.norm.weight, which the checkpoint has not"):
         check_fits(model, tmp_path)
 
 

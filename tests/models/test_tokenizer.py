@@ -46,25 +46,15 @@ def test_reserved_tokens_get_other_texts(make_config, reserving, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "again").decode([512, 513, 514]) == "<|think|><|reserved_1|><note>"
 
 
-@pytest.mark.parametrize(
-    ("texts", "message"),
-    [
-        ({7: "<a>"}, r"7: not the id of an added token. The added tokens are 514 \(<plain_0>\), 513"),
-        ({0: "<a>"}, "0 is the bos_token of the tokenizer"),
-        ({512: "<a>", 513: "<a>"}, "<a>: the text of more than one token"),
-        ({513: "<plain_0>"}, "'<plain_0>' is the token 514 already"),
-    ],
-)
-def test_tokens_that_cannot_get_another_text(make_config, reserving, texts, message):
-    with pytest.raises(ModelError, match=f"added_tokens_overrides: {message}"):
+@pytest.mark.parametrize("texts", [{512: "<a>", 513: "<a>"}, {513: "<plain_0>"}])
+def test_texts_that_do_not_belong_to_one_token(make_config, reserving, texts):
+    with pytest.raises(ModelError, match="does not keep these texts for their ids.* a text that is not a token"):
         load_tokenizer(make_config(tokenizer_config=reserving, added_tokens_overrides=texts))
 
 
-def test_missing_folder_says_what_was_assumed(make_config, tmp_path):
+def test_missing_folder_says_what_was_assumed(make_config):
     with pytest.raises(ModelError, match="base_model: the local path './nowhere' does not exist"):
         load_tokenizer(make_config(base_model="./nowhere"))
-    with pytest.raises(ModelError, match="tokenizer_config: cannot load a tokenizer from"):
-        load_tokenizer(make_config(tokenizer_config=str(tmp_path)))
 
 
 def template_of(make_config, choice):
@@ -96,8 +86,8 @@ def test_template_from_text_and_file(make_config, tmp_path):
     [
         ("chatlm",
          "'chatlm'; expected a known name .alpaca, chatml, .*qwen_25, tokenizer_default, or .*path of a file"),
-        ("tokenizer_default_fallback_x", "tokenizer_default_fallback_NAME needs one of the names alpaca, .*got 'x'"),
-        ("tokenizer_default", "but the tokenizer has no chat template"),
+        ("tokenizer_default_fallback_x", "'x'; expected a known name .alpaca"),
+        ("tokenizer_default", "but this tokenizer has none"),
         ("smollm3", "chat_template: smollm3 is the template of a chat model's tokenizer, but"),
     ],
 )  # fmt: skip

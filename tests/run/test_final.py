@@ -265,8 +265,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(out, monkeypatch):
 
 
 @pytest.mark.parametrize(("first", "second"), [("sft", "sft_full"), ("sft_full", "sft")])
-@pytest.mark.parametrize("has_mark", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_new_run_replaces_the_whole_model_of_the_one_before(inputs, out, first, second, has_mark):
+def test_a_new_run_replaces_the_whole_model_of_the_one_before(inputs, out, first, second):
     keys = {"auto_resume_from_checkpoints": False, "save_steps": None, "save_strategy": "no"}
     keys |= {"eval_steps": None, "val_set_size": 0, "max_steps": 1}
     trained(config_of(first, inputs, out, **keys))
@@ -277,10 +276,8 @@ def test_a_new_run_replaces_the_whole_model_of_the_one_before(inputs, out, first
     kept = [out.parent / name for name in names]  # of the user
     for path in (*kept, out / "of_the_model.txt"):
         path.write_text("x")
-    if not has_mark:
-        (out / "ebft_final.json").unlink()
     trained(config_of(second, inputs, out, **keys))
     is_adapter = second == "sft"
     assert (out / "adapter_config.json").is_file() == (out / "adapter_model.safetensors").is_file() == is_adapter
     assert final_step(out) == 1 and (out / "model.safetensors").is_file() != is_adapter
-    assert (out / "of_the_model.txt").is_file() != has_mark and all(path.is_file() for path in kept)
+    assert not (out / "of_the_model.txt").exists() and all(path.is_file() for path in kept)

@@ -17,7 +17,7 @@ from ebft.errors import ConfigError, SaveError
 from ebft.monitor.run_files import set_aside
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.checks import check_runnable
-from ebft.run.output import LOCK, MARK, _publish, claim, final_step, listed, output_lock, wait_until_free
+from ebft.run.output import LOCK, _publish, claim, final_step, listed, output_lock, wait_until_free
 from ebft.run_files import CARD
 from ebft.tools.quickstart.run import CONFIGS, own_copy
 from tests.run.crash import before, config_of, kill, run, trained
@@ -94,15 +94,10 @@ def test_a_run_killed_between_the_files_of_its_model_continues(has_run_before, i
 
 @pytest.mark.slow
 def test_files_of_the_user_in_the_folder_of_a_run(inputs, out):
-    """An edited card is kept; a report and a model are not moved by later runs."""
+    """An edited card is kept; a model is not moved by later runs."""
     trained(config_of("sft", inputs, out, max_steps=1))
     new = config_of("sft", inputs, out, max_steps=1, **NEW)
     check_runnable(new)
-    report = (out / "report.html").read_text()
-    (out / "report.html").write_text("<title>mine")
-    with pytest.raises(ConfigError, match="contains report.html, which"):
-        check_runnable(new)
-    (out / "report.html").write_text(report)
     shutil.copy(inputs / "model" / "model.safetensors", out)
     with pytest.raises(ConfigError, match="contains model.safetensors, which"):
         check_runnable(new)
@@ -154,7 +149,6 @@ ACCEPTED = {
     "similar names": "my_config.json config.yaml adapter.safetensors rollouts.csv merges.txt model.py",
     "trackers": "runs/x/events wandb/x completions/x",
     "a card": "README.md",
-    "empty records after a power loss": "run.json: metrics.jsonl:",
 }
 
 
@@ -164,7 +158,7 @@ def test_files_that_a_run_leaves_alone_or_has_written_are_accepted(case, inputs,
         if name.endswith("/"):
             (out / name).mkdir(parents=True)
         else:
-            write(out, name.rstrip(":"), "" if ":" in name else "x")
+            write(out, name)
     check_runnable(config_of("sft_full", inputs, out, **NEW))
 
 
@@ -178,20 +172,6 @@ def test_a_link_to_the_staging_folder_is_refused(inputs, out, tmp_path):
     (out / "_saving").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="contains _saving, which"):
         check_runnable(config_of("sft_full", inputs, out, **NEW))
-
-
-@pytest.mark.parametrize("has_list", [True, False])
-def test_folders_of_earlier_versions_go_on_working(has_list, inputs, out):
-    """Their lists have no checksums of the card; runs that were killed have none."""
-    trained(config_of("sft_full", inputs, out, max_steps=1))
-    mark = json.loads((out / MARK).read_text())
-    del mark["cards"]
-    (out / MARK).write_text(json.dumps(mark))
-    if not has_list:
-        (out / MARK).unlink()
-    assert "is kept" not in trained(config_of("sft", inputs, out, max_steps=1, **NEW)) and final_step(out) == 1
-    assert not (out / "model.safetensors").exists()
-    assert {"model.safetensors", "config.json", CARD} <= {path.name for path in (out / "previous" / "1").iterdir()}
 
 
 def test_files_that_cannot_be_moved_are_all_where_they_were(tmp_path, monkeypatch):

@@ -223,16 +223,6 @@ def test_secrets_are_not_stored_and_long_values_are_shortened(inputs, lines):
     assert "abcdefgh" not in stored and "trl.temperature" in stored
 
 
-def test_a_checkpoint_without_this_record_gives_one_line(inputs):
-    config, now = record({})
-    (inputs / "out").mkdir()
-    write_run_keys(config, inputs / "out")
-    with pytest.warns(UserWarning, match="does not contain the settings and inputs of its run") as caught:
-        for is_finished in (False, True):
-            warn_of_changes(config, now, inputs / "out", is_finished)
-    assert len(caught) == 1
-
-
 def test_other_settings_start_a_run_of_a_sweep_again(inputs, lines):
     lines({})
     for changes, expected in (

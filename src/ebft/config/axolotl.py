@@ -138,10 +138,7 @@ _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
         {"activation_offloading": True},
         "is replaced with true: TRL's hooks offload the same activations",
     ),
-    ("attn_implementation", "xformers"): (
-        {},
-        "is ignored: the model's default is used, which has the same memory-efficient kernels where it is sdpa",
-    ),
+    ("attn_implementation", "xformers"): ({}, "is ignored: the model's default has the same memory-efficient kernels"),
     ("float16", True): (
         {"fp16": True},
         "is replaced with fp16: true, which trains in mixed precision with a scaled loss",

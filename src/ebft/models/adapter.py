@@ -5,11 +5,9 @@ The embeddings may have been resized before training: an adapter has to have all
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ from peft import (
     LoraConfig,
     PeftConfig,
     PeftModel,
-    PeftType,
     get_peft_model,
     get_peft_model_state_dict,
     prepare_model_for_kbit_training,
@@ -26,26 +23,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.errors import ModelError, cause, prefixed, shortened, some_of
+from ebft.errors import ModelError, doing, prefixed, shortened, some_of
 from ebft.files import ADAPTER_CONFIG
 from ebft.models.adapter_targets import (
     excluded_from_linear,
     excludes_names,
     in_whole_models,
-    linear_names,
-    matching,
     target_modules,
     target_parameters,
 )
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
-from ebft.models.files import read_object, refuse_classifier, refuse_pointers, refuse_values
+from ebft.models.files import refuse_pointers
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
-# Keys of a config, and the settings of a saved adapter that are used instead of them.
+# Keys of a config, and the settings of a saved adapter that replace them.
 _SAVED_SETTINGS = {
     "lora_r": "r",
     "lora_alpha": "lora_alpha",
@@ -65,32 +60,19 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
     """`model` with the adapter of the config, or `model` itself if the config has none.
 
     Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
-    precedence. Raises ModelError if `lora_target_modules` or `lora_modules_to_save` match no module of the model or one
-    that cannot be adapted, or if the model already has an adapter.
+    precedence. Raises ModelError if `lora_target_modules` or `lora_modules_to_save` match no module of the model.
     """
     if config.adapter is None:
         return freeze_except(model, config.unfrozen_parameters)
-    if isinstance(model, PeftModel):
-        raise ModelError("The model already has an adapter. Attach one to the base model (load_base_model) only.")
     if config.load_in_4bit or config.load_in_8bit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config)
     _check_saved_modules(model, config.lora_modules_to_save)
-    settings, names = lora_config(model, config), linear_names(model)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
-            return get_peft_model(model, settings)
-    except ValueError as error:  # for example a module that PEFT cannot adapt, such as a norm
-        if config.lora_target_parameters is None and "ParamWrapper" in str(error):
-            raise ModelError(
-                "lora_target_modules also selects the fused experts of this model, but PEFT cannot adapt them with "
-                f"these settings ({error}). Remove the setting, or list other modules: {', '.join(names)}."
-            ) from error
-        given = [(key, getattr(config, key)) for key in _TARGETS if getattr(config, key)]
-        named = " with ".join(f"{key}: {'true' if value is True else repr(value)}" for key, value in given)
-        raise ModelError(f"PEFT cannot adapt {named}: {error} The linear layers are {', '.join(names)}.") from error
+    given = ", ".join(f"{key}: {getattr(config, key)}" for key in _TARGETS if getattr(config, key))
+    with doing(f"attaching an adapter to the model with {given}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
+        return get_peft_model(model, lora_config(model, config))
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
@@ -119,10 +101,7 @@ def _layers_to_transform(model: PreTrainedModel, wanted: int | list[int] | None)
     depth = model.config.get_text_config().num_hidden_layers
     missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]
     if missing:
-        raise ModelError(
-            f"peft_layers_to_transform: {missing[0]} is not a layer of the model, whose {depth} layers have the "
-            f"indices 0 to {depth - 1}."
-        )
+        raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
     return wanted
 
 
@@ -132,10 +111,8 @@ def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> No
     for given in wanted or []:
         if not any(name.endswith(given) for name in names):
             known = sorted({name.rpartition(".")[2] for name in names} - {""})
-            raise ModelError(
-                f"lora_modules_to_save: {given!r} matches no module. The modules are "
-                f"{', '.join(part for part in known if not part.isdecimal())}."
-            )
+            shown = ", ".join(part for part in known if not part.isdecimal())
+            raise ModelError(f"lora_modules_to_save: {given!r} matches no module. The modules are {shown}.")
 
 
 def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
@@ -145,7 +122,7 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
             f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
             "adapter, such as a checkpoint folder."
         )
-    with prefixed("lora_model_dir"):
+    with prefixed("lora_model_dir"), doing(f"continuing the adapter lora_model_dir: {folder}"):
         loaded = load_saved_adapter(model, folder, is_trainable=True)
     for key, name in _SAVED_SETTINGS.items():
         wanted, found = getattr(config, key), getattr(loaded.active_peft_config, name, None)  # absent: not LoRA
@@ -165,46 +142,20 @@ UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any tar
 
 
 def read_adapter_config(folder: Path) -> PeftConfig:
-    """The settings of the adapter in `folder`. Raises ModelError if they cannot be read."""
+    """The settings of the adapter in `folder`."""
     refuse_pointers(folder)
-    path = folder / ADAPTER_CONFIG
-    values = read_object(path, "Save the adapter again.")
-    if "peft_type" not in values:
-        raise ModelError(f"{path} has no peft_type, so it is not the configuration of an adapter of PEFT.")
-    refuse_values(str(path), _wrong_values(values))
-    try:
+    with doing(f"reading {folder / ADAPTER_CONFIG}"):
         return PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # PEFT does not check the types of the values
-        raise ModelError(f"{path} is not the configuration of an adapter: {cause(error)}.") from error
-
-
-def _wrong_values(values: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Values that PEFT does not check, as in `wrong_values` of config.json."""
-    kind, rank, alpha = values["peft_type"], values.get("r", 1), values.get("lora_alpha", 1)
-    if not isinstance(kind, str) or kind not in PeftType.__members__:
-        yield "peft_type", kind, f"one of {', '.join(PeftType.__members__)}"
-    if kind == PeftType.LORA and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-        yield "r", rank, "a positive integer"
-    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and math.isfinite(alpha)
-    if kind == PeftType.LORA and not is_number:
-        yield "lora_alpha", alpha, "a number"
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
     """The names and shapes of the tensors of an adapter, on the meta device.
 
-    Raises ModelError if the file is damaged, or a weight is an integer, NaN or infinite (training diverged).
+    Raises ModelError if a weight is NaN or infinite (training diverged).
     """
     with WeightFiles([path]) as file:
         for name in file.weights:
-            tensor = file.read(name)
-            if ".lora_" in name and not tensor.is_floating_point():
-                kind = str(tensor.dtype).removeprefix("torch.")
-                raise ModelError(
-                    f"{path} has {name} as {kind}, but the weights of an adapter are floating-point numbers. Save the "
-                    "adapter again"
-                )
-            if tensor.is_floating_point() and not tensor.float().isfinite().all():  # absent for float8
+            if not file.read(name).float().isfinite().all():  # absent for float8
                 raise ModelError(
                     f"{path} contains NaN or infinite values ({name}), so the model would generate random text. Use "
                     "an earlier checkpoint, or train again with a lower learning_rate"
@@ -213,36 +164,28 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
-    """`model` with the adapter in the folder `name`; `options` are those of `PeftModel.from_pretrained`.
+    """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`.
 
-    The embeddings are resized to those of the adapter, with a row for each of the `tokens` of the tokenizer; without
-    the number, the embeddings of the model never shrink. Raises ModelError if files are damaged or contain more than
-    tensors, or if the adapter does not fit the model in all its layers.
+    The embeddings are resized to the adapter's, with a row for each of the `tokens` of the tokenizer; without
+    the number, the embeddings of the model never shrink. Raises ModelError if the adapter is of another task or does
+    not fit the model in all its layers.
     """
     name = lasting_name(name)
     folder, stored = Path(name), {}
     if folder.is_dir():
-        found = read_adapter_config(folder)
-        if found.task_type != task_type(model):
-            refuse_classifier(folder, f"its adapter does not fit a {type(model).__name__}")
-        if options.get("is_trainable") and getattr(found, "trainable_token_indices", None):
+        task, wanted = read_adapter_config(folder).task_type, task_type(model)
+        if task != wanted and not {task, wanted}.isdisjoint(("SEQ_CLS", "TOKEN_CLS")):  # with another output layer
             raise ModelError(
-                f"{folder / ADAPTER_CONFIG}: adapters with trainable_token_indices cannot be trained further, since "
-                "`ebft merge-lora` merges whole weights. Train a new one with lora_modules_to_save: [embed_tokens]"
+                f"{folder} is an adapter with task_type: {task}, but the model, a {type(model).__name__}, has another "
+                f"output layer: {wanted}. Train a new adapter; one of a language model can be merged (ebft merge-lora)"
             )
         path = adapter_file(folder)
         stored = check_tensors(path)
         _fit_to_adapter(model, path, stored, tokens)
-    with warnings.catch_warnings(record=True) as caught:
+    with doing(f"loading the adapter {name}"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
-        try:
-            loaded = PeftModel.from_pretrained(model, name, **options)
-        except Exception as error:  # PEFT and PyTorch raise many types of errors
-            raise ModelError(
-                f"the adapter in {name!r} is incompatible with the base model: {cause(error)}. Its settings are in "
-                f"{ADAPTER_CONFIG}."
-            ) from error
+        loaded = PeftModel.from_pretrained(model, name, **options)
     for warning in caught:
         message = str(warning.message)
         if "missing adapter keys" in message:
@@ -266,16 +209,15 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
     left = set(model.load_adapter(name, "default", is_trainable=not model.active_peft_config.inference_mode)[1]) - own
     if left:
         raise ModelError(
-            f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}. It was "
-            f"trained on another model, or its {ADAPTER_CONFIG} was changed. Use it with the model that it was trained "
-            "on"
+            f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}. Use it with "
+            "the model that it was trained on"
         )
 
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
 
-    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in those of a
+    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a
     multimodal model. Raises ModelError for a pattern that matches none.
     """
     if patterns is None:
@@ -283,13 +225,16 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
     names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
     trained: set[str] = set()
     for pattern in patterns:
-        found = matching(re.match, pattern, names, "unfrozen_parameters")
+        with doing(f"reading the regular expression {pattern!r:.200} of unfrozen_parameters"):
+            found = [name for name in names if re.match(pattern, name)]
+            if not found or not excludes_names(pattern):
+                found += _by_other_names(stored, pattern, found)
         if not found:
-            _refuse_tied(model, pattern)
-        if not found or not excludes_names(pattern):
-            found += _by_other_names(stored, pattern, found)
-        if not found:
-            raise ModelError(_matches_nothing(stored, pattern))
+            raise ModelError(
+                f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
+                f"{list(stored)[len(stored) // 2]} and {list(stored)[-1]}; a layer with tied weights has the name of "
+                "the first one."
+            )
         trained.update(found)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -303,37 +248,14 @@ def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collectio
     """
     keys = {name: [name, *own] for name, own in stored.items() if name not in found}
     aliases = in_whole_models(key for own in keys.values() for key in own)
-    matched = {aliases[alias] for alias in matching(re.match, pattern, list(aliases), "unfrozen_parameters")}
+    matched = {name for alias, name in aliases.items() if re.match(pattern, alias)}
     chosen = [name for name, own in stored.items() if name in keys and (name in matched or matched.issuperset(own))]
     for name in keys.keys() - {*chosen}:
         if parts := matched.intersection(stored[name]):
             raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, which are parts of one parameter, "
-                f"{name}, that is trained as a whole. Name it instead."
+                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, parts of {name}. Name this one."
             )
     return chosen
-
-
-def _matches_nothing(stored: dict[str, list[str]], pattern: str) -> str:
-    wanted, aliases = re.sub(r"[\^$\\]", "", pattern), in_whole_models(key for own in stored.values() for key in own)
-    near = difflib.get_close_matches(wanted, [*dict.fromkeys((*stored, *aliases))], n=2, cutoff=0.7)
-    examples = near or list(dict.fromkeys((list(stored)[len(stored) // 2], list(stored)[-1])))
-    return (
-        f"unfrozen_parameters: {pattern!r} matches no parameter. Names are compared from the start, such as "
-        f"{' and '.join(examples)}."
-    )
-
-
-def _refuse_tied(model: PreTrainedModel, pattern: str) -> None:
-    """Raise ModelError if the pattern matches another name of a parameter, as of a tied output layer."""
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        shared = first.setdefault(id(parameter), name)
-        if shared != name and re.match(pattern, name):
-            raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {name}, which is the same parameter as {shared} in this "
-                f"model (tie_word_embeddings). Name {shared}: both layers are then trained."
-            )
 
 
 _SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA
@@ -358,7 +280,7 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
 
 
 def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
-    """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if some of them, but not all.
+    """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if it will save one layer only.
 
     `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
     this one only, and the new rows of the other one, which are random, would be lost.
@@ -369,32 +291,24 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     with warnings.catch_warnings():  # which are repeated when the adapter is saved
         warnings.simplefilter("ignore")
         present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
-    keys = "tokens, special_tokens, resize_token_embeddings_to_32x, shrink_embeddings"
+    what = f"the embeddings were resized from {size} to {rows} rows for the tokenizer"
     if present and not missing:
         warnings.warn(
-            f"The embeddings were resized from {size} to {rows} rows for the tokenizer ({keys}), so that the adapter "
-            f"is saved with them and fits only a base model with {rows} rows: on the original one, "
-            "PeftModel.from_pretrained fails. The commands of ebft resize it. Before using the adapter elsewhere, "
-            "merge it: ebft merge-lora.",
+            f"{key}: {what}, so that the adapter is saved with them and fits only a base model with {rows} rows. The "
+            "commands of ebft resize it. Before using the adapter elsewhere, merge it: ebft merge-lora.",
             stacklevel=3,
         )
-    if not missing or (rows < size and not present):  # the first rows of the base model
-        return
-    only = f"{' and '.join(present)} only" if present else "neither of them"
-    remedy = (
-        "the saved adapter cannot be changed. Train a new one, without lora_model_dir"
-        if key == "lora_model_dir"
-        else f"new rows of {' and '.join(missing)} would be lost. Add {' and '.join(missing)} to "
-        f"{'lora_target_modules or ' if present else ''}lora_modules_to_save"
-    )
-    raise ModelError(
-        f"{key}: the embeddings were resized from {size} to {rows} rows for the tokenizer, but PEFT saves "
-        f"{only} with the adapter: {remedy}, or remove the keys that change the vocabulary ({keys})."
-    )
+    if missing and (rows > size or present):  # otherwise, they are the first rows of the base model
+        names = " and ".join(missing)
+        raise ModelError(
+            f"{key}: {what}, but PEFT would not save new rows of {names} with the adapter. Add {names} to "
+            "lora_modules_to_save (a new adapter, without lora_model_dir), or remove the keys that change the "
+            "vocabulary (tokens, special_tokens, resize_token_embeddings_to_32x, shrink_embeddings)."
+        )
 
 
 def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Tensor], tokens: int | None) -> None:
-    """Resize the embeddings to those `stored` with an adapter, but to at least `tokens` rows, or those of the model.
+    """Resize the embeddings to the ones `stored` with an adapter; at least `tokens` rows, or as many as the model has.
 
     Raises ModelError if the file has too few rows, or only one of two layers that were resized.
     """
@@ -406,8 +320,7 @@ def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Ten
     if rows < least:
         raise ModelError(
             f"{path} has embeddings of {rows} rows, but the tokenizer and the keys of the vocabulary need {least}. Use "
-            "those that the adapter was trained with (tokens, special_tokens, resize_token_embeddings_to_32x, "
-            "shrink_embeddings)"
+            "the keys that the adapter was trained with"
         )
     present, missing = saved_layers(model, stored)
     if missing and rows != _original_rows(model):
@@ -419,7 +332,7 @@ def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Ten
 def not_whole(adapter: Path | str, rows: int, present: list[str], missing: list[str]) -> str:
     """The message for an adapter that was saved without one of the layers that were resized."""
     return (
-        f"{adapter} was trained with embeddings that were resized to {rows} rows, but has only those of "
+        f"{adapter} was trained with embeddings that were resized to {rows} rows, but has only the rows of "
         f"{' and '.join(present)}: the new rows of {' and '.join(missing)} were not saved. Train again with "
         f"{' and '.join(missing)} in lora_target_modules or lora_modules_to_save"
     )

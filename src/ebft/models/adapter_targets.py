@@ -8,25 +8,22 @@ parameters, in all layers. It then adapts no linear layer of the same name.
 from __future__ import annotations
 
 import re
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
-from ebft.errors import ConfigError, ModelError, shortened
+from ebft.errors import ModelError, shortened
 from ebft.transformers_internals import Conv1D
 
 if TYPE_CHECKING:
     from ebft.models.keys import ModelSettings
 
 _LINEAR = (torch.nn.Linear, Conv1D)
-_SECONDS = 10  # for comparing a regular expression with all names
 _ROUTERS = ("gate", "router")
 _MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # types of models in which PEFT refuses this:
 _OF_KERNELS = ".out_proj"
@@ -50,39 +47,47 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
 
 
 def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -> str | list[str]:
-    """What `lora_target_modules` selects; `is_alone`: no other key selects anything."""
-    parts = names_of_experts(model)
+    """What `lora_target_modules` selects; `is_alone`: no other key selects anything.
+
+    Where PEFT takes names for fused experts, it takes the last parts of an expression only, and experts of all layers.
+    """
+    parts, stacks = names_of_experts(model), _stacks(model)
+    selected = _present(model, wanted, parts, is_alone)
+    found = list(dict.fromkeys(name for names in selected.values() for name in names))
+    if not parts:
+        is_one = isinstance(wanted, str) and not all(re.fullmatch(wanted, name) for name in found)
+        return found if is_one else wanted if isinstance(wanted, str) else list(selected)
+    in_stacks = [{part for part in parts if f"{stack}.{part}" in found} for stack in stacks]
+    chosen = sorted(set().union(*in_stacks))
+    modules = [name for name in found if name.rpartition(".")[0] not in stacks]
+    skipped = [name for name in modules if name.rpartition(".")[2] in parts]
+    if any(names != {*chosen} for names in in_stacks) or (skipped == modules and skipped and not chosen and is_alone):
+        raise ModelError(_of_all_layers(model, shortened(wanted, 200)))
+    _warn_of_skipped("lora_target_modules", parts, [*skipped, *_linear_like(model, chosen)])
     if isinstance(wanted, str):
-        found = _matching(model, wanted, is_expression=True, parts=parts)
-        if not found:
-            _refuse_all(model, [wanted])
-        if parts:
-            return _as_list(model, wanted, found, parts)
-        return wanted if all(re.fullmatch(wanted, name) for name in found) else found
-    found = _present(model, wanted, parts, is_alone)
-    of_linear = [given for given in found if given.rpartition(".")[2] in parts and not _names_experts(model, given)]
-    chosen = [given for given in found if given not in of_linear]
-    if of_linear and is_alone and not chosen:
-        raise ModelError(_of_all_layers(model, of_linear[0]))
-    skipped = [name for given in of_linear for name in _matching(model, given, False)]
-    parts_of = {given.rpartition(".")[2] for given in of_linear}
-    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in parts_of], skipped)
-    _warn_of_skipped(model, "lora_target_modules", [part for part in parts if part in chosen])
-    return chosen
+        return [*(name for name in modules if name not in skipped), *chosen]
+    return [given for given, names in selected.items() if not {*names} <= {*skipped}]
 
 
-def _present(model: PreTrainedModel, wanted: list[str], parts: list[str], is_alone: bool) -> list[str]:
-    """The elements of `lora_target_modules` that select something; the others are named in a warning.
+def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], is_alone: bool) -> dict[str, list[str]]:
+    """The elements of `lora_target_modules` that select something, with the names; the others are in a warning.
 
     Raises ModelError if none does and the list `is_alone`.
     """
-    found = [given for given in wanted if given.rpartition(".")[2] in parts or _matching(model, given, False)]
-    missing = [given for given in wanted if given not in found]
-    if missing and is_alone and not found:
-        _refuse_all(model, missing)
+    elements = [wanted] if isinstance(wanted, str) else wanted
+    selected = {given: _matching(model, given, isinstance(wanted, str), parts) for given in elements}
+    missing = [given for given, names in selected.items() if not names]
     if missing:
-        warnings.warn(f"{_unmatched(model, missing)}. The other modules are adapted.", stacklevel=2)
-    return found
+        names = ", ".join(map(repr, missing))
+        unmatched = (
+            f"lora_target_modules: {names} matches no module. The linear layers are {', '.join(linear_names(model))}"
+        )
+        if (is_alone or isinstance(wanted, str)) and len(missing) == len(elements):
+            experts = _short(fused_experts(model))
+            fused = f". The fused experts are adapted with lora_target_parameters: {experts}" if experts else ""
+            raise ModelError(f"{unmatched}{fused}.")
+        warnings.warn(f"{unmatched}. The other modules are adapted.", stacklevel=2)
+    return {given: names for given, names in selected.items() if names}
 
 
 def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
@@ -94,7 +99,7 @@ def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
     aliases = in_whole_models(names)
     key, chosen = "lora_target_linear_modules", dict[str, None]()
     for expression in expressions:
-        found = matching(re.fullmatch, rf"(.*\.)?(?:{expression})", list(aliases), key)
+        found = [alias for alias in aliases if re.fullmatch(rf"(.*\.)?(?:{expression})", alias)]
         if not found:
             raise ModelError(
                 f"{key}: {expression!r} matches no linear layer. Their last parts are "
@@ -203,55 +208,27 @@ def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[
     }
     others = [
         given
-        for given in _present(model, wanted, parts, is_alone=False)
-        if given in parts or any(name.rpartition(".")[2] not in linear for name in _matching(model, given, False))
+        for given, names in _present(model, wanted, parts, is_alone=False).items()
+        if given in parts or any(name.rpartition(".")[2] not in linear for name in names)
     ]
-    _warn_of_skipped(model, "lora_target_linear: true", parts)
+    _warn_of_skipped("lora_target_linear: true", parts, _linear_like(model, parts))
     if not parts and not others and config.peft_layers_to_transform is None:
         return "all-linear"
     return [*sorted(linear.difference(parts)), *others]
 
 
-def _as_list(model: PreTrainedModel, expression: str, found: list[str], parts: list[str]) -> list[str]:
-    """The modules `found` with an expression, and the `parts` of experts that it selects.
-
-    PEFT would match the last parts of the names only, and so adapt all layers. Raises ModelError if the expression
-    selects the experts of some layers only.
-    """
-    selected = [{part for part in parts if f"{stack}.{part}" in found} for stack in _stacks(model)]
-    chosen = set().union(*selected)
-    modules = [name for name in found if name.rpartition(".")[0] not in _stacks(model)]
-    skipped = [name for name in modules if name.rpartition(".")[2] in parts]
-    if any(names != chosen for names in selected) or (skipped and not chosen):
-        raise ModelError(_of_all_layers(model, expression))
-    _warn_of_skipped(model, "lora_target_modules", sorted(chosen), skipped)
-    return [*(name for name in modules if name not in skipped), *sorted(chosen)]
+def _linear_like(model: PreTrainedModel, parts: Iterable[str]) -> list[str]:
+    """The names of linear layers whose last part is the name of experts."""
+    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    return [name for name in names if name.rpartition(".")[2] in parts]
 
 
-def _names_experts(model: PreTrainedModel, given: str) -> bool:
-    """Whether a name that PEFT takes for the experts of all layers is that of experts, and not of linear layers only.
-
-    Raises ModelError if it is not the name of all.
-    """
-    part = given.rpartition(".")[2]
-    named = [f".{stack}.{part}".endswith(f".{given}") for stack in _stacks(model)]
-    if all(named):
-        return True
-    if any(named) or not _matching(model, given, False):
-        raise ModelError(_of_all_layers(model, given))
-    return False
-
-
-def _warn_of_skipped(model: PreTrainedModel, key: str, parts: list[str], within: list[str] | None = None) -> None:
-    """Warn of linear layers, of those in `within` if given, that have the name of experts and are not adapted."""
-    skipped = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and name.rpartition(".")[2] in parts and (within is None or name in within)
-    ]
+def _warn_of_skipped(key: str, parts: list[str], skipped: list[str]) -> None:
+    """Warn of linear layers that have the name of experts and are not adapted."""
     if skipped:
+        taken = [part for part in parts if part in {name.rpartition(".")[2] for name in skipped}]
         warnings.warn(
-            f"{key}: in this model, PEFT takes the names {', '.join(parts)} for the fused experts, and for no linear "
+            f"{key}: in this model, PEFT takes the names {', '.join(taken)} for the fused experts, and for no linear "
             f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
             stacklevel=2,
         )
@@ -281,53 +258,13 @@ def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Se
         *(name for name, _ in model.named_modules()),
         *(f"{name}.{part}" for name in _stacks(model) for part in parts),
     ]
-    found = matching(re.fullmatch, pattern, names, "lora_target_modules")
+    found = [name for name in names if re.fullmatch(pattern, name)]
     if not is_expression or (found and excludes_names(given)):
         return found
-    aliases = in_whole_models(names)
-    others = matching(re.fullmatch, pattern, list(aliases), "lora_target_modules")
-    return list(dict.fromkeys((*found, *(aliases[alias] for alias in others))))
-
-
-def _unmatched(model: PreTrainedModel, given: list[str]) -> str:
-    names = ", ".join(map(repr, given))
-    return f"lora_target_modules: {names} matches no module. The linear layers are {', '.join(linear_names(model))}"
-
-
-def _refuse_all(model: PreTrainedModel, given: list[str]) -> NoReturn:
-    """Raise ModelError for elements of `lora_target_modules` of which none selects anything."""
-    experts = _short(fused_experts(model))
-    fused = f" The fused experts are adapted with lora_target_parameters: [{', '.join(experts)}]." if experts else ""
-    raise ModelError(f"{_unmatched(model, given)}; choose from them, or set lora_target_linear: true.{fused}")
+    others = (name for alias, name in in_whole_models(names).items() if re.fullmatch(pattern, alias))
+    return list(dict.fromkeys((*found, *others)))
 
 
 def _short(names: list[str]) -> list[str]:
     """The last two parts of `names`, each once."""
     return sorted({".".join(name.split(".")[-2:]) for name in names})
-
-
-def matching(match: Callable[[str, str], Any], pattern: str, names: Sequence[str], key: str) -> list[str]:
-    """The names for which `match` (of the module re) finds the regular expression `pattern`, the value of `key`.
-
-    Raises ConfigError if it is invalid, or takes more than some seconds, as nested repetitions such as (a+)+ can.
-    """
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError
-
-    can_stop = threading.current_thread() is threading.main_thread()  # only it can receive signals
-    before = signal.signal(signal.SIGALRM, stop) if can_stop else None
-    timer = signal.setitimer(signal.ITIMER_REAL, _SECONDS) if can_stop else (0.0, 0.0)
-    try:
-        return [name for name in names if match(pattern, name)]
-    except re.error as error:
-        raise ConfigError(f"{key}: {pattern!r} is not a valid regular expression: {error}.") from error
-    except TimeoutError:
-        raise ConfigError(
-            f"{key}: comparing {pattern!r:.200} with the {len(names):,} names of the model takes more than {_SECONDS} "
-            "seconds. Repetitions inside repetitions, such as (a+)+, try every way to divide a name: remove one."
-        ) from None
-    finally:
-        if can_stop:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, before)

@@ -25,9 +25,9 @@ from ebft.models.files import TASKS
 
 
 def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
-    """Return all tokens that end a text: those of the generation config, and those that are `known`.
+    """Return all tokens that end a text: the tokens of the generation config, and the `known` ones.
 
-    The others are those of the tokenizer and its chat template, `ebft.data.conversation.Renderer.end_ids`.
+    The tokenizer and its chat template have others: `ebft.data.conversation.Renderer.end_ids`.
     """
     generation_config = unwrap_adapter(model).generation_config
     declared = generation_config.eos_token_id if generation_config is not None else None

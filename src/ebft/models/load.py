@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,12 @@ from peft import PeftModel
 from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
-from ebft.catalog import as_folder, base_name, is_gguf, lasting_name
-from ebft.errors import ConfigError, ModelError, cause, shortened
+from ebft.catalog import as_folder, base_name, is_gguf
+from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
-from ebft.models.pretrained import GENERATION_CONFIG, explained, find_model, pretrained_config, pretrained_model
+from ebft.models.pretrained import GENERATION_CONFIG, find_model, pretrained_config, pretrained_model
 from ebft.models.quantised_experts import quantise_experts, quantises
-from ebft.models.weights import check_gguf_file
 from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
@@ -30,18 +30,8 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound="ModelSettings")
 
-# Settings of generation that have no effect without sampling, beams, a dict of outputs, and a cache.
+# Settings of generation that have no effect without sampling.
 _OF_SAMPLING = ("temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff")
-_GENERATION_SETTINGS: list[tuple[tuple[str, ...], Callable[[GenerationConfig], Any]]] = [
-    (_OF_SAMPLING, lambda found: found.do_sample),
-    (("early_stopping", "length_penalty"), lambda found: (found.num_beams or 1) > 1),
-    (
-        ("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
-        lambda found: found.return_dict_in_generate,
-    ),
-    (("cache_implementation", "cache_config"), lambda found: found.use_cache is not False),
-]
-_NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def load_model(
@@ -96,11 +86,11 @@ def load_base_model(
     options = {
         "dtype": weights_dtype(config),
         "attn_implementation": usable_attention(config.attn_implementation),
-        "device_map": usable_device_map(config.device_map),
+        "device_map": config.device_map,
         "quantization_config": quantisation_config(config) or _dequantised(config, model_config),
         "experts_implementation": config.experts_implementation,
     }
-    try:
+    with prefixed("base_model"), doing(f"loading base_model: {config.base_model}"):
         model = pretrained_model(
             name,
             head,
@@ -110,10 +100,6 @@ def load_base_model(
             trust_remote_code=config.trust_remote_code,
             **{key: value for key, value in options.items() if value is not None},
         )
-    except Exception as error:  # transformers and PyTorch raise many types of errors for unsuitable files
-        file = f"the {GENERATION_CONFIG} of " if _has_bad_generation_config(config, name) else ""
-        said = explained(error, model_config.to_dict())
-        raise ModelError(f"base_model: {file}{config.base_model!r} cannot be loaded: {said}") from error
     if isinstance(options["quantization_config"], Mxfp4Config):  # which dequantises to bfloat16
         model.to(options["dtype"])
     for module in model.modules():
@@ -125,60 +111,41 @@ def load_base_model(
 
 
 def _make_saveable(found: GenerationConfig, name: str) -> None:
-    """Change what transformers does not save, with one warning; raise ModelError for other values of the model's file.
+    """Change settings without effect, with which transformers does not save a generation config, with one warning.
 
     Models that were published before it refused this set a temperature without do_sample, for example.
     """
-    if _problem_of(found) is None:
-        return
-    before = found.to_dict()
-    samples = any(before.get(key) is not None for key in _OF_SAMPLING) and found.temperature != 0
-    if found.do_sample is None and samples:
+    unused, before = _without_effect(found), found.to_dict()
+    if found.do_sample is None and found.temperature != 0 and not {*_OF_SAMPLING}.isdisjoint(unused):
         found.do_sample = True
-    for keys, is_used in _GENERATION_SETTINGS:
-        for key in keys if not is_used(found) else ():
-            if before.get(key) is not None:
-                setattr(found, key, None)
-    problem = _problem_of(found)
-    if problem is not None:
-        raise ModelError(
-            f"base_model: the {GENERATION_CONFIG} of {name} cannot be saved with the trained model: {problem} "
-            "Correct or delete the file in a copy of the model."
+        unused = _without_effect(found)
+    for key in unused:
+        setattr(found, key, None)
+    changes = [
+        f"{key}: {json.dumps(value)}"
+        for key, value in found.to_dict().items()
+        if value != before.get(key) and before.get(key) is not False
+    ]
+    if changes:
+        warnings.warn(
+            f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
+            f"saved with {', '.join(changes)}.",
+            stacklevel=3,
         )
-    after = found.to_dict()
-    changed = [key for key in after if after[key] != before.get(key) and before.get(key) is not False]
-    changes = [f"{key}: {json.dumps(after[key])}" for key in changed]
-    warnings.warn(
-        f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
-        f"saved with {', '.join(changes)}.",
-        stacklevel=3,
-    )
 
 
-def _has_bad_generation_config(config: ModelSettings, name: str) -> bool:
-    try:
-        GenerationConfig.from_pretrained(name, revision=config.revision_of_model)
-    except OSError:  # there is none
-        return False
-    except Exception:  # TypeError, for example
-        return True
-    return False
-
-
-def _problem_of(found: GenerationConfig) -> str | None:
-    """Why transformers would not save a generation config; None if it would."""
+def _without_effect(found: GenerationConfig) -> list[str]:
+    """The settings without effect, by the list in the error of transformers."""
     try:
         found.validate(strict=True)
-        found.to_json_string()
-    except Exception as error:  # also TypeError for values of other types
-        return cause(error)
-    return None
+    except ValueError as error:
+        return re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+    return []
 
 
 def find_base_model(config: ModelSettings) -> str:
     """The base model's absolute path or Hub id. Raises ModelError if it is not found."""
     if config.gguf_file is not None:
-        check_gguf_file(lasting_name(config.base_model), config.gguf_file)
         return find_model(base_name(config.base_model, config.gguf_file), "gguf_file")
     return find_model(config.base_model, "base_model")
 
@@ -187,42 +154,15 @@ def load_model_config(config: ModelSettings) -> Any:
     """The transformers configuration of `base_model_config` or `base_model`, without loading weights."""
     key = "base_model_config" if config.base_model_config else "base_model"
     name = find_model(config.base_model_config, key) if config.base_model_config else find_base_model(config)
-    found = _read_config(config, key, name)
-    if getattr(found.get_text_config(), "num_hidden_layers", None) == 0:  # absent: unknown
-        raise ModelError(f"{key}: {name} has no layers (num_hidden_layers: 0 in config.json). Correct config.json.")
-    _override(config, found)
-    if config.base_model_config:
-        own = _read_config(config, "base_model", find_base_model(config))
-        if found.model_type != own.model_type:
-            raise ModelError(
-                f"base_model_config: {config.base_model_config!r} configures a {found.model_type} model, but "
-                f"base_model is a {own.model_type} model, whose weights it would not load. Remove base_model_config."
-            )
-    return found
-
-
-def _override(config: ModelSettings, found: Any) -> None:
-    """Apply `overrides_of_model_config`, and check that the model has experts if a key needs them."""
+    with doing(f"reading the configuration of {key}: {shortened(name)}"):
+        found = pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
     text = found.get_text_config()
-    if config.experts_implementation is not None and not any(hasattr(text, name) for name in _NUMBER_OF_EXPERTS):
-        raise ModelError(f"experts_implementation: a {found.model_type} model has no experts. Remove it.")
     overrides = config.overrides_of_model_config.model_dump(exclude_none=True)
     for name, value in overrides.items():
         if not hasattr(text, name):
-            raise ModelError(
-                f"overrides_of_model_config.{name}: a {found.model_type} model has no such setting; it is for mixtures "
-                "of experts with a load-balancing loss. Remove it."
-            )
+            raise ModelError(f"overrides_of_model_config.{name}: a {found.model_type} model has no such setting.")
         setattr(text, name, value)
-
-
-def _read_config(config: ModelSettings, key: str, name: str) -> Any:
-    try:
-        return pretrained_config(name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code)
-    except Exception as error:  # config.json may contain anything
-        raise ModelError(
-            f"{key}: cannot read a model configuration (config.json) from {shortened(name)!r}: {explained(error)}"
-        ) from error
+    return found
 
 
 def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest: int | None) -> None:
@@ -287,7 +227,7 @@ def _warn_of_tokens_without_embedding(config: ModelSettings, tokenizer: PreTrain
         shown = f"{', '.join(map(repr, sorted(new)[:3]))}{', ...' if len(new) > 3 else ''}"
         warnings.warn(
             f"{'tokenizer_config' if config.tokenizer_config else 'base_model'}: the tokenizer has {len(tokenizer)} "
-            f"tokens, but the model has embeddings of {size}. {len(new)} of them ({shown}) get new embeddings, which "
+            f"tokens, but the model has embeddings of {size}. {len(new)} tokens ({shown}) get new embeddings, which "
             "are untrained. If this is the tokenizer of another model, use the model's own.",
             stacklevel=3,
         )
@@ -322,40 +262,16 @@ def usable_attention(wanted: str | None) -> str | None:
     package = "the package kernels" if is_on_hub else "its package"
     lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
     warnings.warn(
-        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used instead.", stacklevel=2
+        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.", stacklevel=2
     )
     return None
-
-
-def usable_device_map(wanted: str | dict | None) -> str | dict | None:
-    """`wanted`, or None with a warning if it contains a device that this machine does not have."""
-    places = wanted.values() if isinstance(wanted, dict) else [] if wanted is None else [wanted]
-    missing = [place for place in places if not _exists(place)]
-    if not missing:
-        return wanted
-    warnings.warn(
-        f"device_map: {wanted} is ignored because {missing[0]} is not available "
-        f"({torch.cuda.device_count()} CUDA devices). The trainer places the model.",
-        stacklevel=2,
-    )
-    return None
-
-
-def _exists(place: str | int) -> bool:
-    """Whether a value of a device map can be used; names such as auto, cpu and disk always can."""
-    if isinstance(place, str) and place.isdigit():
-        place = int(place)
-    if isinstance(place, str) and place.startswith("cuda"):
-        number = place.partition(":")[2] or "0"
-        place = int(number) if number.isdigit() else -1
-    return not isinstance(place, int) or 0 <= place < torch.cuda.device_count()
 
 
 def spare_gpu(taken: int | None, needed: int) -> str | None:
     """Return a GPU other than number `taken` that is idle and has `needed` free bytes, such as cuda:1; None if none is.
 
     Idle GPUs have nearly all of their memory free, so a GPU of a vLLM server or of another run is not one. None if
-    there are several training processes, each of which has a GPU.
+    there are several training processes, since each has a GPU.
     """
     count = torch.cuda.device_count()
     if taken is None or count < 2 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -390,7 +306,7 @@ def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
     if share is not None and share < ENOUGH:
         warnings.warn(
             f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
-            f"{share:.1%} of them, and the others are rounded back to their old values. Set torch_dtype: float32, "
+            f"{share:.1%} of the weights, and others are rounded back to their old values. Set torch_dtype: float32, "
             "which preserves small updates, or adapter: lora, whose weights are float32.",
             stacklevel=2,
         )

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftType, get_peft_model
 from torch import nn
 from transformers import (
@@ -27,77 +26,43 @@ from transformers import (
 )
 
 from ebft.catalog import is_gguf, lasting_name, locate
-from ebft.errors import ModelError, cause
+from ebft.errors import ModelError, doing, shortened
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
-from ebft.models.files import key_with, read_object, refuse_pointers, refuse_values, wrong_values
-from ebft.models.weight_files import other_content
+from ebft.models.files import refuse_pointers
 from ebft.models.weights import (
-    check_readable,
     load_complete,
     load_gguf_config,
     load_gguf_model,
     load_gguf_tokenizer,
 )
-from ebft.transformers_internals import QuantizationMethod
 
 GENERATION_CONFIG = "generation_config.json"
-# Files that transformers reads without checking that they contain an object.
-_SETTINGS = ("config.json", GENERATION_CONFIG, "tokenizer.json", "tokenizer_config.json")
-
-_MOST_IDS = 2**24  # ids of a tokenizer; known vocabularies have up to 2**20
 
 
 def find_model(name: str, key: str) -> str:
-    """Absolute path or Hub id of the model `name`, the value of `key`. Raises ModelError if not found or unreadable."""
-    locate(name, "model", key)
+    """Absolute path or Hub id of the model `name`, the value of `key`. Raises ModelError if there is none."""
+    with doing(f"looking for {key}: {shortened(name)}"):
+        locate(name, "model", key)
     found = lasting_name(name)
-    check_readable(found)
+    files = [] if is_gguf(found) or exists(Path(found) / "config.json") else sorted(Path(found).glob("*.gguf"))
+    if files:
+        raise ModelError(
+            f"{key}: {name} contains {files[0].name} but no config.json, so it is a GGUF model. In a config, add "
+            f"gguf_file: {files[0].name}; elsewhere, give the path of the file"
+        )
     if Path(found).is_file() and not is_gguf(found):
         raise ModelError(f"{key}: {found} is a file. Set {key} to the folder of a model, or to its name on the Hub.")
-    if Path(found).is_dir() and key.startswith("base_model") and not Path(found, "config.json").exists():
+    if Path(found).is_dir() and key.startswith("base_model") and not exists(Path(found, "config.json")):
         raise ModelError(f"{key}: {found} is not the folder of a model: it has no config.json.")
     refuse_pointers(Path(found))
-    for file in _SETTINGS:
-        _check_settings(Path(found) / file, key)
     return found
 
 
-def _check_settings(path: Path, key: str) -> None:
-    """Raise ModelError if a file that transformers reads is there but is not a JSON object."""
-    if not exists(path):
-        return
-    values = read_object(path, "Copy or download it again.", key)
-    if path.name == "config.json":
-        refuse_values(f"{key}: {path}", wrong_values(values))
-    if path.name == "tokenizer.json":
-        _check_ids(values, path, key)
-    longest = values.get("model_max_length") if path.name == "tokenizer_config.json" else None
-    if isinstance(longest, bool) or not isinstance(longest, int | float | None):
-        refuse_values(f"{key}: {path}", [("model_max_length", longest, "a number of tokens")])
-
-
-def _check_ids(tokenizer: dict[str, Any], path: Path, key: str) -> None:
-    """Raise ModelError for an id that no vocabulary has: the tokenizers library counts to it, or aborts."""
-    model = tokenizer.get("model")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {}
-    added = tokenizer.get("added_tokens")
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            ids.setdefault(str(token.get("content")), token.get("id"))
-    for text, number in ids.items():
-        if type(number) is int and not 0 <= number < _MOST_IDS:
-            raise ModelError(
-                f"{key}: {path} gives the token {text!r:.60} the id {number}; ids of its {len(ids):,} tokens must be "
-                f"between 0 and {_MOST_IDS - 1:,}. Correct the id, or copy or download the file again."
-            )
-
-
 def pretrained_config(name: str, **options: Any) -> Any:
-    """The transformers configuration of the model `name`, of a multimodal one that of its text model if possible.
+    """The transformers configuration of the model `name`, or of its text model if it is multimodal.
 
-    `options` are those of `from_pretrained`.
+    `options` are passed to `from_pretrained`.
     """
     name = lasting_name(name)
     if is_gguf(name):
@@ -125,7 +90,7 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
 def pretrained_model(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name` with a head, which its weights may lack; `options` are those of `from_pretrained`.
+    """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`.
 
     Raises ModelError for incomplete or damaged weights.
     """
@@ -139,32 +104,11 @@ def pretrained_model(
 
 
 def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model `name`; `options` are those of `from_pretrained`."""
+    """The tokenizer of the model `name`; `options` are passed to `from_pretrained`."""
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_tokenizer(name)
     return AutoTokenizer.from_pretrained(name, **options)
-
-
-def explained(error: Exception, settings: Mapping[str, Any] | None = None) -> str:
-    """The message of an error of transformers; says how to allow code of the model's repository if it is needed.
-
-    With the content of config.json as `settings`, the key of a name that transformers does not know is given.
-    """
-    if isinstance(error, ModelError):
-        return str(error)
-    if (other := other_content(error)) is not None:  # of a model on the Hub
-        return f"a file of its weights {other}"
-    if "trust_remote_code" in str(error):
-        return (
-            "it needs Python code from its repository, which is not run by default. If you have read the code and "
-            "trust it, set trust_remote_code: true"
-        )
-    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str):
-        name = key_with(error.args[0], settings or {})
-        if name is not None:
-            return f"config.json: {name}: transformers does not know {error.args[0]!r:.60}. Correct it"
-    return cause(error)
 
 
 _RATE = re.compile("drop|jitter")  # in names of attributes
@@ -178,42 +122,19 @@ REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[str, Any] | None = None) -> nn.Module:
     """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given.
 
-    `options` are those of `from_pretrained` for a name.
+    `options` are passed to `from_pretrained` for a name.
     """
     if isinstance(model, str):
-        model = pretrained_model(find_model(model, "model"), **(options or {}))
+        with doing(f"loading the model {model}"):
+            model = pretrained_model(find_model(model, "model"), **(options or {}))
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a causal language model or the name of one, got {model!r}")
-    _check_weights(unwrap_adapter(model))
     if peft_config is None:
         return model
     if hasattr(model, "disable_adapter"):
-        raise ModelError(
-            "the model already has an adapter: use peft_config with a model without adapter, or leave it out"
-        )
+        raise ModelError("the model already has an adapter, so peft_config cannot add one")
     set_seed(seed)
     return get_peft_model(model, peft_config)
-
-
-def _check_weights(causal_lm: nn.Module) -> None:
-    """Raise ModelError for a GGUF model as loaded by default, which can be neither trained nor saved.
-
-    And for experts in float64, whose grouped products PyTorch does not compute.
-    """
-    if getattr(causal_lm, "quantization_method", None) == QuantizationMethod.GGUF:  # set by transformers alone
-        raise ModelError(
-            "model was loaded from a GGUF file as quantised weights, which cannot be trained. Load it with "
-            "from_pretrained(folder, gguf_file=..., quantization_config=GgufConfig(dequantize=True)), or pass the path "
-            "of the file as model"
-        )
-    is_grouped = isinstance(causal_lm, PreTrainedModel) and (
-        "grouped_mm" in causal_lm.get_experts_implementation().values()
-    )
-    if is_grouped and any(each.dim() == 3 and each.dtype == torch.float64 for each in causal_lm.parameters()):
-        raise ModelError(
-            "the experts of the model are float64, but PyTorch computes grouped products of experts in float32, "
-            "bfloat16 and float16 only. Call model.set_experts_implementation('eager'), or model.to(torch.float32)"
-        )
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -251,7 +172,7 @@ def _in_eval_mode(router: nn.Module, args: Any) -> None:
 def rates_as_loaded(causal_lm: PreTrainedModel) -> Iterator[None]:
     """Context manager in which the model has the rates that `disable_dropout` set to 0.
 
-    They have no effect in eval mode, unless a model uses one of them for something else.
+    They have no effect in eval mode, unless a model uses a rate for something else.
     """
     rates = causal_lm.__dict__.get("rates_as_loaded", [])
     for module, attribute, value in rates:
@@ -289,7 +210,7 @@ def check_adapter(model: nn.Module) -> None:
     stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
     if stray:
         raise ModelError(
-            f"{len(stray)} parameters of the base model are trainable in addition to the adapter (the first is "
-            f"{stray[0]}), so the feature network, which is the model with its adapter disabled, would not be frozen. "
-            "Freeze them (LoraConfig(bias='none')), list their modules in modules_to_save, or train without an adapter"
+            f"{len(stray)} parameters of the base model are trainable ({stray[0]}), so the feature network, which is "
+            "the model with its adapter disabled, would not be frozen. Freeze them (LoraConfig(bias='none')), or list "
+            "their modules in modules_to_save"
         )

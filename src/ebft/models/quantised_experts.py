@@ -24,7 +24,7 @@ def quantise_experts(model: nn.Module, **options: Any) -> int:
     """
     from bitsandbytes.functional import quantize_4bit
 
-    # PEFT adds to a parameter before its module runs, in wrappers around it, of which the outermost is first.
+    # PEFT adds to a parameter before its module runs, in wrappers around it; the outermost is first.
     outermost: dict[int, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, ParamWrapper):

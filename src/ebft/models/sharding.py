@@ -33,9 +33,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from ebft.errors import ConfigError, ModelError
-from ebft.models.sharded_index import OPTIMIZER, WEIGHTS, ShardedReader
-from ebft.models.weight_files import WeightFiles
+from ebft.errors import ConfigError, ModelError, some_of
+from ebft.models.weight_files import OPTIMIZER, WEIGHTS, ShardedReader, WeightFiles
 from ebft.transformers_internals import convert_weights, unset_hf_deepspeed_config, weight_groups
 
 
@@ -122,7 +121,7 @@ def load_on_every_process() -> None:
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:
     """Raise ConfigError for FSDP1, and if weights that only the first process has loaded are used before training.
 
-    `compares_weights`: whether they are compared with those of a server.
+    `compares_weights`: whether they are compared with the weights of a server.
     """
     plugin = _plugin(accelerator)
     if plugin is None:
@@ -204,7 +203,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 def has_other_names(model: nn.Module, folder: Path) -> bool:
     """Whether a checkpoint has a full model under the names of files, which differ from those in the model.
 
-    transformers converts such weights, for example those of experts, when it loads a model, but not when it resumes.
+    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes.
     """
     if isinstance(model, PeftModel):
         return False
@@ -215,28 +214,20 @@ def check_fits(model: nn.Module, folder: Path) -> None:
     """Raise ModelError if the weights of a checkpoint that transformers loads do not fit the model of this run."""
     adapter = isinstance(model, PeftModel)
     own, saved = _weights_of(model), _files(folder, _ADAPTER if adapter else _MODEL).weights
-    shapes = [name for name in own if name in saved and own[name].shape != saved[name].shape]
-    if shapes:
-        name = shapes[0]
-        raise ModelError(
-            f"{folder} does not fit the model: {name} has the shape {tuple(saved[name].shape)} there and "
-            f"{tuple(own[name].shape)} in the model ({_count(shapes)}). {_SAME}"
-        )
-    if not saved:
-        return
+    facts = [
+        f"{name} has the shape {tuple(saved[name].shape)} there and {tuple(own[name].shape)} in the model"
+        for name in own
+        if name in saved and own[name].shape != saved[name].shape
+    ]
     if adapter:  # embeddings that were resized are saved too
         own, saved = ({name: each[name] for name in each if "lora_" in name} for each in (own, saved))
     known = {own[name].data_ptr() for name in saved if name in own}  # tied weights are saved under one of their names
-    missing = [name for name in own if name not in saved and own[name].data_ptr() not in known]
+    missing = [name for name in own if saved and name not in saved and own[name].data_ptr() not in known]
     others = [name for name in saved if name not in own]
-    if missing or others:
-        facts = [f"the model has {missing[0]}, which is not in the checkpoint ({_count(missing)})"] if missing else []
-        facts += [f"the checkpoint has {others[0]}, which is not in the model ({_count(others)})"] if others else []
-        raise ModelError(f"{folder} does not fit the model: {'; '.join(facts)}. {_SAME}")
-
-
-def _count(names: list[str]) -> str:
-    return f"{len(names)} such weight{'s' if len(names) > 1 else ''}"
+    facts += [f"the model has {some_of(missing, 1)}, which the checkpoint has not"] if missing else []
+    facts += [f"the checkpoint has {some_of(others, 1)}, which the model has not"] if others else []
+    if facts:
+        raise ModelError(f"{folder} does not fit the model: {'; '.join(facts[:2])}. {_SAME}")
 
 
 def save_whole_optimizer(optimizer: Optimizer, folder: Path, is_writer: bool) -> None:
@@ -287,12 +278,11 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
     try:
         load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
     except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes
-        reason = str(error).strip().rpartition("\n")[2]
-        raise ModelError(f"{folder} cannot be read: {reason}. Resume from another checkpoint.") from error
+        raise ModelError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}") from error
 
 
 def _tied(model: nn.Module) -> set[str]:
-    """The names of weights that are those of another name, and are not in files."""
+    """The second names of weights that have two, which are not in files."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return names - {name for name, _ in model.named_parameters()}
 
@@ -316,13 +306,9 @@ def _copy(
 ) -> None:
     missing = targets.keys() - set(optional)
     for name, value in weights:
-        if name not in targets:
-            raise ModelError(f"{folder} has the weight {name}, which the model has not. {_SAME}")
-        if targets[name].shape != value.shape:
-            raise ModelError(
-                f"{name} has the shape {tuple(value.shape)} in {folder} and {tuple(targets[name].shape)} in the model. "
-                f"{_SAME}"
-            )
+        own = tuple(targets[name].shape) if name in targets else None
+        if own != tuple(value.shape):
+            raise ModelError(f"{name} has the shape {tuple(value.shape)} in {folder}, but {own} in the model. {_SAME}")
         targets[name].copy_(_part(value, targets[name]))
         missing.discard(name)
     if missing:

@@ -1,8 +1,4 @@
-"""Checks of weight files: every tensor of the model must be in them, with usable values, and no code.
-
-What can be seen in the headers is read from them; all values must be finite, and a few rows of each tensor are looked
-at more closely.
-"""
+"""Loading weights: every tensor of the model must be in the files, with finite values; and models in GGUF files."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import logging
 import os
 import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,18 +27,13 @@ from transformers import (
 )
 from transformers.integrations import is_fsdp_enabled
 
-from ebft.catalog import is_gguf, require_gguf
-from ebft.errors import ModelError, some_of
-from ebft.files import exists
+from ebft.errors import ModelError, doing, some_of
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import refuse_classifier
 from ebft.models.quantised_experts import is_packed
 from ebft.models.weight_files import WeightFiles, weight_files
 from ebft.transformers_internals import TEXT_NAMES, forget_text_names, forget_title, read_gguf_metadata
 
-_SAMPLED = 64  # rows of a tensor whose values are checked
-_LARGEST = 1e19  # the square of a larger value overflows in float32, so norms give zeros
-_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _TEXT = re.compile("|".join(TEXT_NAMES))
 _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 
@@ -51,12 +41,12 @@ _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 def load_complete(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name`, with every tensor from its weight files; `options` are those of `from_pretrained`.
+    """The model `name`, with every tensor from its weight files; `options` are passed to `from_pretrained`.
 
     With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
-    ModelError for other tensors that are missing or have another shape, and for files with more than tensors. Tensors
-    that the model does not have give a warning, unless they are the head that is replaced. With the configuration of
-    the text model of a multimodal one, its text model is loaded alone.
+    ModelError for other tensors that are missing or have another shape. Tensors that the model does not have give a
+    warning, unless they are the head that is replaced. With the configuration of the text model of a multimodal one,
+    its text model is loaded alone.
     """
     if head is LANGUAGE:
         refuse_classifier(Path(name))
@@ -78,25 +68,18 @@ def load_complete(
             "tensors of its other parts.",
             stacklevel=4,
         )
-    own = tuple(f"{module}." for module in head_modules(model))
-    sizes = [given for key, given, _ in found["mismatched_keys"] if key.startswith(own)]
+    sizes = [f"{key} ({tuple(given)} instead of {tuple(own)})" for key, given, own in found["mismatched_keys"]]
     if sizes:
         raise ModelError(
-            f"{name} has a head with {sizes[0][0]} labels, but {head.num_labels} are needed. Use a model with "
-            f"num_labels: {head.num_labels}, or one without a head"
+            f"the weights of {name} do not have the shapes of the model: {some_of(sizes)}. Correct config.json, or use "
+            "the weights that belong to it"
         )
+    own = tuple(f"{module}." for module in head_modules(model))
     starts_head = may_lack_head and any(key.startswith(own) for key in found["missing_keys"])
     if starts_head:
         inside = model.base_model_prefix + "."
         found["missing_keys"] = {key for key in found["missing_keys"] if not key.startswith(own)}
         found["unexpected_keys"] = {key for key in found["unexpected_keys"] if key.startswith(inside)}
-    shape = lambda size: " x ".join(map(str, size)) or "scalar"
-    sizes = [f"{key} ({shape(given)}, but the model has {shape(own)})" for key, given, own in found["mismatched_keys"]]
-    if sizes:
-        raise ModelError(
-            f"the weights do not fit the configuration in config.json: {some_of(sizes)}. Correct config.json, or use "
-            "the weights that belong to it"
-        )
     if found["missing_keys"]:
         unused = f" The weights have instead {some_of(found['unexpected_keys'])}." if found["unexpected_keys"] else ""
         raise ModelError(
@@ -110,8 +93,8 @@ def load_complete(
             f"config.json does not use: {some_of(found['unexpected_keys'])}.",
             stacklevel=4,
         )
-    _check_types(name, model, stored)
-    _check_values(name, model)
+    _check_types(model, stored)
+    _check_values(model)
     if any(_UNTIED in message for message in reported):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -144,84 +127,56 @@ def own_name(key: str) -> str:
     return key
 
 
-def _check_types(name: str, model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
-    """Raise ModelError for weights that would be read as plain numbers, but are stored quantised or complex."""
+def _check_types(model: PreTrainedModel, stored: dict[str, Tensor]) -> None:
+    """Raise ModelError for quantised weights that would be read as plain numbers, without their scales."""
     settings = getattr(model.config, "quantization_config", None)  # absent in most models
     if settings is not None:
         if getattr(model, "quantization_method", None) is None:  # set by transformers for a method that it knows
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
             raise ModelError(
-                f"quantization_config of config.json: transformers does not know the quant_method {method!r:.60}, and "
+                f"quantization_config of config.json: transformers does not know the method of {settings!r:.200}, and "
                 "would read the weights as if they were not quantised. Use the original model, or remove "
                 "quantization_config if the weights are not quantised"
             )
         return
     plain = {key for key, own in model.named_parameters() if own.is_floating_point()} & stored.keys()
-    complex_ones = [key for key in plain if stored[key].is_complex()]
-    if complex_ones:
+    modules = {key.rpartition(".")[0] for key in stored if "scale" in key.rpartition(".")[2]}
+    packed = [
+        key
+        for key in plain
+        if not stored[key].dtype.is_floating_point
+        or (stored[key].dtype.itemsize == 1 and key.rpartition(".")[0] in modules)
+    ]
+    if packed:
         raise ModelError(
-            f"{len(complex_ones)} weights are stored as complex numbers ({some_of(complex_ones)}), whose imaginary "
-            "parts would be lost. Use weights with real numbers"
-        )
-    integers = [key for key in plain if stored[key].dtype in _INTEGERS]
-    if integers:
-        raise ModelError(
-            f"{len(integers)} weights are stored as {_dtype(stored[min(integers)])} ({some_of(integers)}), as those of "
-            "quantised models are, but config.json has no quantization_config, so their scales are unknown. Use the "
-            "original model, or restore quantization_config"
-        )
-    small = sorted(key for key in plain if stored[key].dtype.itemsize == 1)
-    modules = {key.rpartition(".")[0] for key in small}
-    scales = [key for key in stored if key.rpartition(".")[0] in modules and "scale" in key.rpartition(".")[2]]
-    if scales:
-        raise ModelError(
-            f"the weights are stored as {_dtype(stored[small[0]])} with scales ({some_of(scales)}), but config.json "
-            "has no quantization_config, so the scales would not be applied. Restore quantization_config"
-        )
-    if small:
-        warnings.warn(
-            f"{name}: {len(small)} weights are stored as {_dtype(stored[small[0]])}, with 3 or fewer significant bits "
-            "and without scales. They are used as they are.",
-            stacklevel=5,
+            f"{len(packed)} weights are stored as {stored[min(packed)].dtype} ({some_of(packed)}), but config.json has "
+            "no quantization_config, so their scales would not be applied. Use the original model, or restore "
+            "quantization_config"
         )
 
 
 @torch.no_grad()
-def _check_values(name: str, model: PreTrainedModel) -> None:
-    """Raise ModelError for values with which no model computes anything; large ones are seen in a few rows of each."""
+def _check_values(model: PreTrainedModel) -> None:
+    """Raise ModelError for values with which no model computes anything."""
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() == "true":
         return  # only one process has the weights
+    embeddings = model.get_input_embeddings().weight
     for key, own in model.named_parameters():
         if not _is_plain(own):
             continue
-        bounds = own.aminmax()  # without a copy; both are NaN if a value is
-        if not (_rows(own).abs() < _LARGEST).all() or not all(bound.isfinite() for bound in bounds):  # false for NaN
+        low, high = own.aminmax()  # without a copy; both are NaN if a value is
+        if not (low.isfinite() and high.isfinite()):
             raise ModelError(
-                f"the weights contain NaN, infinite values or ones above {_LARGEST:.0e} ({key}), so the model would "
-                "compute NaN or zeros. Use other weights, such as those of an earlier checkpoint"
+                f"the weights contain NaN or infinite values ({key}), so the model would compute NaN. Use other "
+                "weights, such as an earlier checkpoint"
             )
-    embeddings = model.get_input_embeddings().weight
-    if not _is_plain(embeddings) or embeddings.dim() != 2 or len(embeddings) < 2:  # of one dimension: partitioned
-        return
-    if (_rows(embeddings) == embeddings[0]).all() and (embeddings == embeddings[0]).all():
-        raise ModelError(
-            f"the embeddings of all {len(embeddings)} tokens are equal (first value: {embeddings[0, 0]:.4g}), so the "
-            "model cannot distinguish tokens. Use trained weights"
-        )
+        if own is embeddings and low == high and own.dim() == 2 and len(own) > 1:  # of one dimension: partitioned
+            raise ModelError(f"the embeddings of all tokens are equal ({low:.4g}). Use trained weights")
 
 
 def _is_plain(own: Tensor) -> bool:
-    """Whether values can be compared: those of a whole tensor that is not quantised."""
+    """Whether values can be compared: the tensor is whole and not quantised."""
     is_number = type(own.data) is Tensor and own.is_floating_point() and own.dtype.itemsize > 1 and not is_packed(own)
     return is_number and not own.is_meta and own.dim() > 0 and own.numel() > 0
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor[:: max(1, len(tensor) // _SAMPLED)]
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -249,40 +204,10 @@ _LIKE_GPT2 = {"gpt-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "ph
 _SINGLE_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
-def check_gguf_file(folder: str, file: str) -> None:
-    """Raise ModelError unless the folder `base_model` contains the file `gguf_file`."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ModelError(
-            f"gguf_file: {file} must be in the folder base_model, but {folder!r} is not a folder on this machine. "
-            f"Set base_model to the folder that contains {file}."
-        )
-    if not (path / file).is_file() or not is_gguf(file):
-        found = ", ".join(sorted(entry.name for entry in path.glob("*.gguf"))) or "no GGUF file"
-        raise ModelError(
-            f"gguf_file: {file} is not a GGUF file in {path}, which contains {found}. Correct gguf_file or base_model."
-        )
-
-
-def check_readable(name: str) -> None:
-    """Raise ModelError if `name` is a GGUF file and the package to read it is missing, or a folder of GGUF files."""
-    if is_gguf(name):
-        require_gguf(name)
-        return
-    if not exists(Path(name)):
-        return
-    files = sorted(entry.name for entry in Path(name).glob("*.gguf"))
-    if files and not any((Path(name) / other).is_file() for other in ("config.json", "tokenizer.json")):
-        raise ModelError(
-            f"{name} contains {', '.join(files)} but no config.json, so it is a GGUF model. In a config, add "
-            f"gguf_file: {files[0]}; elsewhere, give the path of the file: {Path(name) / files[0]}"
-        )
-
-
 def load_gguf_config(name: str) -> Any:
     """The transformers configuration in the GGUF file `name`."""
     folder, file = _place(name)
-    with _undamaged(name):
+    with doing(f"reading {name}"):
         config = AutoConfig.from_pretrained(folder, gguf_file=file)
     forget_title(config)
     return config
@@ -294,7 +219,7 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
     dense = GgufConfig(dequantize=True)
     folder, file = _place(name)
-    with _undamaged(name):
+    with doing(f"reading {name}"):
         model = load_complete(folder, gguf_file=file, quantization_config=dense, **options)
     model.config.name_or_path = model.name_or_path = name
     # When saving an adapter, PEFT looks for a config.json of the base model to check whether the vocabulary grew.
@@ -307,7 +232,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     It has exactly the file's tokens, and splits text and adds a beginning-of-sequence token as the file specifies.
     """
-    with _undamaged(name), TemporaryDirectory() as alone:
+    with doing(f"reading {name}"), TemporaryDirectory() as alone:
         # transformers prefers a tokenizer.json in the same folder, which may be of another model.
         link = Path(alone) / Path(name).name
         link.symlink_to(Path(name).absolute())
@@ -344,17 +269,6 @@ def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
         stacklevel=4,
     )
     return used
-
-
-@contextmanager
-def _undamaged(name: str) -> Iterator[None]:
-    """Convert errors of reading past the end of the file, or an empty one, to ModelError."""
-    try:
-        yield
-    except (struct.error, IndexError, KeyError, ValueError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith(("cannot reshape", "cannot mmap")):
-            raise
-        raise ModelError(f"{name} is truncated or corrupted ({error}). Download or convert it again.") from error
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -1,16 +1,11 @@
-"""The checkpoints of a run: which are complete, which one to resume from, and what happens to those of earlier runs."""
+"""The checkpoints of a run: which are complete, which one to resume from, and what happens to earlier runs'."""
 
 import json
 import math
-import os
 import shlex
 import shutil
-import struct
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +15,7 @@ from transformers import Trainer, TrainerCallback
 from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, cause, save_remedy
-from ebft.files import (
-    ADAPTER_CONFIG,
-    CHECKSUMS,
-    RUN_FILE,
-    STATE,
-    checksum,
-    indexed_files,
-    json_object,
-    safetensors_header,
-)
-from ebft.models.sharded_index import INDEX, OPTIMIZER, WEIGHTS, check_files
+from ebft.files import CHECKSUMS, STATE, checksum, json_object
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.resume_compat import check_same_run
@@ -189,12 +174,10 @@ def _complete(
             continue
         try:
             check_complete(folder, reads_all)
+        except OSError:
+            if warn:  # it may be the newest one, which the run would replace
+                raise
         except DamagedError as error:
-            if warn and isinstance(error, UnreadableError):  # it may be the newest one, which the run would replace
-                raise ConfigError(
-                    f"auto_resume_from_checkpoints: {error}. Correct the permissions of {folder}, or move it out of "
-                    "output_dir to continue from an older checkpoint."
-                ) from error
             if warn:
                 warnings.warn(
                     f"{folder} is not used: {error}. An older checkpoint is used, if there is one.", stacklevel=4
@@ -222,8 +205,6 @@ def _named(folder: Path, output_dir: Path) -> Path:
         try:
             check_complete(folder)
             return folder
-        except UnreadableError as error:
-            problem = f"has other permissions: {error}"
         except DamagedError as error:
             problem = f"is not a complete checkpoint: {error}"
     newest = next(_complete(output_dir), None)
@@ -237,7 +218,7 @@ class PreviousRun(TrainerCallback):
     """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
 
     It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are
-    those of the main process. Raises SaveError if the output folder cannot be written.
+    None on other processes. Raises SaveError if the output folder cannot be written.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
@@ -268,7 +249,7 @@ class PreviousRun(TrainerCallback):
     def _set_later_aside(self, named: Path) -> None:
         """Move the checkpoints after the one that training resumes from, to which a later run would else return."""
         output_dir = self._output_dir
-        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is that of an earlier run
+        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is an earlier run's
         found, step = checkpoint_folders(output_dir), step_of(named)
         later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
         target = set_aside(output_dir, later)
@@ -281,7 +262,7 @@ class PreviousRun(TrainerCallback):
     def _set_earlier_aside(self) -> Path | None:
         """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
 
-        They would be taken for those of this run. Returns the folder, or None if there are none.
+        They would be taken for this run's. Returns the folder, or None if there are none.
         """
         output_dir = self._output_dir
         checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
@@ -307,7 +288,7 @@ class PreviousRun(TrainerCallback):
 def _derived(output_dir: Path, base_model: str) -> list[Path]:
     """Merged and quantised models in an output folder that were made from the model of an earlier run.
 
-    A run whose base model is one of them keeps it, since its adapter belongs to it.
+    A run whose base model is such a folder keeps it, since its adapter belongs to it.
     """
     folders = [each for name in DERIVED if ((each := output_dir / name) / "config.json").is_file()]
     return [each for each in folders if not each.is_symlink() and each.resolve() != Path(base_model).resolve()]
@@ -321,70 +302,35 @@ class DamagedError(Exception):
     """A checkpoint cannot be used; the message names the file and what is wrong with it."""
 
 
-class UnreadableError(DamagedError):
-    """The permissions of a checkpoint, which may be complete, do not allow reading it."""
-
-
 def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
     """Raise DamagedError if a file of a checkpoint is missing or damaged; it may have no optimizer state at all.
 
-    Without `reads_all`, checksums are not computed, which is faster for large files. Raises UnreadableError if the
-    permissions do not allow reading it.
+    Without `reads_all`, checksums are not computed, which is faster for large files. Checkpoints of other programs have
+    no checksums.
     """
-    try:
-        _check(checkpoint, reads_all)
-    except PermissionError as error:
-        raise UnreadableError(f"{error.filename or checkpoint} cannot be read ({error.strerror})") from error
-
-
-def _check(checkpoint: Path, reads_all: bool) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
-    with _damaged(CHECKSUMS):  # it is missing in those of other programs and of earlier releases
+    try:
+        step = json_object(checkpoint / STATE).get("global_step")
         sums = json_object(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
-    with_sums = {checkpoint / name for name in sums}
-    for path in _files(checkpoint):
-        check = _CHECKS.get(path.suffix)
-        if path.is_file() and check is not None:
-            with _damaged(path.relative_to(checkpoint)):
-                check(path, reads_all and path not in with_sums)
-    with _damaged(STATE):
-        state = json_object(checkpoint / STATE)
-    if not isinstance(state.get("global_step"), int):
-        raise DamagedError(f"{STATE} is damaged (it has no global_step)")
-    if step_in_name(checkpoint) not in (None, state["global_step"]):
-        name = f"checkpoint-{state['global_step']}"
-        raise DamagedError(f"it contains step {state['global_step']}, unlike its name; to use it, rename it to {name}")
-    _check_weights(checkpoint)
-    _check_parts(checkpoint)
-    _check_training_state(checkpoint)
+    except ValueError as error:
+        raise DamagedError(f"{STATE} or {CHECKSUMS} is damaged ({error})") from error
+    if step_in_name(checkpoint) not in (None, step):
+        raise DamagedError(f"it contains step {step}, unlike its name; to use it, rename it to checkpoint-{step}")
     for name, value in sums.items():
         if not (checkpoint / name).is_file():
             raise DamagedError(f"it has no {name}")
-        with _damaged(name):
-            is_same = not reads_all or checksum(checkpoint / name) == value
-        if not is_same:
+        if reads_all and checksum(checkpoint / name) != value:
             raise DamagedError(f"{name} is damaged (wrong checksum)")
-
-
-@contextmanager
-def _damaged(name: str | Path) -> Iterator[None]:
-    """Raise DamagedError for a file that cannot be read inside the block, apart from its permissions."""
-    try:
-        yield
-    except PermissionError:
-        raise
-    except (OSError, ValueError, struct.error, zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-        raise DamagedError(f"{name} is damaged ({error})") from error
-
-
-def _files(folder: Path) -> list[Path]:
-    """All files below a folder, which must all be readable; `Path.rglob` would leave out other folders."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    return sorted(Path(parent) / name for parent, _, names in os.walk(folder, onerror=fail) for name in names)
+    if not _has(checkpoint, _WEIGHTS):
+        raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
+    # All of these are there, or none, as with save_only_model.
+    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": ("rng_state*.pth",)}
+    if not any(checkpoint.glob("global_step*")):  # DeepSpeed may keep the schedule in its own folder
+        names["scheduler.pt"] = ("scheduler.pt",)
+    missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
+    if missing and len(missing) < len(names):
+        raise DamagedError(f"it has no {' and no '.join(missing)}")
 
 
 def has_optimizer_state(checkpoint: Path) -> bool:
@@ -392,76 +338,5 @@ def has_optimizer_state(checkpoint: Path) -> bool:
     return _has(checkpoint, _OPTIMIZER)
 
 
-def _check_weights(checkpoint: Path) -> None:
-    if not _has(checkpoint, _WEIGHTS):
-        raise DamagedError("it has no weights (model.safetensors or adapter_model.safetensors)")
-    for index in checkpoint.glob("*.index.json"):
-        with _damaged(index.name):
-            files = indexed_files(index)
-        for file in files:
-            if not file.is_file():
-                raise DamagedError(f"it has no {file.name}, which {index.name} names")
-    if any(checkpoint.glob("adapter_model*")) and not (checkpoint / ADAPTER_CONFIG).is_file():
-        raise DamagedError(f"it has no {ADAPTER_CONFIG}")
-    has_adapter = any(checkpoint.glob("adapter_model*")) or (checkpoint / WEIGHTS).is_dir()
-    if (checkpoint / ADAPTER_CONFIG).is_file() and not has_adapter:
-        raise DamagedError("it has no adapter_model.safetensors")
-
-
-def _check_parts(checkpoint: Path) -> None:
-    """Check that the parts of the processes of a sharded run are all there, by the index of each folder."""
-    for folder in (checkpoint / WEIGHTS, checkpoint / OPTIMIZER):
-        if folder.is_dir():
-            try:
-                check_files(folder)
-            except FileNotFoundError as error:
-                raise DamagedError(f"it has no {folder.name}/{INDEX}") from error
-            except (OSError, ValueError) as error:
-                raise DamagedError(f"{folder.name} is damaged ({error})") from error
-
-
-def _check_training_state(checkpoint: Path) -> None:
-    """Check that optimizer, scheduler and random state are all there, or none of them, as with save_only_model."""
-    names = {"optimizer state": _OPTIMIZER, "rng_state.pth": ("rng_state*.pth",)}
-    if not any(checkpoint.glob("global_step*")):  # DeepSpeed may keep the schedule in its own folder
-        names["scheduler.pt"] = ("scheduler.pt",)
-    missing = [name for name, patterns in names.items() if not _has(checkpoint, patterns)]
-    if missing and len(missing) < len(names):
-        raise DamagedError(f"it has no {' and no '.join(missing)}")
-    if (checkpoint / RUN_FILE).is_file():  # of this package, which writes both files of a process
-        for path in sorted(checkpoint.glob("rng_state*.pth")):
-            name = path.name.replace("rng_state", "running_state")
-            if not (checkpoint / name).is_file():
-                raise DamagedError(f"it has no {name}")
-
-
 def _has(folder: Path, patterns: tuple[str, ...]) -> bool:
     return any(found for pattern in patterns for found in folder.glob(pattern))
-
-
-def _check_safetensors(path: Path, reads_all: bool) -> None:
-    """Check that the header can be read and that the file has the length that it gives."""
-    header, begin = safetensors_header(path)
-    size, wanted = path.stat().st_size, begin + max((each["data_offsets"][1] for each in header.values()), default=0)
-    if size != wanted:
-        raise ValueError(f"it has {size} bytes instead of {wanted}")
-
-
-def _check_archive(path: Path, reads_all: bool) -> None:
-    """Check a file of torch.save: that its list of contents, which is written last, and the checksums are right."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            raise ValueError("it is empty")
-        with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip() if reads_all else None
-    if damaged is not None:
-        raise ValueError(f"wrong checksum of {damaged}")
-
-
-_CHECKS: dict[str, Callable[[Path, bool], Any]] = {
-    ".json": lambda path, reads_all: json.loads(path.read_text(encoding="utf-8")),
-    ".safetensors": _check_safetensors,
-    ".pt": _check_archive,
-    ".pth": _check_archive,
-    ".bin": _check_archive,
-}

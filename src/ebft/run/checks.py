@@ -23,13 +23,12 @@ from ebft.config.rules import INTERACTIVE
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, MissingPackageError, ModelError, shortened
+from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
-from ebft.models.files import task_problem
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import check_trackers, trackers
+from ebft.run.reporting import trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -92,9 +91,6 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     problems = list(config.method.problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
-    problem = None if config.lora_model_dir is None else task_problem(config.lora_model_dir, config.method.class_ending)
-    if problem is not None:
-        raise ConfigError(problem)
     if config.evaluation.pass_at:
         config.evaluation.counts(config.method.sampling(config).samples)  # raises
     check_types(config)
@@ -106,7 +102,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
-    for check in (check_deepspeed, check_trackers, check_optimizer):
+    for check in (check_deepspeed, check_optimizer):
         try:
             check(config)
         except MissingPackageError as error:
@@ -225,18 +221,21 @@ def _check_not_overwritten(config: RunConfig) -> None:
                 )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):
         name = getattr(config, key)
-        source = None if name is None else os.path.realpath(lasting_name(name))
+        if name is None:
+            continue
+        with doing(f"looking for {key}: {shortened(name)}"):
+            source = os.path.realpath(lasting_name(name))
         if source == output:
             raise ConfigError(
                 f"output_dir: {config.output_dir} is the folder of {key}, whose files the trained model would replace. "
                 "Choose another folder."
             )
-        if name is not None and os.path.realpath(os.path.expanduser(name)) == output:
+        if os.path.realpath(os.path.expanduser(name)) == output:
             raise ConfigError(
                 f"output_dir: {config.output_dir} is also the name of {key}, which would then be this folder. Choose "
                 "another folder."
             )
-        if source is not None and source.startswith(os.path.join(output, "checkpoint-")):
+        if source.startswith(os.path.join(output, "checkpoint-")):
             raise ConfigError(
                 f"output_dir: {config.output_dir} contains {key}: {name}, a checkpoint of an earlier run, which a new "
                 "run in the same folder moves away. Choose another folder."

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, MissingPackageError
+from ebft.errors import ConfigError, doing
 
-# The optimizers of transformers; first those of PyTorch and transformers itself, with the numbers in optim_args that
+# The optimizers of transformers; first PyTorch's and its own, with the numbers in optim_args that
 # they read.
 _PLAIN = {
     "adamw_torch": (),
@@ -31,7 +31,7 @@ OPTIMIZERS = (
     *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
     *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
 )
-# The schedules of transformers: numbers in lr_scheduler_kwargs of which one is required, and optional ones.
+# The schedules of transformers: one of the first numbers in lr_scheduler_kwargs is required, the second are optional.
 SCHEDULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "cosine": ((), ("num_cycles",)),
@@ -81,7 +81,7 @@ _REFUSED_SCHEDULES = {
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`, a missing package, or invalid arguments."""
+    """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`; transformers raises for invalid arguments."""
     _check_supported(config.optimizer)
     if config.lr_scheduler in _REFUSED_SCHEDULES:
         reason = _REFUSED_SCHEDULES[config.lr_scheduler]
@@ -134,34 +134,20 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
     if name in known:
         return
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Leave {key} out to use {_default(key)}."
+    hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(known)}."
     raise ConfigError(f"{key}: {name!r} is not known to transformers. {hint}")
-
-
-def _default(key: str) -> str:
-    return RunConfig.model_fields[key].default
 
 
 def _try_optimizer(config: RunConfig) -> None:
     given = config.optim_args or {}
-    try:
-        settings = _settings(config.optimizer, given)
-    except (ImportError, ValueError) as error:
-        extra = "quantize" if config.optimizer.startswith("adamw_torch_") else "qlora"
-        is_missing = isinstance(error, ImportError)
-        is_known = is_missing and any(name in str(error) for name in ("`bitsandbytes`", "`torchao"))
-        install = f"Run `pip install 'ebft[{extra}]'`" if is_known else "Install its dependencies"
-        raise (MissingPackageError if is_missing else ConfigError)(
-            f"optimizer: {config.optimizer} cannot be used: {str(error).strip().rstrip('.')}. {install}, or leave "
-            f"optimizer out to use {_default('optimizer')}."
-        ) from error
+    with doing(f"creating optimizer: {config.optimizer} with optim_args: {given}"):
+        settings, plain = _settings(config.optimizer, given), _settings(config.optimizer, {})
     for name, value in given.items():
-        if not _reads(config.optimizer, given, name):
-            raise ConfigError(f"optim_args.{name} is not read by optimizer: {config.optimizer}. Remove it.")
-        if value is False and settings.get(name):
-            raise ConfigError(f"optim_args.{name}: false is read as true by transformers. Remove it.")
-        if isinstance(settings.get(name), str) and not isinstance(_settings(config.optimizer, {}).get(name, ""), str):
-            raise ConfigError(f"optim_args.{name} is passed on by transformers as text, not as a number. Remove it.")
+        is_text = isinstance(settings.get(name), str) and not isinstance(plain.get(name, ""), str)
+        if is_text or (value is False and settings.get(name)) or not _reads(config.optimizer, given, name):
+            raise ConfigError(
+                f"optim_args.{name}: transformers does not read {value} for optimizer: {config.optimizer}. Remove it."
+            )
 
 
 def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:
@@ -191,9 +177,5 @@ def _try_schedule(config: RunConfig) -> None:
     kwargs = config.lr_scheduler_kwargs
     if kwargs and config.lr_scheduler.startswith("constant"):
         raise ConfigError(f"lr_scheduler: {config.lr_scheduler} reads no lr_scheduler_kwargs. Remove them.")
-    try:
+    with doing(f"creating lr_scheduler: {config.lr_scheduler} with lr_scheduler_kwargs: {kwargs or '{}'}"):
         get_scheduler(config.lr_scheduler, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs) if kwargs else None)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"lr_scheduler: {config.lr_scheduler} with lr_scheduler_kwargs: {kwargs or '{}'} is invalid: {error}."
-        ) from error

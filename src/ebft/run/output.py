@@ -1,8 +1,7 @@
 """The output folder: its lock, the files in it that runs wrote, and the final model. Do not import torch.
 
 All files that no run wrote are neither moved nor replaced. The files of the final model are listed in
-`ebft_final.json`, which a run writes when it starts; its step is added when all of them are there. Files that describe
-the run are recognised by their contents in folders without it, which an earlier version has written.
+`ebft_final.json`, which a run writes when it starts; its step is added when all files are there.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, SaveError
+from ebft.errors import ConfigError, SaveError, doing, some_of
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
 from ebft.run.reporting import write_model_card
@@ -30,13 +29,11 @@ from ebft.run_files import (
     EVALUATION,
     HEALTH,
     METRICS,
-    MODEL_FILES,
     PREVIOUS,
     REPORT,
     RUN,
     START,
     is_report,
-    parse,
     read_object,
     read_run,
     rollout_files,
@@ -63,15 +60,12 @@ def check_own(config: RunConfig) -> None:
     folder = Path(config.output_dir)
     named = config.resume_from_checkpoint
     resumes = config.auto_resume_from_checkpoints or named is not None
-    try:
+    with doing(f"reading output_dir: {folder}"):
         found = _foreign(folder, config.adapter is None, resumes) if folder.is_dir() else []
-        found = [name for name in found if named is None or os.path.realpath(folder / name) != os.path.realpath(named)]
-    except OSError as error:
-        raise ConfigError(f"output_dir: {folder} cannot be read ({error}). Choose another folder.") from error
+    found = [name for name in found if named is None or os.path.realpath(folder / name) != os.path.realpath(named)]
     if not found:
         return
-    names = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    others = any(_CHECKPOINT.fullmatch(name) for name in found)
+    names, others = some_of(found), any(_CHECKPOINT.fullmatch(name) for name in found)
     advice = " To continue from a checkpoint of another program, set resume_from_checkpoint to it." if others else ""
     raise ConfigError(
         f"output_dir: {folder} contains {names}, which this run would replace or move, and which no run has written "
@@ -80,26 +74,21 @@ def check_own(config: RunConfig) -> None:
 
 
 def claim(folder: Path) -> None:
-    """List the files of an earlier final model, if there is no list, so that what others add later is recognised.
+    """Begin a list of the files of the final model, if there is none, so that what others add is recognised.
 
     A README.md that is not the card of a run is kept, with a warning. Raises SaveError if the list cannot be written.
     """
     if not is_main_process():
         return
-    card = folder / CARD
     try:
         if _mark(folder) is None:
-            names = [*MODEL_FILES, *_ALWAYS] if _is_of_earlier_version(folder) else []
-            found = [path for path in folder.iterdir() if path.is_file() and _matches(path.name, names)]
-            files = {path.name: path.stat().st_size for path in found if path.suffix != ".py"}
-            has_card = (folder / RUN_FILE).is_file() and card.is_file()
-            write_mark(folder, None, files, [checksum(card)] if has_card else [])
-        is_kept = not owns_card(folder)
+            write_mark(folder, None, {}, [])
     except OSError as error:
         raise SaveError.of(folder, error) from error
-    if is_kept:
+    if not owns_card(folder):
         warnings.warn(
-            f"{card} was not written by a run, or was edited, so it is kept and no model card is written there.",
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
+            "there.",
             stacklevel=2,
         )
 
@@ -131,11 +120,8 @@ def final_step(folder: Path) -> int | None:
 
 
 def cards(folder: Path) -> list[int]:
-    """The checksums that the model card of the final model in `folder` may have; that of a list without them."""
-    mark, card = _mark(folder) or {}, folder / CARD
-    if mark.get("files") and "cards" not in mark and card.is_file():
-        return [checksum(card)]
-    return mark.get("cards", [])
+    """The checksums that the model card of the final model in `folder` may have."""
+    return (_mark(folder) or {}).get("cards", [])
 
 
 def owns_card(folder: Path) -> bool:
@@ -150,65 +136,32 @@ def final_files(folder: Path) -> list[Path]:
     return [*found, folder / CARD] if found and (folder / CARD).is_file() and owns_card(folder) else found
 
 
-def _is_of_earlier_version(folder: Path) -> bool:
-    """Whether a folder without a list has the final model of a run, or a run that began; not a copied checkpoint."""
-    run = read_object(folder / RUN) or {}
-    is_final = (folder / RUN_FILE).is_file() and not (folder / CHECKSUMS).exists()
-    return is_final or bool(run.get("global_step"))
-
-
 def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
+    """The names of files that a run would replace or move, and that no run has listed or written."""
     has_mark, known = _mark(folder) is not None, listed(folder)
-    is_earlier = not has_mark and _is_of_earlier_version(folder)
     names = [*_ALWAYS, "config.json"] if writes_config else _ALWAYS
+    records = (RUN, START, METRICS, HEALTH, *(path.name for path in rollout_files(folder)))
     found = []
     for path in sorted(folder.iterdir()):
         name = path.name
         if _CHECKPOINT.fullmatch(name):
-            is_own = _is_checkpoint(path, resumes or has_mark)
+            inside = {each.name for each in path.iterdir()} if path.is_dir() else {"a file"}
+            is_own = not inside or bool(inside & {RUN_FILE, CHECKSUMS, *([STATE] if resumes or has_mark else [])})
         elif name == STAGING:
             is_folder = path.is_dir() and not path.is_symlink()
             is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
         elif name == PREVIOUS:
             is_own = path.is_dir()
-        elif name in _RECORDS:
-            is_own = (has_mark and name not in (EVALUATION, REPORT)) or _RECORDS[name](path)
+        elif name == EVALUATION:  # also of `ebft evaluate` before a run, as the report is
+            is_own = "models" in (read_object(path) or {})
+        elif name == REPORT:
+            is_own = is_report(path)
+        elif name in records:
+            is_own = has_mark
         else:
-            is_own = is_earlier or name in known or not _matches(name, names)
+            is_own = name in known or not any(fnmatch(name, pattern) for pattern in names)
         found += [] if is_own else [name]
-    return found + [path.name for path in rollout_files(folder) if not (has_mark or _has_steps(path))]
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
-
-
-def _is_checkpoint(folder: Path, of_others: bool) -> bool:
-    """Whether a folder is a checkpoint of this package or, if `of_others`, of any trainer of transformers; or empty."""
-    if not folder.is_dir():
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return not names or bool(names & {RUN_FILE, CHECKSUMS, *([STATE] if of_others else [])})
-
-
-def _has_state(path: Path) -> bool:
-    return path.is_file() and (not path.stat().st_size or "global_step" in (read_object(path) or {}))
-
-
-def _has_steps(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.readline(2**20)
-    return not first or "step" in (parse(first) or {})
-
-
-_RECORDS: dict[str, Callable[[Path], bool]] = {
-    **dict.fromkeys((RUN, START), _has_state),
-    **dict.fromkeys((METRICS, HEALTH), _has_steps),
-    EVALUATION: lambda path: "models" in (read_object(path) or {}),
-    REPORT: is_report,
-}
+    return found
 
 
 LOCK = ".ebft.lock"
@@ -245,8 +198,7 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # user code closed the file
-            lock.release()
+        lock.release()
 
 
 def wait_until_free(output_dir: Path, seconds: float) -> None:

@@ -12,7 +12,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -34,8 +34,8 @@ from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
 from ebft.data.tables import discard
 from ebft.data.transforms import built_in, own_transform
-from ebft.errors import DataError
-from ebft.files import file_hash, json_hash, locked, text_hash
+from ebft.errors import DataError, doing
+from ebft.files import file_hash, flush, json_hash, locked, text_hash
 from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
@@ -53,33 +53,24 @@ class Prepared(NamedTuple):
 def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Path) -> Prepared:
     """The rows of a run, read from a folder in `base`, or prepared and stored in it if there are none that fit.
 
-    Of several processes, one prepares the rows while the others wait. Damaged rows are prepared again, with a line.
-    Raises DataError if the rows cannot be loaded, or not be written.
+    Of several processes, one prepares the rows while the others wait. Raises DataError if the rows cannot be loaded.
     """
     inputs = row_inputs(config, tokenizer)
     folder = base.expanduser() / json_hash(inputs)[:32]
-    with suppress(DamagedRows):  # perhaps another process replaces them; reported below if not
-        if (rows := read_rows(folder)) is not None:
-            return Prepared(rows, folder, is_new=False)
+    if (rows := read_rows(folder)) is not None:
+        return Prepared(rows, folder, is_new=False)
     problem = lambda error: DataError(
         f"dataset_prepared_path: cannot write to {folder.parent} ({error.strerror or error}). Choose another folder, "
         "or leave it unset to prepare rows in every run."
     )
     waiting = lambda: _say(f"Waiting for another process that prepares the rows in {folder}")
     with locked(folder, problem, waiting):
-        try:
-            if (rows := read_rows(folder)) is not None:
-                return Prepared(rows, folder, is_new=False)
-        except DamagedRows as damage:
-            _say(f"Prepared rows in {folder} are damaged ({damage}); they are prepared again", of_any_rank=True)
-        stored_inputs = without_secrets(inputs)
-        changed = closest_difference(folder.parent, stored_inputs)
-        if changed:
-            _say(f"Preparing new rows: the most similar ones in {folder.parent} differ in {', '.join(changed)}")
+        if (rows := read_rows(folder)) is not None:
+            return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
         if data_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
-        write_rows(folder, rows, stored_inputs)
+        write_rows(folder, rows, without_secrets(inputs))
         for part in (rows.train, rows.evaluation):
             if part is not None:
                 discard(part)
@@ -93,103 +84,52 @@ def describe(prepared: Prepared) -> str:
     return f"{did} prepared rows in {prepared.folder}: {len(rows.train):,} for training{evaluation}"
 
 
-def _say(line: str, of_any_rank: bool = False) -> None:
-    if of_any_rank or is_main_process():
+def _say(line: str) -> None:
+    if is_main_process():
         say(line, err=True)
-
-
-def closest_difference(base: Path, inputs: dict[str, Any]) -> list[str]:
-    """The names of what differs between `inputs` and the stored rows in `base` with the fewest differences.
-
-    Empty if there are no stored rows.
-    """
-    found = [differences(stored, inputs) for stored in _stored_inputs(base)]
-    return min(found, key=lambda names: (len(names), names), default=[])
-
-
-def differences(stored: dict[str, Any], inputs: dict[str, Any]) -> list[str]:
-    """The settings that differ, and which of data, transforms, tokenizer and code do."""
-    before, now = stored.get("settings", {}), inputs["settings"]
-    settings = [key for key in {**now, **before} if before.get(key, ...) != now.get(key, ...)]
-    return settings + [name for name in inputs if name != "settings" and stored.get(name) != inputs[name]]
-
-
-def _stored_inputs(base: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(base.glob(f"[!.]*/{RECORD}")):
-        try:
-            inputs = json.loads(path.read_text(encoding="utf-8"))["inputs"]
-        except (OSError, ValueError, TypeError, KeyError):  # damaged rows explain nothing
-            continue
-        if isinstance(inputs, dict):
-            yield inputs
 
 
 RECORD = "prepared.json"
 _PARTS = {"train": "train", "evaluation": "eval"}  # fields of LoadedRows, and their folders
 
 
-class DamagedRows(Exception):
-    """A folder of prepared rows is incomplete or was changed; the message is the reason."""
-
-
 def read_rows(folder: Path) -> LoadedRows | None:
-    """The rows in `folder`, or None if it does not exist. Raises DamagedRows."""
+    """The rows in `folder`, or None if it does not exist."""
     if not folder.exists():
         return None
-    parts: dict[str, Any] = {}
-    try:
+    with doing(f"reading prepared rows in {folder} (if it is deleted, they are prepared again)"):
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        if record["key"] != folder.name:
-            raise DamagedRows(f"{RECORD} has the key {record['key']}")
-        for name, expected in record["files"].items():
-            if not (folder / name).is_file():
-                raise DamagedRows(f"{name} is missing")
-            if file_hash(folder / name) != expected:
-                raise DamagedRows(f"{name} was changed")
-        for field, name in _PARTS.items():
-            count = record["rows"][name]
-            parts[field] = None if count is None else load_from_disk(str(folder / name))
-            if count is not None and len(parts[field]) != count:
-                raise DamagedRows(f"{name} has {len(parts[field])} rows instead of {count}")
+        parts = {
+            field: None if record["rows"][name] is None else load_from_disk(str(folder / name))
+            for field, name in _PARTS.items()
+        }
         return LoadedRows(**parts, reports=[SectionReport(**report) for report in record["reports"]])
-    except DamagedRows:
-        raise
-    except Exception as error:  # JSON and Arrow readers raise many types of errors
-        raise DamagedRows(f"{type(error).__name__}: {error}") from error
 
 
 def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
-    """Write `rows`, made from `inputs`, to `folder`, replacing it. To be called while holding the lock of `folder`.
+    """Write `rows`, made from `inputs`, to `folder`. To be called while holding the lock of `folder`.
 
-    Raises DataError if writing fails; then, or if the process is killed, `folder` does not exist.
+    If writing fails, or if the process is killed, `folder` does not exist.
     """
     for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
     try:
-        partial.mkdir(parents=True)
-        parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
-        with _without_progress():
+        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"), _without_progress():
+            partial.mkdir(parents=True)
+            parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
             for name, part in parts.items():
                 if part is not None:
                     part.save_to_disk(str(partial / name))
-        written = sorted(path for path in partial.rglob("*") if path.is_file())
-        record = {
-            "key": folder.name,
-            "rows": {name: None if part is None else len(part) for name, part in parts.items()},
-            "files": {path.relative_to(partial).as_posix(): file_hash(path) for path in written},
-            "reports": [asdict(report) for report in rows.reports],
-            "inputs": inputs,
-        }
-        (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        partial.rename(folder)
-    except OSError as error:
-        raise DataError(
-            f"Prepared rows cannot be written to {folder} ({error.strerror or error}). Set dataset_prepared_path to "
-            "another folder."
-        ) from error
+            record = {
+                "key": folder.name,
+                "rows": {name: None if part is None else len(part) for name, part in parts.items()},
+                "reports": [asdict(report) for report in rows.reports],
+                "inputs": inputs,
+            }
+            (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            flush(partial)
+            partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -255,7 +195,7 @@ def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
 def row_settings(config: RunConfig, sources: Iterable[str] = ()) -> dict[str, Any]:
     """The settings that may determine the rows, by dotted key: all but `IDLE`.
 
-    `sources` are those of custom transforms, which may read any key of the config: keys whose names occur in one of
+    `sources` are the texts of custom transforms, which may read any key of the config: keys whose names occur in one of
     them are included, and so is the number of processes for batches, which end where processes do.
     """
     words = {word for source in sources for word in re.findall(r"\w+", source)}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
-from ebft.anchors import BlockOptions, turn_anchors
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, EBFTError, SaveError, save_problem, save_remedy
+from ebft.errors import EBFTError, SaveError, cause, save_problem, save_remedy
 from ebft.files import STAGING, remove_staged
-from ebft.machine import free_disk, gib, total_memory
-from ebft.models.pretrained import explained, pretrained_tokenizer
+from ebft.machine import free_disk, gib
+from ebft.models.pretrained import pretrained_tokenizer
 from ebft.run.reporting import write_model_card
 from ebft.run.trainer import planned_steps, steps_of_epoch, this_machine
 from ebft.trainer import OverTrainer
@@ -37,7 +35,7 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
             pretrained_tokenizer(str(staged), trust_remote_code=config.trust_remote_code)
         except Exception as error:
             warnings.warn(
-                f"The tokenizer that is saved with the model cannot be loaded again: {explained(error)}. To use the "
+                f"The tokenizer that is saved with the model cannot be loaded again: {cause(error)}. To use the "
                 f"model, copy the tokenizer of {config.base_model} into its folder.",
                 stacklevel=2,
             )
@@ -110,45 +108,3 @@ def optimizer_bytes(name: str, trained_bytes: int) -> int:
         return 1 if "lion" in name or "rmsprop" in name else 2
     known = next((values for key, values in _STATES.items() if name.startswith(key)), 2)
     return known * trained_bytes
-
-
-def check_step_fits(config: RunConfig, model_config: Any, data: Any) -> None:
-    """Raise ConfigError if comparing the rollouts of one step needs more memory than the device has in all.
-
-    Only what every run allocates at once counts: the features of all rollouts, and their products for diversity. The
-    rows are those that the run cannot avoid, whatever their order. Costs nothing for usual settings.
-    """
-    method, samples = config.method, config.method.samples_per_group(config)
-    if not method.compares_features(config) or config.streaming or model_config is None:
-        return
-    width = model_config.get_text_config().hidden_size * len(set(config.ebft.feature_layers))
-    per_block = 4 * (samples * width + (samples**2 if samples > 1 else 0))
-    total, where = total_memory()
-    limit = config.sequence_len // config.ebft.stride + 1 if method.samples_blocks else 1
-    if total is None or per_block * limit <= total:
-        return
-    blocks = 1
-    if method.samples_blocks:
-        counts = sorted(
-            sum(most_blocks(config, document, config.sequence_len) for document in row.get("documents", [row]))
-            for row in data
-        )
-        seen = planned_steps(config, this_machine(), len(data))
-        seen *= config.micro_batch_size * config.gradient_accumulation_steps
-        blocks = counts[min(len(counts), max(1, seen)) - 1]
-    if per_block * blocks > total:
-        key = "ebft.n_samples_per_prompt" if method.samples_blocks else "trl.num_generations"
-        shorter = ", or sequence_len, or increase ebft.stride" if method.samples_blocks else ""
-        raise ConfigError(
-            f"One training step needs at least {gib(per_block * blocks)} for the features of {samples:,} rollouts "
-            f"({key}) at {blocks:,} anchor{'s' * (blocks > 1)} of a row, but {where} has {gib(total)} of memory. "
-            f"Reduce {key}{shorter}."
-        )
-
-
-def most_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
-    """Return the blocks of a document that is cut at `sequence_len` tokens, if each of its turns has an end token."""
-    length, options = min(len(document["input_ids"]), sequence_len), BlockOptions.of(config.ebft, (), sequence_len)
-    turns = document.get("turn_spans") or [(document["prompt_length"], length)]
-    ends = [(start, min(end, length)) for start, end in turns]
-    return sum(len(turn_anchors(start, end, end * config.ebft.stop_at_end, options)) for start, end in ends)

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
+from ebft.errors import ConfigError, SaveError, cause, doing
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -225,7 +225,7 @@ def check_hub(config: RunConfig) -> None:
 
 
 def push(config: RunConfig, names: list[str], card: str, tokenizer: object = None) -> None:
-    """Push the final model: those of the files `names` in the output folder that belong to a model, and its card.
+    """Push the final model: the files `names` in the output folder that belong to a model, and its card.
 
     Raises SaveError, with the command that pushes by hand, if that fails.
     """
@@ -245,112 +245,43 @@ def push(config: RunConfig, names: list[str], card: str, tokenizer: object = Non
         ) from error
 
 
-class Tracker(NamedTuple):
-    """A tracker: its name in transformers, the packages that it needs (a|b: one of them), what pip installs."""
-
-    name: str
-    packages: str
-    distributions: str
-
-    @property
-    def is_installed(self) -> bool:
-        return all(any(map(find_spec, names.split("|"))) for names in self.packages.split())
-
-    @property
-    def install(self) -> str:
-        return f"pip install {self.distributions}"
-
-
-_TRACKERS = {
-    name: Tracker(name, packages, distributions or name)
-    for name, packages, distributions in (
-        ("azure_ml", "azureml", "azureml-sdk"),
-        ("comet_ml", "comet_ml", "comet-ml"),
-        ("mlflow", "mlflow", ""),
-        ("neptune", "neptune|neptune-client", ""),
-        ("tensorboard", "tensorboard|tensorboardX", "'ebft[tensorboard]'"),
-        ("trackio", "trackio", ""),
-        ("wandb", "wandb", ""),
-        ("codecarbon", "codecarbon", ""),
-        ("clearml", "clearml", ""),
-        ("dagshub", "dagshub mlflow", "dagshub mlflow"),
-        ("flyte", "flytekit", "flytekit"),
-        ("dvclive", "dvclive", ""),
-        ("swanlab", "swanlab", ""),
-    )
-}
-IN_TRANSFORMERS = (*_TRACKERS, "kubeflow")  # the names of trackers in transformers, in its order
 # Keys whose environment variables have their names in capitals, apart from COMET_START_ONLINE.
 _VARIABLES = (
     *("mlflow_tracking_uri", "mlflow_experiment_name", "hf_mlflow_log_artifacts"),
     *("swanlab_project", "swanlab_workspace", "swanlab_mode", "swanlab_log_model", "swanlab_api_host"),
-    *(
-        "swanlab_web_host",
-        "comet_workspace",
-        "comet_project_name",
-        "comet_experiment_key",
-        "comet_mode",
-        "comet_online",
-    ),
+    *("swanlab_web_host", "comet_workspace", "comet_project_name", "comet_experiment_key", "comet_mode"),
+    "comet_online",
     *("wandb_project", "wandb_entity", "wandb_name", "wandb_run_id", "wandb_watch", "wandb_log_model", "wandb_mode"),
 )
 
 
+# Keys that request a tracker, besides report_to, and the name of the tracker in transformers.
+_ASKED = {
+    "use_tensorboard": "tensorboard",
+    "use_trackio": "trackio",
+    "use_mlflow": "mlflow",
+    "use_comet": "comet_ml",
+    "use_swanlab": "swanlab",
+    "use_wandb": "wandb",
+}
+
+
 def trackers(config: RunConfig) -> list[str]:
-    """Names for `report_to`, of installed trackers; without wandb, `wandb_project` gives one warning.
+    """Names for `report_to`; without the package wandb, `wandb_project` alone gives one warning: shared configs set it.
 
-    The package of any other key must be installed, see `check_trackers`.
+    transformers refuses other trackers whose packages are not installed.
     """
-    names = _named(config)
-    for key, tracker in _asked(config).items():
-        if tracker.is_installed and tracker.name not in names:
-            names.append(tracker.name)
-        elif key == "wandb_project" and not tracker.is_installed:
-            reason = f"{tracker.name} is not installed ({tracker.install})"
-            warnings.warn(f"{key} is set, but {reason}. The run continues without it.", stacklevel=2)
-    return [name for name in names if name != "none"] or ["none"]
-
-
-def check_trackers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed.
-
-    Without wandb, `wandb_project` alone gives a warning only (`trackers`): shared configs set it.
-    """
-    missing = []
-    for name in _named(config):
-        if name in ("none", "all"):
-            continue
-        if name not in IN_TRANSFORMERS:
-            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {', '.join(IN_TRANSFORMERS)}.")
-        if name == "kubeflow":
-            if os.getenv("KUBEFLOW_TRAINER_SERVER_URL") is None:
-                raise ConfigError(
-                    "report_to: kubeflow requires a job of the Kubeflow trainer, which sets "
-                    "KUBEFLOW_TRAINER_SERVER_URL. Remove it."
-                )
-        elif not _TRACKERS[name].is_installed:
-            missing.append(f"report_to: {name} is not installed. Run `{_TRACKERS[name].install}`, or remove it.")
-    for key, tracker in _asked(config).items():
-        if key != "wandb_project" and not tracker.is_installed:
-            missing.append(
-                f"{key}: true, but {tracker.name} is not installed. Run `{tracker.install}`, or set {key}: false."
+    names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
+    names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
+    if config.use_wandb is None and config.wandb_project and "wandb" not in names:
+        if find_spec("wandb") is not None:
+            names.append("wandb")
+        else:
+            warnings.warn(
+                "wandb_project is set, but wandb is not installed (pip install wandb). The run continues without it.",
+                stacklevel=2,
             )
-    if missing:
-        raise MissingPackageError("\n".join(missing))
-
-
-def _named(config: RunConfig) -> list[str]:
-    return [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
-
-
-def _asked(config: RunConfig) -> dict[str, Tracker]:
-    """The trackers that keys other than report_to request, by key."""
-    keys = {"use_tensorboard": "tensorboard", "use_trackio": "trackio", "use_mlflow": "mlflow", "use_comet": "comet_ml"}
-    keys |= {"use_swanlab": "swanlab"}
-    asked = {key: _TRACKERS[name] for key, name in (keys | {"use_wandb": "wandb"}).items() if getattr(config, key)}
-    if config.use_wandb is None and config.wandb_project:
-        asked["wandb_project"] = _TRACKERS["wandb"]
-    return asked
+    return [name for name in names if name != "none"] or ["none"]
 
 
 def start_trackers(names: list[str], run_name: str | None) -> None:

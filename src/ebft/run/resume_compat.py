@@ -25,11 +25,12 @@ from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
-from ebft.errors import ConfigError, DataError, shortened
+from ebft.errors import ConfigError, DataError, doing, shortened
 from ebft.files import (
     ADAPTER_CONFIG,
     RUN_FILE,
     json_hash,
+    json_object,
     sample_hash,
     settings_of,
     tokenizer_hashes,
@@ -56,7 +57,7 @@ OF_OPTIMIZER = (
     *_RESTORED,
     *("lr_scheduler", "lr_scheduler_kwargs", "cosine_min_lr_ratio", "warmup_steps", "warmup_ratio", "max_grad_norm"),
 )
-# Keys that are compared by `check_same_run`, besides those of learning rates.
+# Keys that are compared by `check_same_run`, besides learning rates.
 FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
@@ -110,13 +111,13 @@ NOT_COMPARED = {key: reason for key, reason in NOT_COMPARED.items() if key not i
 def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
     """Write the file of settings into the folder of a checkpoint or of the final model.
 
-    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state that of `optimizer_keys`.
+    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state, `optimizer_keys`.
     """
     write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
 
 
 def saved_keys(folder: Path) -> dict[str, Any]:
-    """The file of settings in a folder; empty if there is none. Raises ConfigError if it cannot be read."""
+    """The file of settings in a folder; empty if there is none."""
     return _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
 
 
@@ -132,7 +133,7 @@ def _optimizer_changes(config: RunConfig, saved: Mapping[str, Any]) -> list[tupl
 def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
     """The settings of optimizer and schedule that are in effect, in a run that is resumed from `checkpoint` or new.
 
-    Settings that differ from those of the checkpoint give one warning, which says which of them have an effect.
+    Settings that differ from the checkpoint's give one warning, which says which have an effect.
     """
     now = {key: getattr(config, key) for key in OF_OPTIMIZER}
     changed = [] if checkpoint is None else _optimizer_changes(config, saved_keys(checkpoint))
@@ -206,10 +207,8 @@ def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}). Resume from another checkpoint.") from error
+    with doing(f"reading {path}"):
+        return json_object(path)
 
 
 def _unordered(value: Any) -> Any:
@@ -244,7 +243,7 @@ def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[
 def run_record(
     config: RunConfig, tokenizer: Any, args: TrainingArguments, data_hashes: Sequence[str | None]
 ) -> dict[str, Any]:
-    """What a checkpoint contains about its run, as JSON. `data_hashes`: those of `datasets`."""
+    """What a checkpoint contains about its run, as JSON. `data_hashes`: of `datasets`."""
     return {
         "settings": compared_settings(config, args.bf16),
         "batch": [args.world_size, args.train_batch_size, args.gradient_accumulation_steps],
@@ -296,7 +295,7 @@ def _of_data(entry: Any, known_hash: str | None) -> str:
 
 
 def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
-    """One warning for each setting and input in `now`, a `run_record`, that differs from that of the run in `folder`.
+    """One warning for each setting and input in `now`, a `run_record`, that differs in the run in `folder`.
 
     `folder` is None for a new run. `is_finished`: whether nothing is trained, so that changes have no effect.
     """
@@ -315,16 +314,10 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
                 else f"Resumed with {what} ({folder}). {effect}",
                 stacklevel=2,
             )
-    elif not is_finished:
-        warnings.warn(
-            f"{folder} does not contain the settings and inputs of its run, as checkpoints of earlier releases and of "
-            "other programs. Changes of the method's settings, the base model and other inputs are not noticed.",
-            stacklevel=2,
-        )
 
 
 def has_other_settings(config: RunConfig, folder: Path) -> bool:
-    """Whether a run that resumes from `folder` would train with other settings, or be refused because of them."""
+    """Whether a run that resumes from `folder` would train with other settings, or be refused for this reason."""
     saved = saved_keys(folder)
     settings = run_keys(config) | compared_settings(config)
     before = {key: value for key, value in (saved | saved.get("settings", {})).items() if key not in _MODEL_KEYS}

@@ -53,7 +53,7 @@ from ebft.run.checks import check_machine, check_runnable, check_same_everywhere
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
-from ebft.run.rehearsal import check_space, check_step_fits, rehearse
+from ebft.run.rehearsal import check_space, rehearse
 from ebft.run.reporting import check_hub, method_of, model_card, push, recorded, start_trackers, tracker_environment
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
@@ -114,7 +114,6 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
             plugins = Plugins(config)
             tokenizer, model_config = load_tokenizer(config), load_model_config(config)
             train_data, eval_data = load_data(config, tokenizer, model_config)
-            check_step_fits(config, model_config, train_data)
             rows = 0 if config.streaming else len(train_data)
             args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
 

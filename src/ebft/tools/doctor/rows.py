@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from ebft.anchors import BlockOptions, turn_anchors
 from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import token_counts
 from ebft.data.row_counts import TRUNCATED
-from ebft.run.rehearsal import most_blocks
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.tools.doctor.environment import Check
 
@@ -207,3 +207,11 @@ def rows_per_step(config: RunConfig) -> int:
     if config.method.rows == "prompts":
         return math.ceil((config.trl.generation_batch_size or per_step) / config.trl.num_generations)
     return per_step
+
+
+def most_blocks(config: RunConfig, document: dict[str, Any], sequence_len: int) -> int:
+    """Return the blocks of a document that is cut at `sequence_len` tokens, if each of its turns has an end token."""
+    length, options = min(len(document["input_ids"]), sequence_len), BlockOptions.of(config.ebft, (), sequence_len)
+    turns = document.get("turn_spans") or [(document["prompt_length"], length)]
+    ends = [(start, min(end, length)) for start, end in turns]
+    return sum(len(turn_anchors(start, end, end * config.ebft.stop_at_end, options)) for start, end in ends)

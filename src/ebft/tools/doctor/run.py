@@ -29,7 +29,6 @@ from ebft.models.load import (
     load_model_config,
     quantisation_config,
     usable_attention,
-    usable_device_map,
 )
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics
@@ -124,7 +123,6 @@ def _check_packages(config: RunConfig) -> list[str]:
     attention = usable_attention(config.attn_implementation)
     if attention is not None:
         used.append(f"{attention} attention")
-    usable_device_map(config.device_map)
     used += [name for name in trackers(config) if name != "none"]
     if config.deepspeed is not None and importlib.util.find_spec("deepspeed") is not None:
         used.append("deepspeed")

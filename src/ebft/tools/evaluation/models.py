@@ -20,7 +20,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.load import check_sequence_len, load_base_model, load_model_config
 from ebft.models.pretrained import find_model, pretrained_tokenizer
-from ebft.models.weight_files import refuse_other_formats
+from ebft.models.weight_files import refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         if not has_model and (hint := checkpoint_hint(folder, "--model {}")):
             raise ModelError(f"--model {folder} contains no model. {hint}")
         with prefixed(f"--model {folder}"):
-            refuse_other_formats(folder)
+            refuse_parts(folder)
         _check_tokenizer(find_model(name, "--model"), tokenizer)
     adapter = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TorchAoConfig
 from ebft.data.conversation import Renderer
 from ebft.data.transforms.rows import IGNORE, encode
 from ebft.errors import DataError, ModelError, doing
-from ebft.files import read_text
-from ebft.models.files import read_object, refuse_classifier
+from ebft.files import json_object, read_text
+from ebft.models.files import refuse_classifier
 from ebft.models.pretrained import pretrained_model, pretrained_tokenizer
 from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
@@ -188,7 +188,8 @@ def _check_source(folder: Path) -> None:
             f"{folder} contains an adapter. Merge it first (ebft merge-lora {folder}), then quantise "
             f"the merged model: ebft quantize {folder / 'merged'} --output DIR"
         )
-    quantised = read_object(folder / "config.json", "Give the folder of a model.").get("quantization_config")
+    with doing(f"reading {folder / 'config.json'}"):
+        quantised = json_object(folder / "config.json").get("quantization_config")
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise ModelError(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, checksum, json_object
 from ebft.models.pretrained import find_model, pretrained_config, pretrained_tokenizer
-from ebft.models.sharded_index import INDEX, WEIGHTS, ShardedReader, check_files, read_index
+from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, read_index
 from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
 from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
@@ -80,7 +80,6 @@ def _find_parts(folder: Path) -> Path:
 def _read(parts: Path) -> dict[str, Tensor]:
     """The whole weights, by name."""
     with doing(f"reading {parts}"), warnings.catch_warnings(action="ignore"):  # that there is one process only
-        check_files(parts)
         sums = parts.parent / CHECKSUMS
         for name, value in (json_object(sums) if sums.is_file() else {}).items():
             if name.startswith(f"{parts.name}/") and checksum(parts.parent / name) != value:

@@ -23,7 +23,7 @@ from ebft.models.adapter import load_saved_adapter, read_adapter_config
 from ebft.models.keys import ModelSettings
 from ebft.models.load import as_trained, load_base_model
 from ebft.models.tokenizer import load_tokenizer
-from ebft.models.weight_files import pickles, refuse_other_formats
+from ebft.models.weight_files import pickles, refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
@@ -105,7 +105,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     """
     folder = Path(lasting_name(name))
     _check_model(folder, "Give a config file, or the folder of a model or an adapter.")
-    refuse_other_formats(folder)
+    refuse_parts(folder)
     is_adapter = (folder / ADAPTER_FILE).is_file()
     of_base = keys_of_base(folder) if is_adapter and base is None else {}
     base = base or (read_adapter_config(folder).base_model_name_or_path if is_adapter else _base_of_model(folder))
@@ -155,7 +155,7 @@ def _open(settings: ModelSettings, folder: Path, tokenizer: PreTrainedTokenizerB
     """The model in `folder`; an adapter is attached to the base model of the settings."""
     if (folder / ADAPTER_FILE).is_file():
         with prefixed(f"The adapter in {folder} cannot be loaded on {settings.base_model}"):
-            refuse_other_formats(folder)
+            refuse_parts(folder)
             model = load_saved_adapter(load_base_model(settings, tokenizer), str(folder), len(tokenizer))
     else:
         own = {"base_model": str(folder), "gguf_file": None, "base_model_config": None, "revision_of_model": None}

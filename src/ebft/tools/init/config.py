@@ -139,7 +139,7 @@ def _model(name: str) -> tuple[Any, Any, str | None]:
     try:
         with warnings.catch_warnings(action="ignore"):
             return load_tokenizer(config), load_model_config(config), None
-    except ModelError as error:
+    except (ModelError, OSError) as error:
         if looks_local(name) or "/" not in name or "there is no such" in str(error) or Path(name).exists():
             raise
         return None, None, f"{name} cannot be read here, so lengths and memory are estimates ({error})"
