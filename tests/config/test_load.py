@@ -156,7 +156,7 @@ VALUES = [  # a dotted key, values that it does not accept, and more that the me
     ("rl", ("sft",), "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'sdft', 'dpo', 'ipo', 'kto', 'orpo' or "
                      "'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
-    ("wandb_name", (7,), "put it in quotes"), ("optimizer", ("adamx",)), ("report_to", ("tensorbord",)),
+    ("wandb_name", (7,), "put it in quotes"), 
     ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
      "are not written to disk. Use gradient_checkpointing: true, with activation_offloading: true to keep them in"),
     ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")), ("resume_from_checkpoint", (True,)),

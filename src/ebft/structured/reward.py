@@ -368,13 +368,6 @@ def load_reward_model(name: str) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model, an entry of `trl.reward_funcs`."""
-    folder = Path(lasting_name(name))
-    with doing(f"loading the tokenizer of the reward model {name} (trl.reward_funcs)"):
-        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
-
-
 def _of_adapter(folder: Path) -> PreTrainedModel:
     base = read_adapter_config(folder).base_model_name_or_path
     found = find_model(base, f"base model of {folder}")

@@ -229,11 +229,6 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
     file = config.model_name
     if is_gguf(file) and (config.load_in_4bit or config.load_in_8bit):
         yield f"load_in_4bit and load_in_8bit have no effect with GGUF files, which are loaded dense. {as_folder(file)}"
-    if config.profiler_steps_start is not None and not isinstance(config.profiler_steps, int):
-        yield (
-            "profiler_steps_start counts the steps before those of a number of profiler_steps, such as profiler_steps: "
-            "3. Remove it, or set profiler_steps to a number."
-        )
     for name in config.plugins:
         if name.startswith(FOREIGN) and name.removeprefix(FOREIGN) not in PLUGINS:
             reason = UNSUPPORTED_PLUGINS.get(name.removeprefix(FOREIGN).partition(".")[0], "it does not run here")
