@@ -1,13 +1,38 @@
 """Depths, normalisation and pooling, by hand."""
 
+import copy
 import os
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 
-from ebft.features import FeatureNetwork
+from ebft.config.options import EmbedMethod
+from ebft.errors import ModelError
+from ebft.features import POOLING, FeatureNetwork
+from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.structured.reward import FeatureMatchingReward, embed_continuations
+from tests.strided import oracle
 from tests.strided.families import tiny_model
+from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch
+from tests.structured.conftest import make_chat_tokenizer
+from tests.structured.oracle import embedding
+
+
+def test_each_pooling_method_that_options_declare_is_in_the_table():
+    assert tuple(POOLING) == get_args(EmbedMethod)
+
+
+def test_a_given_network_is_used_as_it_is_and_follows_the_policy():
+    policy, other = tiny_model("llama"), tiny_model("gemma2")
+    adapted = get_peft_model(other, LoraConfig(target_modules="all-linear"))
+    network = FeatureNetwork(policy, [0.5], "last_token", network=adapted)
+    assert network.causal_lm is other and not network.shares_weights and network._followed() is policy
+    with network.frozen():
+        assert not any(layer.disable_adapters for layer in other.modules() if isinstance(layer, BaseTunerLayer))
 
 
 def test_hidden_states_are_those_of_the_plain_model():
@@ -36,6 +61,43 @@ def test_the_copy_is_frozen_stays_as_it_was_and_follows_the_policy_to_its_device
         calls = []
         monkeypatch.setattr(one.causal_lm, "to", calls.append)
         assert one.device == torch.device("cpu") and calls == expected
+
+
+def of_strided(policy, other, tmp_path):
+    policy.generation_config.eos_token_id = ENDS
+    args = StridedEBFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], **BASE)
+    return StridedEBFTTrainer(policy, args, feature_network=other)
+
+
+def of_structured(policy, other, tokenizer):
+    return FeatureMatchingReward(policy, tokenizer, 2, feature_layers=[0.5], feature_network=other)
+
+
+def test_features_of_another_architecture(monkeypatch, tmp_path):
+    policy, other = tiny_model("llama"), tiny_model("gemma2")
+    trainer = of_strided(copy.deepcopy(policy), copy.deepcopy(other), tmp_path)
+    feature = oracle.block_feature
+    monkeypatch.setattr(oracle, "block_feature", lambda model, *rest: feature(other, *rest))
+    compare(trainer, policy, *unequal_batch())
+    reward = of_structured(policy, copy.deepcopy(other), make_chat_tokenizer())
+    phi = embed_continuations(reward.network, [5, 6, 7], [[8, 9], [10]])
+    for ours, ids in zip(phi, ([8, 9], [10])):
+        expected = embedding(other, [5, 6, 7], ids, [0.5], "last_token")
+        torch.testing.assert_close(ours, expected.float(), atol=1e-5, rtol=0)
+
+
+def test_a_network_that_differs_from_its_plain_model_is_refused(tmp_path):
+    def by_kernel(module, inputs, output):  # as a model that looks at the number of tokens of the pass
+        states = output[0] if isinstance(output, tuple) else output
+        changed = states + 0.5 * states.roll(1, -1) * (states.shape[1] % 5)
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    other = tiny_model("llama")
+    other.model.layers[0].register_forward_hook(by_kernel)
+    with pytest.raises(ModelError, match="LlamaForCausalLM: strided hidden states differ"):
+        of_strided(tiny_model("gemma2"), other, tmp_path)
+    with pytest.raises(ModelError, match="LlamaForCausalLM: features with shared prompts differ"):
+        of_structured(tiny_model("gemma2"), other, make_chat_tokenizer())
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ from ebft.models.load import spare_gpu
 from ebft.printed import say
 from ebft.transformers_internals import override_attn_implementation
 
-EMBED_METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
-
 
 def feature_depths(fractions: list[float], num_layers: int) -> list[int]:
     """Return indices into `hidden_states` for fractions of the depth: `int(f * num_layers)`; 0 is the embedding."""
@@ -34,25 +32,59 @@ def token_features(hidden_states: list[Tensor]) -> Tensor:
     return torch.cat([F.normalize(states.float(), dim=-1) for states in hidden_states], dim=-1)
 
 
+def _mean(features: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is not None:
+        is_token = torch.arange(features.shape[-2], device=features.device) < lengths.unsqueeze(-1)
+        features = torch.where(is_token.unsqueeze(-1), features, 0.0)
+    return features.mean(-2)  # of the same direction as the mean of the tokens alone
+
+
+def _last(features: Tensor, lengths: Tensor | None) -> Tensor:
+    return _at(features, _lengths(features, lengths) - 1)
+
+
+def _quarters(features: Tensor, lengths: Tensor | None) -> Tensor:
+    lengths = _lengths(features, lengths)
+    return _at(features, *(lengths * quarter // 4 for quarter in (1, 2, 3)))
+
+
+def _lengths(features: Tensor, lengths: Tensor | None) -> Tensor:
+    *shape, g, _ = features.shape
+    return torch.full(shape, g, device=features.device) if lengths is None else lengths
+
+
+def _at(features: Tensor, *places: Tensor) -> Tensor:
+    index = torch.stack(places, -1).unsqueeze(-1).expand(*places[0].shape, len(places), features.shape[-1])
+    return features.gather(-2, index).flatten(-2)
+
+
+# Methods by the names that `ebft.config.options` declares: of a block's features (..., G, D), and the number of its
+# tokens (...), the first ones (all if None), to an embedding (..., any dimension), which is normalised afterwards.
+POOLING: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "last_token": _last,
+    "mean_pooling": _mean,
+    "completion_mean": _mean,
+    "concat": _quarters,
+}
+# These pool the prompt of a full completion as well.
+WITH_PROMPT = ("mean_pooling",)
+
+
 def pool(features: Tensor, embed_method: str, lengths: Tensor | None = None) -> Tensor:
     """Pool the features of a block's tokens, (..., G, D), to an L2-normalised embedding: (..., D), or (..., 3 D).
 
     The latter is the shape for `concat`. `lengths` (...): the number of tokens of each block, the first ones; all G if
     None. In strided mode, a block contains generated (or reference) tokens only, so `mean_pooling` and
-    `completion_mean` are equal. Raises ValueError for an unknown `embed_method`.
+    `completion_mean` are equal. Raises KeyError for an unknown `embed_method`.
     """
-    if embed_method not in EMBED_METHODS:
-        raise ValueError(f"invalid embed_method {embed_method!r}; expected one of {', '.join(EMBED_METHODS)}")
-    g = features.shape[-2]
-    if embed_method in ("mean_pooling", "completion_mean"):
-        if lengths is not None:
-            is_token = torch.arange(g, device=features.device) < lengths.unsqueeze(-1)
-            features = torch.where(is_token.unsqueeze(-1), features, 0.0)
-        return F.normalize(features.mean(-2), dim=-1)  # of the same direction as the mean of the tokens alone
-    lengths = torch.full(features.shape[:-2], g, device=features.device) if lengths is None else lengths
-    places = [lengths - 1] if embed_method == "last_token" else [lengths * quarter // 4 for quarter in (1, 2, 3)]
-    index = torch.stack(places, -1).unsqueeze(-1).expand(*lengths.shape, len(places), features.shape[-1])
-    return F.normalize(features.gather(-2, index).flatten(-2), dim=-1)
+    return F.normalize(POOLING[embed_method](features, lengths), dim=-1)
+
+
+def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
+    """Pool the features (P, D) and (C, D) of a sequence to an L2-normalised embedding, (D,) or (3 D,) for `concat`."""
+    if embed_method in WITH_PROMPT:
+        return pool(torch.cat([prompt, continuation]), embed_method)
+    return pool(continuation if len(continuation) else prompt[-1:], embed_method)
 
 
 class FeatureNetwork:
@@ -61,7 +93,8 @@ class FeatureNetwork:
     `device` is the device of the copy; it is not supported for models with an adapter. None: an idle second GPU if
     there is one (`ebft.models.load.spare_gpu`), or else the device of the policy, also after the policy is moved.
     It must be created before training, because the copy has the current weights. With `copy=False`, `model` is used
-    directly, which requires that it is not trained.
+    directly, which requires that it is not trained. `network` is another causal LM with the tokens of `model`, which is
+    used in place of a copy, with its adapter if it has one.
     """
 
     def __init__(
@@ -72,13 +105,16 @@ class FeatureNetwork:
         device: str | None = None,
         *,
         copy: bool = True,
+        network: nn.Module | None = None,
     ):
-        self.shares_weights: bool = hasattr(model, "disable_adapter")
+        self.shares_weights: bool = network is None and hasattr(model, "disable_adapter")
         idle = rules.feature_device(device, self.shares_weights, rules.in_python)
         if idle:
             raise ConfigError(idle)
         is_copy = copy and not self.shares_weights
-        self._model = _frozen_copy(model, device) if is_copy else model
+        self._model = network if network is not None else frozen_copy(model) if is_copy else model
+        if is_copy and device is not None:
+            self._model.to(device)
         self._followed = weakref.ref(model) if is_copy and device is None else lambda: None
         self.causal_lm: PreTrainedModel = unwrap_adapter(self._model)
         self._place: tuple[torch.device, torch.device] | None = None  # of the policy, and of the copy that follows it
@@ -131,11 +167,6 @@ def _precision(states: list[Tensor]) -> torch.dtype:
     device = states[0].device.type
     autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
     return max((*(x.dtype for x in states), *autocast), key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _frozen_copy(model: nn.Module, device: str | None) -> PreTrainedModel:
-    frozen = frozen_copy(model)
-    return frozen.to(device) if device is not None else frozen
 
 
 def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:

@@ -17,8 +17,8 @@ PARENT = "EBFT_PARENT"  # environment variable: the id of the command that start
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error
 UNEXPECTED = "error"  # file in it: the error of that process, if it may follow from the end of another one
-# Variables that launchers set; the last one by accelerate's launcher, which sets no others for a single process.
-_OF_LAUNCHERS = ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")
+# Variables that launchers set for each process, which PyTorch reads.
+LAUNCHER = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDED = 130  # exit status of a process that starts after the launch was interrupted
 
 _POLL = 1.0  # seconds between two looks at the parent
@@ -30,7 +30,10 @@ _is_ray_worker = False
 
 def is_launched() -> bool:
     """Whether a launcher, such as torchrun, started this process."""
-    return _folder is not None or any(name in os.environ for name in _OF_LAUNCHERS)
+    return _folder is not None or any(
+        name in os.environ
+        for name in ("LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_DYNAMO_MODE")  # the last: accelerate
+    )
 
 
 def join_launch() -> None:

@@ -1,9 +1,7 @@
 """A trained reward model as a reward of GRPO: its rewards are its scores of prompt and completion."""
 
 import json
-import shutil
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ebft import RunConfig, load_config, train
 from ebft.errors import ConfigError, EBFTError, ModelError
 from ebft.files import ADAPTER_WEIGHTS
-from ebft.models.tokenizer import load_tokenizer
 from ebft.run.checks import check_runnable
-from ebft.run.training import load_data
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.reward import load_reward_model
 from ebft.tools.inference.models import model_in_folder
@@ -101,42 +97,6 @@ def test_models_that_cannot_give_rewards_are_refused_before_anything_is_loaded(r
     for name in ("none", "two"):  # without a folder, and without weights
         with pytest.raises((ModelError, OSError)):
             load_reward_model(str(tmp_path / name))
-
-
-def test_messages_for_a_reward_model_without_a_chat_template(reward_dirs, model_dir, tmp_path):
-    """Found with the rows, before the model is loaded."""
-    bare = shutil.copytree(reward_dirs["full"], tmp_path / "bare")
-    (bare / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((bare / "tokenizer_config.json").read_text())
-    settings.pop("chat_template", None)
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = grpo(model_dir, tmp_path, [str(bare)])
-    with pytest.raises(ConfigError, match=f"trl.reward_funcs: {bare} has no chat template.*chat_template that it was"):
-        load_data(config, load_tokenizer(config), None)
-    good = grpo(model_dir, tmp_path, [str(reward_dirs["full"])])
-    load_data(good, load_tokenizer(good), None)
-
-
-def without_kwargs(prompts, completions): ...
-
-
-def other_column(completions, answer, **kwargs): ...
-
-
-def all_lists(prompts, completions, completion_ids, ground_truth, remaining_turns=None): ...
-
-
-@pytest.mark.parametrize(("name", "workers", "message"), [
-    ("without_kwargs", 1, "unexpected keyword argument 'completion_ids'.*with \\*\\*kwargs"),
-    ("other_column", 1, "missing a required argument: 'answer'.*keep the columns that it reads"),
-    ("all_lists", 1, "unexpected keyword argument 'trainer_state'"),
-    ("all_lists", 2, None),
-])  # fmt: skip
-def test_reward_functions_that_cannot_be_called_with_the_rows(name, workers, message, model_dir, tmp_path):
-    config = grpo(model_dir, tmp_path, [f"{__name__}.{name}"])
-    config.trl.reward_num_workers = workers
-    with pytest.raises(ConfigError, match=f"{name} cannot be called as .*{message}") if message else nullcontext():
-        load_data(config, load_tokenizer(config), None)
 
 
 def test_a_reward_model_is_no_language_model(reward_dirs):

@@ -39,37 +39,32 @@ _UNSUPPORTED = {
     "float32": "set bf16: false, which trains in float32",
     "nonexpert_quantization gemma4_fp8_nonexpert gemma4_nf4_nonexpert dsv4_fp8_nonexpert_mode": "weights are "
     "quantised with load_in_4bit or load_in_8bit only. Remove it",
-    "use_onebitllms": "layers with ternary weights need kernels of their own. Remove it",
     "reinit_weights": "training starts from the weights of base_model. Save a model with random weights, and name "
     "its folder",
-    "fp32_norms fp32_norm_classes": "norms are computed as the model defines them. Remove it",
-    "scaling_softmax scaling_softmax_factor scaling_softmax_bias": "attention scores are those of the model. Remove it",
+    "fp32_norms fp32_norm_classes scaling_softmax scaling_softmax_factor scaling_softmax_bias s2_attention dense_mixer "
+    "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks use_onebitllms": "layers and positions are "
+    "those of the model. Remove it",
     "overrides_of_model_kwargs rope_scaling": "edit a copy of config.json, and name its folder in base_model_config",
     "fix_untrained_tokens": "it changes the base weights before training. List new tokens in tokens",
     # Attention
-    "s2_attention": "shifted sparse attention differs from the model's own attention. Remove it",
     "sage_attention": "quantised attention differs from the model's own attention. Set attn_implementation: sdpa",
     # Data
     "default_system_message": "set system_prompt of the datasets, or write it into the text of chat_template",
     "curriculum_sampling": "rows are shuffled. Sort them, and use shuffle_merged_datasets: false",
-    "use_pose pose_split_on_token_ids pose_max_context_len pose_num_chunks": "positions are those of the document. "
-    "Remove it",
     "min_sample_len": "short rows are trained on as well. Remove them from the data",
     "eval_sequence_len": "held-out rows are limited by sequence_len, too. Remove it",
     "role_boundaries": "labels follow the turns of the chat template. Use roles_to_train and train_on_eos",
-    "dispatch_batches": "every process reads the whole stream. Remove it",
-    "split_batches": "micro_batch_size is that of a process. Remove it",
-    "accelerator_config": "batches are split by the method. Remove it",
+    "dispatch_batches split_batches accelerator_config": "the method splits batches over processes. Remove it",
     "is_multimodal processor_type processor_config processor_kwargs image_size image_resize_algorithm "
-    "image_token_id audio_sampling_rate": "models are trained on text only. Remove it",
+    "image_token_id audio_sampling_rate trl.log_multimodal": "models are trained on text only. Remove it",
     # Other losses and other classes of models
     "diffusion": "masked-diffusion models are another class of models: their attention sees both directions, they are "
     "trained to fill in masked tokens, and they need another sampler. Remove it",
-    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning": "SFT trains on the plain cross-entropy. Remove it",
-    "dense_mixer": "the router of the model is used unchanged. Remove it",
-    "kd_trainer kd_ce_alpha kd_alpha kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url "
-    "kd_online_topk kd_online_server kd_online_timeout kd_temperature_min": "the loss has no teacher. Remove it",
-    "grokfast_alpha grokfast_lamb": "gradients are not filtered. Remove it",
+    "use_eaft eaft_alpha eaft_k use_dynamic_finetuning grokfast_alpha grokfast_lamb kd_trainer kd_ce_alpha kd_alpha "
+    "kd_temperature kd_beta kd_normalize_topk kd_online_server_base_url kd_online_topk kd_online_server "
+    "kd_online_timeout kd_temperature_min trl.entropy_coef trl.use_adaptive_entropy trl.entropy_target "
+    "trl.entropy_coef_delta trl.entropy_coef_min trl.entropy_coef_max": "losses have no such term, and gradients are "
+    "not filtered. Remove it",
     "llmcompressor": "ebft quantize quantises a trained model. Remove it",
     "cloud hatchery": "training runs on this machine, and not in a remote service. Remove it, and start "
     "ebft there, for example with SkyPilot, or set use_ray",
@@ -77,40 +72,33 @@ _UNSUPPORTED = {
     "expert_parallel_backend expert_parallel_num_nvl_bytes expert_parallel_num_rdma_bytes "
     "expert_parallel_token_capacity expert_parallel_fallback_on_unsupported": "experts are not split over processes. "
     "Shard the model with fsdp",
-    "trl.entropy_coef trl.use_adaptive_entropy trl.entropy_target trl.entropy_coef_delta trl.entropy_coef_min "
-    "trl.entropy_coef_max": "the loss has no term for the entropy, which is only logged. Remove it",
-    "trl.log_multimodal": "models are trained on text only. Remove it",
     # Optimizer, batches, memory
     "lr_quadratic_warmup": "the warmup of transformers' schedules is linear. Remove it",
     "lr_div_factor": "it belongs to lr_scheduler: one_cycle, which transformers does not have. Remove it",
     "dion_lr dion_momentum dion_rank_fraction dion_rank_multiple_of qgalore_rank qgalore_update_proj_gap qgalore_scale "
     "qgalore_proj_type qgalore_proj_quant qgalore_proj_bits qgalore_proj_group_size "
-    "qgalore_cos_threshold "
-    "qgalore_gamma_proj qgalore_queue_size": "transformers has no optimizer that reads it. Remove it",
+    "qgalore_cos_threshold qgalore_gamma_proj qgalore_queue_size adam_beta3 adam_epsilon2": "transformers has no "
+    "optimizer that reads it. Remove it",
     "torch_compile_options": "use torch_compile_mode",
     "max_memory": "name the device of each part in device_map",
     "cosine_constant_lr_ratio": "transformers has no such schedule. Use lr_scheduler: warmup_stable_decay with "
     "lr_scheduler_kwargs, or cosine_min_lr_ratio alone",
     "optim_target_modules": "it is for galore and apollo, which are not supported. Remove it",
-    "adam_beta3 adam_epsilon2": "transformers has no optimizer that reads it. Remove it",
     "auto_find_batch_size": "it changes the batch size of a run. `ebft doctor` measures the memory of a step",
     "dataloader_drop_last": "the last rows of an epoch are trained on. Remove it",
     "offload_optimizer": "use deepspeed: zero3_offload or fsdp_config with cpu_offload",
     # Trackers and evaluation
-    "comet_api_key": "do not write it into a file. Set the environment variable COMET_API_KEY",
     "comet_experiment_config": "set the keys that start with comet_",
-    "swanlab_api_key": "do not write it into a file. Set the environment variable SWANLAB_API_KEY",
+    "comet_api_key swanlab_api_key": "do not write it into a file. Set the variable COMET_API_KEY or SWANLAB_API_KEY",
     "hub_revision": "models are pushed to the main branch of hub_model_id. Remove it",
     "bench_dataset bench_split lm_eval_tasks lm_eval_batch_size lm_eval_post_train lm_eval_model": "use ebft evaluate",
-    "dataset_shard_num": "set shards of the datasets",
-    "dataset_shard_idx": "set shards_idx of the datasets",
+    "dataset_shard_num dataset_shard_idx": "set shards and shards_idx of the datasets",
     "max_prompt_len": "remove it; rows whose prompt and completions do not fit within sequence_len are dropped",
     "dpo_generate_during_eval generate_during_eval": "remove it; preference methods do not sample",
     "rpo_alpha": "set dpo_loss_type: [sigmoid, sft] and dpo_loss_weights: [1.0, alpha]",
     "dpo_norm_loss": "set dpo_loss_type: sigmoid_norm",
-    "dpo_use_liger_kernel": "remove it; TRL computes the log-probabilities in chunks without it",
-    "dpo_padding_free": "remove it; TRL's DPOTrainer pads batches",
-    "dpo_use_logits_to_keep": "remove it; logits are only computed for tokens of completions, in chunks",
+    "dpo_use_liger_kernel dpo_padding_free dpo_use_logits_to_keep": "remove it; TRL's DPOTrainer pads batches, and "
+    "computes the log-probabilities of completions in chunks",
     "rl_adapter_ref_model ref_model": "remove it; the reference model is base_model, or the adapter of "
     "lora_model_dir as it is loaded",
 }
@@ -200,202 +188,114 @@ class Ignored(NamedTuple):
     type: Any = Any
 
 
-# Names, harmless values, reason; those with a type accept no other values. The default of a boolean is harmless.
-_IGNORED = (
+# Names -> why they have no effect. Some also have a type, and other values than false that give no warning.
+_OWN_LAYERS = "such kernels are not used; the model's own layers give the same results"
+_OF_FILES = "it is determined by the files of the model and of the tokenizer"
+_IGNORED = {
     # Kernels and layers
-    (
-        "liger_rms_norm_gated liger_use_token_scaling",
-        (False,),
-        "this kernel of Liger is not used; the model's own layers give the same results",
-    ),
-    ("cut_cross_entropy chunked_cross_entropy_num_chunks liger_cross_entropy", (False,), IN_CHUNKS),
-    (
-        "flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum",
-        (False,),
-        "fused layers of flash-attn are not used; the model's own layers give the same results",
-    ),
-    (
-        "unsloth_cross_entropy_loss unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope",
-        (False,),
-        "Unsloth's kernels are not used; the model's own layers give the same results",
-    ),
-    (
-        "use_scattermoe use_sonicmoe use_kernels",
-        (False,),
-        "experts are computed with transformers' own kernels; see experts_implementation",
-    ),
-    (
-        "fused_attn_kernel use_dsv4_kernels use_glm_dsa_kernels dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel "
-        "dsv4_bf16_all dsv4_fp4_grouped_mode expert_backend moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast "
-        "llama4_linearized_experts liger_kernel_impl",
-        (False,),
-        "axolotl's kernels are not used; the model's own layers give the same results",
-    ),
-    (
-        "nvfp4_merge_aware nvfp4_merge_aware_start_step",
-        (False,),
-        "ebft merge-lora adds the adapter to the weights in their own dtype",
-    ),
-    ("xformers_attention", (False,), "the model's default has the same memory-efficient kernels where it is sdpa"),
-    (
-        "gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen",
-        (False,),
-        "all layers use attn_implementation; if it does not support the head size of one, as flash_attention_2 those "
-        "of Gemma 4, leave it unset",
-    ),
-    (
-        "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp",
-        (False,),
-        "MLPs are computed for all tokens of a pass at once, with the same results; gradient_checkpointing saves "
-        "memory",
-    ),
-    (
-        "selective_checkpointing layer_offloading ple_cpu_offload",
-        (False,),
-        "results are the same; to save memory, use gradient_checkpointing, activation_offloading or fsdp_config with "
-        "cpu_offload",
-    ),
-    ("deepcompile", (False,), "DeepSpeed's compiler is not used"),
-    ("flex_attn_compile_kwargs", (), "the kernel is compiled with PyTorch's defaults"),
-    ("lora_embedding_kernel", (False,), "fused adapter kernels are not available; PEFT's layers are used"),
+    "cut_cross_entropy chunked_cross_entropy_num_chunks liger_cross_entropy "
+    "liger_fused_linear_cross_entropy": IN_CHUNKS,
+    "liger_rms_norm_gated liger_use_token_scaling liger_kernel_impl flash_attn_cross_entropy flash_attn_rms_norm "
+    "flash_attn_fuse_qkv flash_attn_fuse_mlp flash_optimum unsloth_cross_entropy_loss unsloth_lora_mlp "
+    "unsloth_lora_qkv unsloth_lora_o unsloth_rms_norm unsloth_rope fused_attn_kernel use_dsv4_kernels "
+    "use_glm_dsa_kernels dsv4_fp8_lora_kernel dsv4_shared_mlp_lora_kernel dsv4_bf16_all dsv4_fp4_grouped_mode "
+    "expert_backend moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast llama4_linearized_experts "
+    "lora_embedding_kernel lora_mlp_kernel lora_qkv_kernel lora_o_kernel": _OWN_LAYERS,
+    "use_scattermoe use_sonicmoe use_kernels": "experts are computed with transformers' own kernels; see "
+    "experts_implementation",
+    "xformers_attention": "the model's default has the same memory-efficient kernels where it is sdpa",
+    "gemma4_hybrid_attn_impl large_head_attention flash_attn_d512 sdpa_varlen": "all layers use attn_implementation; "
+    "if it does not support the head size of one, as flash_attention_2 in Gemma 4, leave it unset",
+    "tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp selective_checkpointing layer_offloading "
+    "ple_cpu_offload": "results are the same; to save memory, use gradient_checkpointing, activation_offloading or "
+    "fsdp_config with cpu_offload",
+    "deepcompile flex_attn_compile_kwargs": "kernels are compiled with PyTorch's defaults",
     # Adapters and the model
-    ("lora_fan_in_fan_out", (False,), "PEFT determines the layout of the weights for each layer"),
-    ("peft_autocast_adapter_dtype", (True,), "the weights of adapters are always float32"),
-    ("lora_on_cpu", (False,), "ebft merge-lora reads one part of the weights at a time"),
-    ("embeddings_skip_upcast", (False,), "PEFT prepares quantised models"),
-    ("low_cpu_mem_usage", (True,), "transformers always reads weights one at a time"),
-    ("freeze_mm_modules", (), "only the text model is loaded"),
-    (
-        "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model",
-        (),
-        "the model family is determined by the model's config",
-    ),
-    ("tokenizer_use_fast", (True,), "transformers only has fast tokenizers for these models"),
-    (
-        "tokenizer_use_mistral_common",
-        (False,),
-        "the tokenizer is that of transformers, with its chat template; without one, set chat_template",
-    ),
-    ("tokenizer_save_jinja_files", (), "the chat template is saved as transformers does"),
-    ("cls_model_config", (), "the class is determined by the model's config"),
-    ("base_model_ignore_patterns", (), "only the files that are needed are downloaded"),
-    ("qlora_sharded_model_loading", (False,), "see fsdp_config.cpu_ram_efficient_loading"),
-    ("merge_lora", (False,), "use ebft merge-lora after training"),
-    ("tokenizer_legacy", (), "the tokenizer's files determine this"),
-    (
-        "model_quantization_config_kwargs",
-        ({"dequantize": True}, {}),
-        "weights that are stored in MXFP4 are always dequantised",
-    ),
-    ("gptq gptq_groupsize gptq_model_v1", (False,), "a model that is quantised with GPTQ is recognised by its files"),
-    ("gptq_disable_exllama", (True, False), "a model that is quantised with GPTQ is recognised by its files"),
+    "lora_fan_in_fan_out": "PEFT determines the layout of the weights for each layer",
+    "peft_autocast_adapter_dtype": "the weights of adapters are always float32",
+    "merge_lora lora_on_cpu nvfp4_merge_aware nvfp4_merge_aware_start_step": "ebft merge-lora adds the adapter to the "
+    "weights after training, one part at a time, in their own dtype",
+    "merge_method": "ebft merge-lora uses memory_efficient, one part of the weights at a time, which has the result of "
+    "legacy",
+    "embeddings_skip_upcast qlora_sharded_model_loading low_cpu_mem_usage base_model_ignore_patterns": "transformers "
+    "and PEFT load only what is needed, one weight at a time; see fsdp_config.cpu_ram_efficient_loading",
+    "freeze_mm_modules": "only the text model is loaded",
+    "is_falcon_derived_model is_mistral_derived_model is_qwen_derived_model is_llama_derived_model cls_model_config "
+    "model_type tokenizer_type tokenizer_use_fast tokenizer_legacy gptq gptq_groupsize gptq_model_v1 "
+    "gptq_disable_exllama": _OF_FILES,
+    "tokenizer_use_mistral_common tokenizer_save_jinja_files": "the tokenizer is that of transformers, and saved with "
+    "its chat template; without one, set chat_template",
+    "model_quantization_config_kwargs": "weights that are stored in MXFP4 are always dequantised",
     # Data
-    (
-        "max_packed_sequence_len",
-        (),
-        "sample_packing: true packs documents into rows of sequence_len tokens",
-    ),
-    (
-        "sample_packing_seq_len_multiplier pretraining_sample_concatenation",
-        (True, 1),
-        "rows have at most sequence_len tokens",
-    ),
-    ("num_dataset_shards_to_save", (), "prepared rows are stored in as many files as datasets chooses"),
-    ("eot_tokens", (), "the end of a turn is what the chat template writes after its content"),
-    ("remove_unused_columns", (True, False), "each method selects the columns that it reads"),
-    ("dataset_keep_in_memory", (False,), "datasets maps its files into memory"),
-    ("shuffle_before_merging_datasets", (False,), "see shuffle_merged_datasets"),
-    ("group_by_modality", (False,), "all rows are text"),
-    ("sample_packing_group_size", (), "all documents are packed together, longest first"),
-    ("sample_packing_bin_size", (), "a row has as many documents as fit within sequence_len"),
-    ("sample_packing_eff_est", (), "the number of packed rows is computed exactly"),
-    ("sample_packing_sequentially", (False,), "all documents are packed together, longest first"),
-    ("sample_packing_mp_start_method", (), "packing takes one process"),
-    ("total_num_tokens total_supervised_tokens", (), "the number of tokens is counted"),
-    ("multipack_real_batches", (), "a packed row counts as one row of micro_batch_size"),
-    ("pad_to_multiple_of", (), "batches are padded to their longest row"),
-    ("push_dataset_to_hub", (), "prepared rows are stored in dataset_prepared_path only"),
+    "max_packed_sequence_len": "sample_packing: true packs documents into rows of sequence_len tokens",
+    "sample_packing_seq_len_multiplier pretraining_sample_concatenation sample_packing_group_size "
+    "sample_packing_bin_size sample_packing_eff_est sample_packing_sequentially sample_packing_mp_start_method "
+    "total_num_tokens total_supervised_tokens multipack_real_batches": "all documents are packed together, longest "
+    "first, into rows of at most sequence_len tokens, which are counted exactly",
+    "pad_to_multiple_of pad_to_sequence_len": "batches are padded to their longest row",
+    "num_dataset_shards_to_save push_dataset_to_hub dataset_keep_in_memory": "prepared rows are stored in "
+    "dataset_prepared_path only, in files that datasets maps into memory",
+    "skip_prepare_dataset": "rows are always prepared: in every run, or once with dataset_prepared_path",
+    "eot_tokens": "the end of a turn is what the chat template writes after its content",
+    "remove_unused_columns": "each method selects the columns that it reads",
+    "shuffle_before_merging_datasets": "see shuffle_merged_datasets",
+    "group_by_modality": "all rows are text",
     # Processes, memory and logs
-    ("ddp_bucket_cap_mb", (), "PyTorch's default size of buckets is used"),
-    ("ddp_broadcast_buffers", (), "the models have no buffers that change"),
-    ("eta_min", (0,), "it is not a key of axolotl either; set cosine_min_lr_ratio"),
-    ("experimental_skip_move_to_device", (False,), "the trainer places the model, after FSDP has sharded it"),
-    ("heads_k_stride ring_attn_func", (), "sequences are not split over processes"),
-    ("fsdp_final_state_dict_type", ("FULL_STATE_DICT",), "the final model is always gathered and saved whole"),
-    ("world_size", (), "the launcher sets the number of processes"),
-    ("dynamic_checkpoint", (), "a run that is interrupted with Ctrl-C or SIGTERM saves a checkpoint; see save_steps"),
-    ("is_preprocess preprocess_iterable axolotl_config_path", (), "axolotl writes it for its own commands"),
-    ("torch_empty_cache_steps gc_collect_steps", (), "the caching allocator frees memory when it is needed"),
-    ("gc_steps", (-1,), "the caching allocator frees memory when it is needed"),
-    ("gpu_memory_limit", (), "use device_map to place the model"),
-    ("include_tokens_per_second include_tkps", (True, False), "the throughput is always logged"),
-    (
-        "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature",
-        (),
-        "there is no page for prompts; use ebft inference",
-    ),
-    (
-        "use_otel_metrics otel_metrics_host otel_metrics_port",
-        (False,),
-        "metrics are written to metrics.jsonl in output_dir",
-    ),
-    ("hf_use_auth_token", (True, False), "the token of `hf auth login` or of HF_TOKEN is used if there is one"),
-    ("save_first_step", (False,), "set save_steps"),
-    ("do_bench_eval", (False,), "use ebft evaluate"),
-    ("do_causal_lm_eval", (False,), "the cross-entropy and the perplexity of held-out rows are always logged"),
-    (
-        "eval_causal_lm_metrics",
-        ([], ["perplexity"]),
-        "the cross-entropy and the perplexity of held-out rows are always logged",
-    ),
-    ("eval_table_size", (0,), "use ebft evaluate, or log_rollouts"),
-    (
-        "num_generation_samples generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
-        "generation_prompt_ratio generation_do_sample",
-        (),
-        "it belongs to generate_samples",
-    ),
-    (
-        "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
-        "swanlab_lark_webhook_url swanlab_lark_secret",
-        (False,),
-        "transformers does not pass it to SwanLab",
-    ),
-    ("eval_max_new_tokens", (), "it belongs to eval_table_size; use evaluation.max_new_tokens with ebft evaluate"),
-    ("generate_samples", (False,), "rollouts are stored with log_rollouts"),
-    ("torchdistx_path", (), "torchdistx is not used"),
-    ("device", (), "the trainer places the model; see device_map"),
-    # Keys with a type
-    ("pad_to_sequence_len", (False,), "batches are padded to their longest row", bool),
-    (
-        "skip_prepare_dataset",
-        (False,),
-        "rows are always prepared: in every run, or once with dataset_prepared_path",
-        bool,
-    ),
-    ("save_safetensors", (True,), "transformers 5 writes safetensors only, which PEFT and vLLM read, too", bool),
-    (
-        "merge_method",
-        ("memory_efficient",),
-        "ebft merge-lora uses memory_efficient, one part of the weights at a time, which has the result of legacy",
-        Literal["legacy", "memory_efficient"] | None,
-    ),
-    ("fsdp_version", (2,), "fsdp is not set", int | None),
-    ("strict", (True, False), "unknown keys are always errors", bool),
-    ("model_type", _CLASSES, "the class is determined by the model's config", str | None),
-    ("tokenizer_type", ("AutoTokenizer",), "the class is determined by the tokenizer's files", str | None),
-    ("debug", (False,), "there is no debug mode; `ebft preprocess --debug` shows rows", bool),
-    ("local_rank", (), "the launcher sets the rank of each process", int | None),
-    ("is_llama_derived_model", (), "the model family is determined by the model's config", bool | None),
-    (
-        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel",
-        (False,),
-        "fused adapter kernels are not available; PEFT's layers give the same results",
-        bool,
-    ),
-    ("liger_fused_linear_cross_entropy", (False,), IN_CHUNKS, bool),
-)
-IGNORED_KEYS = {name: Ignored(*rest) for names, *rest in _IGNORED for name in names.split()}
+    "ddp_bucket_cap_mb ddp_broadcast_buffers": "PyTorch's default is used; models have no buffers that change",
+    "eta_min": "it is not a key of axolotl either; set cosine_min_lr_ratio",
+    "heads_k_stride ring_attn_func": "sequences are not split over processes",
+    "fsdp_version": "fsdp is not set",
+    "fsdp_final_state_dict_type": "the final model is always gathered and saved whole",
+    "save_safetensors": "transformers 5 writes safetensors only, which PEFT and vLLM read, too",
+    "local_rank world_size": "the launcher sets the rank and the number of processes",
+    "device gpu_memory_limit experimental_skip_move_to_device": "the trainer places the model; see device_map",
+    "torch_empty_cache_steps gc_collect_steps gc_steps": "the caching allocator frees memory when it is needed",
+    "save_first_step dynamic_checkpoint": "a run that is interrupted saves a checkpoint; see save_steps",
+    "is_preprocess preprocess_iterable axolotl_config_path": "axolotl writes it for its own commands",
+    "include_tokens_per_second include_tkps": "the throughput is always logged",
+    "gradio_title gradio_share gradio_server_name gradio_server_port gradio_max_new_tokens gradio_temperature": "there "
+    "is no page for prompts; use ebft inference",
+    "use_otel_metrics otel_metrics_host otel_metrics_port": "metrics are written to metrics.jsonl in output_dir",
+    "hf_use_auth_token": "the token of `hf auth login` or of HF_TOKEN is used if there is one",
+    "do_causal_lm_eval eval_causal_lm_metrics": "cross-entropy and perplexity of held-out rows are always logged",
+    "do_bench_eval eval_table_size eval_max_new_tokens generate_samples num_generation_samples "
+    "generation_max_new_tokens generation_temperature generation_top_p generation_top_k generation_prompt_ratio "
+    "generation_do_sample": "use ebft evaluate, or log_rollouts",
+    "swanlab_description swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer "
+    "swanlab_lark_webhook_url swanlab_lark_secret": "transformers does not pass it to SwanLab",
+    "torchdistx_path": "torchdistx is not used",
+    "strict": "unknown keys are always errors",
+    "debug": "there is no debug mode; `ebft preprocess --debug` shows rows",
+}
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("strict", "remove_unused_columns", "gptq_disable_exllama", "hf_use_auth_token"), (True, False)),
+    **dict.fromkeys(("include_tokens_per_second", "include_tkps"), (True, False)),
+    **dict.fromkeys(("peft_autocast_adapter_dtype", "low_cpu_mem_usage", "tokenizer_use_fast"), (True,)),
+    **dict.fromkeys(("sample_packing_seq_len_multiplier", "pretraining_sample_concatenation"), (True, 1)),
+    "save_safetensors": (True,),
+    "local_rank": (),
+    "merge_method": ("memory_efficient",),
+    "fsdp_version": (2,),
+    "fsdp_final_state_dict_type": ("FULL_STATE_DICT",),
+    "model_type": _CLASSES,
+    "tokenizer_type": ("AutoTokenizer",),
+    "model_quantization_config_kwargs": ({"dequantize": True}, {}),
+    "gc_steps": (-1,),
+    "eval_causal_lm_metrics": ([], ["perplexity"]),
+}
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("pad_to_sequence_len", "skip_prepare_dataset", "save_safetensors", "strict", "debug"), bool),
+    **dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "liger_fused_linear_cross_entropy"), bool),
+    **dict.fromkeys(("fsdp_version", "local_rank"), int | None),
+    **dict.fromkeys(("model_type", "tokenizer_type"), str | None),
+    "is_llama_derived_model": bool | None,
+    "merge_method": Literal["legacy", "memory_efficient"] | None,
+}
+IGNORED_KEYS = {
+    name: Ignored(_HARMLESS.get(name, (False,)), reason, _TYPES.get(name, Any))
+    for names, reason in _IGNORED.items()
+    for name in names.split()
+}
 UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]
 # Of keys that have an effect beside others.
 _DESCRIPTIONS = {

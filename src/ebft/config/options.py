@@ -24,6 +24,10 @@ def _distinct(values: list[float]) -> list[float]:
     return values
 
 
+# Each is a function in the table POOLING of `ebft.features`.
+EmbedMethod = Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+
+
 @with_help
 @dataclass
 class RewardOptions:
@@ -40,7 +44,7 @@ class RewardOptions:
         AfterValidator(_distinct),
     ] = field(default_factory=lambda: [0.25, 0.5, 0.75])
     embed_method: Annotated[
-        Literal["last_token", "mean_pooling", "completion_mean", "concat"],
+        EmbedMethod,
         Field(description="How the token features of a block are pooled into one embedding."),
     ] = "last_token"
     use_whitening: Annotated[
@@ -76,7 +80,7 @@ class RewardOptionTypes(TypedDict, total=False):
     """The names and types of RewardOptions, for type checkers: those of the keyword arguments of a reward function."""
 
     feature_layers: list[float]
-    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"]
+    embed_method: EmbedMethod
     use_whitening: bool
     whitening_space: Literal["feature", "sample"]
     alignment_coef: float

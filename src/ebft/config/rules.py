@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions, StridedOptions
 from ebft.config.section import option_names, section_of_options
 from ebft.config.trl import TRLSection
-from ebft.config.user_functions import call_problem
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, DataError
 
@@ -81,12 +80,6 @@ def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -
         f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. Remove "
         "one of them."
     )
-
-
-def rollout_func(function: Callable[..., Any], key: Key) -> str | None:
-    name = getattr(function, "__qualname__", repr(function))
-    problem = call_problem(function, f"{name}(prompts, trainer)", "prompts", "trainer")
-    return None if problem is None else f"{key('rollout_func')} {problem}. Define it as {name}(prompts, trainer)."
 
 
 def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: str) -> str | None:

@@ -10,12 +10,11 @@ from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
-from ebft.config.user_functions import call_problem, find_function
+from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError
 from ebft.methods import nemo_gym
 from ebft.methods.method import (
@@ -31,8 +30,6 @@ from ebft.models.files import reward_problem
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
     from ebft.data.load import LoadedRows
     from ebft.machine import Machine
     from ebft.methods.views import RowView
@@ -68,9 +65,6 @@ class GRPO(Method):
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         yield from nemo_gym.conflicts(config)
-        file = config.model_name
-        if is_gguf(file) and config.trl.use_vllm and config.trl.vllm_mode != "server":
-            yield f"{file} is a GGUF file, which cannot be served with vLLM here. {as_folder(file)}"
         ours, theirs = config.vllm.port, config.trl.vllm_server_port
         if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
             yield (
@@ -83,10 +77,8 @@ class GRPO(Method):
         nemo_gym.resolve(config)
         rules.follow_samples(config.ebft, config.trl)
         warn_of_unmet(config, _NEEDS)
-        words = {"keys": _idle_keys_of_vllm(config), "bounds": _bounds_of_ratio(config)}
-        for applies, message in _IDLE:
-            if applies(config):
-                warnings.warn(message.format(**words), stacklevel=2)
+        for message in _idle(config):
+            warnings.warn(f"{message}.", stacklevel=2)
         if config.torch_compile:
             config.torch_compile = False
             warnings.warn(rules.compiled(rules.in_config, "structured mode and GRPO"), stacklevel=2)
@@ -113,7 +105,10 @@ class GRPO(Method):
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         names = self._reward_names(config)
-        yield from _batches(config)
+        trl, size, steps = config.trl, config.micro_batch_size, config.gradient_accumulation_steps
+        found = rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
+        if trl.generation_batch_size is None and found:
+            yield found
         yield from _rewards(config, names, self.own_rewards)
         yield from _rollouts(config)
         yield from _interaction(config, FEATURE_MATCHING in names)
@@ -159,8 +154,6 @@ class GRPO(Method):
         return FEATURE_MATCHING in self._reward_names(config)
 
     def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
-        _check_reward_columns(config, rows.train)
-        _check_reward_templates(config, rows.train)
         if config.nemo_gym_enabled:
             nemo_gym.check_rows(config, rows.train, rows.evaluation)
 
@@ -269,107 +262,62 @@ _NEEDS: Needs = (
     ("trl.num_completions_to_print", "log_completions: true", lambda c: c.trl.log_completions),
     ("trl.use_bias_correction_kl", "beta above 0", lambda c: c.trl.beta),
 )
-# When a key has no effect on full completions, and the warning.
-_IDLE: tuple[tuple[Callable[[MethodConfig], object], str], ...] = (
-    (
-        lambda c: c.trl.use_data_producer,
-        "trl.use_data_producer has no effect: generation and prefetching do not use a data producer.",
-    ),
-    (
-        lambda c: c.trl.use_liger_loss,
-        "trl.use_liger_loss has no effect: the log-probabilities are computed in chunks without it, so that the logits "
-        "of all tokens are never in memory.",
-    ),
-    (
-        lambda c: c.trl.use_vllm and c.trl.vllm_importance_sampling_correction is False and _bounds_of_ratio(c),
-        "{bounds}: no effect with trl.vllm_importance_sampling_correction: false.",
-    ),
-    (
-        lambda c: _idle_keys_of_vllm(c),
-        "{keys}.",
-    ),
-    (
-        lambda c: (
-            c.trl.multi_objective_aggregation == _AGGREGATION and c.trl.scale_rewards not in (None, True, "group")
-        ),
-        "trl.scale_rewards has no effect with multi_objective_aggregation: normalize_then_sum (rl: gdpo), which always "
-        "divides by standard deviations.",
-    ),
-    (
-        lambda c: c.trl.streaming_partial_batch and c.trl.reward_num_workers > 1,
-        "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
-        "functions for one prompt at a time.",
-    ),
-    (
-        lambda c: "reward_timeout" in c.trl.model_fields_set and c.trl.reward_num_workers == 1,
-        "trl.reward_timeout has no effect without reward_num_workers above 1: the training process cannot end a call "
-        "that it makes itself, and only reports one that takes longer than a minute.",
-    ),
-    (
-        lambda c: c.trl.use_vllm and c.vllm.serve_module is not None,
-        "vllm.serve_module has no effect: vLLM's OpenAI server is always used.",
-    ),
-    (
-        lambda c: (
-            "skip_zero_advantage_batches" in c.trl.model_fields_set
-            and c.trl.skip_zero_advantage_batches
-            and (c.deepspeed is not None or c.fp16)
-        ),
-        "trl.skip_zero_advantage_batches: true has no effect with deepspeed or fp16: true, which need the gradients of "
-        "every micro-batch. Remove it.",
-    ),
-    (lambda c: c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts."),
-    (lambda c: c.sample_packing, "sample_packing: true has no effect on full completions of prompts."),
-    (
-        lambda c: c.uses_server and c.adapter is not None and c.trl.vllm_lora_sync is False,
-        "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged, with the same result.",
-    ),
-    (
-        lambda c: "vllm" in c.model_fields_set and not c.trl.use_vllm,
-        "vllm: has no effect without trl.use_vllm: true.",
-    ),
-)
 
 
-def _idle_keys_of_vllm(config: MethodConfig) -> str:
-    """The given keys of vLLM that have no effect, with the reason; empty if there are none."""
-    given = sorted(key for key in config.trl.model_fields_set if key.startswith("vllm_"))
-    if not config.trl.use_vllm:
+def _idle(c: MethodConfig) -> Iterator[str]:
+    """Keys that have no effect on full completions, as the beginning of a sentence."""
+    trl = c.trl
+    given = sorted(key for key in trl.model_fields_set if key.startswith("vllm_"))
+    if not trl.use_vllm:
         idle, reason = [key for key in given if key != "vllm_guided_decoding_regex"], "without use_vllm: true"
-    elif config.uses_server:
+    elif c.uses_server:
         idle, reason = [key for key in given if key == "vllm_enable_sleep_mode"], "without vllm_mode: colocate"
     else:
         of_servers = ("vllm_server_", "vllm_sync_interval", "vllm_logp_diff_")
         idle, reason = [key for key in given if key.startswith(of_servers)], "with vllm_mode: colocate"
-    return f"{', '.join(f'trl.{key}' for key in idle)}: no effect {reason}" if idle else ""
-
-
-def _bounds_of_ratio(config: MethodConfig) -> str:
-    return ", ".join(f"trl.{key}" for key in (_CAP, _FLOOR) if getattr(config.trl, key) is not None)
-
-
-def _batches(config: MethodConfig) -> Iterator[str]:
-    """Problems with batches, which must consist of whole groups."""
-    trl, size, steps = config.trl, config.micro_batch_size, config.gradient_accumulation_steps
-    found = rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
-    if trl.generation_batch_size is None and found:
-        yield found
-    if trl.generation_batch_size is not None and trl.generation_batch_size % trl.num_generations:
+    if idle:
+        yield f"{', '.join(f'trl.{key}' for key in idle)}: no effect {reason}"
+    bounds = [f"trl.{key}" for key in (_CAP, _FLOOR) if getattr(trl, key) is not None]
+    if trl.use_vllm and trl.vllm_importance_sampling_correction is False and bounds:
+        yield f"{', '.join(bounds)}: no effect with trl.vllm_importance_sampling_correction: false"
+    if trl.use_data_producer:
+        yield "trl.use_data_producer has no effect: generation and prefetching do not use a data producer"
+    if trl.use_liger_loss:
+        yield "trl.use_liger_loss has no effect: the log-probabilities are computed in chunks without it"
+    if trl.multi_objective_aggregation == _AGGREGATION and trl.scale_rewards not in (None, True, "group"):
         yield (
-            f"trl.generation_batch_size: {trl.generation_batch_size} is not a multiple of trl.num_generations: "
-            f"{trl.num_generations}. Change one of them."
+            "trl.scale_rewards has no effect with multi_objective_aggregation: normalize_then_sum (rl: gdpo), which "
+            "always divides by standard deviations"
         )
-    per_process = config.eval_batch_size
-    if per_process is not None and per_process % trl.num_generations:
+    if trl.streaming_partial_batch and trl.reward_num_workers > 1:
         yield (
-            f"eval_batch_size: {per_process} is not a multiple of trl.num_generations: {trl.num_generations}. Change "
-            "one of them."
+            "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
+            "functions for one prompt at a time"
         )
+    if "reward_timeout" in trl.model_fields_set and trl.reward_num_workers == 1:
+        yield (
+            "trl.reward_timeout has no effect without reward_num_workers above 1: the training process cannot end a "
+            "call that it makes itself"
+        )
+    if trl.use_vllm and c.vllm.serve_module is not None:
+        yield "vllm.serve_module has no effect: vLLM's OpenAI server is always used"
+    skips = "skip_zero_advantage_batches" in trl.model_fields_set and trl.skip_zero_advantage_batches
+    if skips and (c.deepspeed is not None or c.fp16):
+        yield (
+            "trl.skip_zero_advantage_batches: true has no effect with deepspeed or fp16: true, which need the "
+            "gradients of every micro-batch"
+        )
+    for key in ("train_on_inputs", "sample_packing"):
+        if getattr(c, key):
+            yield f"{key}: true has no effect on full completions of prompts"
+    if c.uses_server and c.adapter is not None and trl.vllm_lora_sync is False:
+        yield "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged"
+    if "vllm" in c.model_fields_set and not trl.use_vllm:
+        yield "vllm: has no effect without trl.use_vllm: true"
 
 
 def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) -> Iterator[str]:
     """Problems with the rewards `names`, of which the method includes `always`."""
-    funcs, weights = config.trl.reward_funcs or [], config.trl.reward_weights
     if not names and not config.trl.environment_factory:
         yield (
             "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, folders or Hub ids of reward "
@@ -378,54 +326,13 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
     if len(set(names)) < len(names):
         advice = " With rl: ebft, feature_matching is always included." if always else ""
         yield f"trl.reward_funcs: {', '.join(names)} contains a duplicate. Remove it.{advice}"
-    for name in funcs:
+    for name in config.trl.reward_funcs or []:
         if "/" in name:
             problem = reward_problem(name)
             if problem is not None:
                 yield problem
         elif name not in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
             find_function("trl.reward_funcs", name)
-    if weights is not None and len(weights) != len(names):
-        advice = " The weight of an environment's reward is always 1." if _environments(config) else ""
-        yield (
-            f"trl.reward_weights has {len(weights)} weights for {len(names)} rewards"
-            f"{': ' if names else ''}{', '.join(names)}. Set one weight per reward function.{advice}"
-        )
-
-
-def _check_reward_columns(config: MethodConfig, rows: Dataset) -> None:
-    """Raise ConfigError for a reward function that cannot be called with the columns of the rows."""
-    columns = [name for name in rows.column_names or () if name not in ("prompt", "completion", "completion_ids")]
-    always = ["prompts", "completions", "completion_ids"]
-    if config.trl.reward_num_workers == 1:
-        always += ["trainer_state", "log_extra", "log_metric"]
-        always += ["environments"] if config.trl.environment_factory else []
-    for name in config.trl.reward_funcs or []:
-        if "/" in name or name in (FEATURE_MATCHING, VERIFY, ENVIRONMENT):
-            continue
-        given = dict.fromkeys([*always, *columns])
-        problem = call_problem(find_function("trl.reward_funcs", name), f"{name}({', '.join(given)})", **given)
-        if problem is not None:
-            raise ConfigError(
-                f"trl.reward_funcs: {name} {problem}. All arguments are passed by keyword: accept those that it does "
-                "not read with **kwargs, and keep the columns that it reads in the transform."
-            )
-
-
-def _check_reward_templates(config: MethodConfig, rows: Dataset) -> None:
-    """Raise ConfigError for messages that are to be scored by a reward model without a chat template."""
-    models = [name for name in config.trl.reward_funcs or [] if "/" in name]
-    if not models or "prompt" not in (rows.column_names or ()) or isinstance(rows[0]["prompt"], str):
-        return
-    from ebft.structured.reward import reward_tokenizer
-
-    for name in models:
-        if reward_tokenizer(name).chat_template is None:
-            raise ConfigError(
-                f"trl.reward_funcs: {name} has no chat template, but the prompts are messages, which it would have to "
-                "render. Save its tokenizer with the chat_template that it was trained with, or use a transform that "
-                "returns text prompts."
-            )
 
 
 def _rollouts(config: MethodConfig) -> Iterator[str]:
@@ -439,11 +346,6 @@ def _rollouts(config: MethodConfig) -> Iterator[str]:
     floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
     if floor is not None and floor >= cap:
         yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
-    if trl.sync_ref_model and (not trl.beta or config.adapter is not None):
-        yield (
-            "trl.sync_ref_model requires a reference model, which is only used with trl.beta above 0 and without an "
-            "adapter. Remove it."
-        )
     if config.uses_server and config.adapter is not None and config.lora_modules_to_save:
         yield (
             "lora_modules_to_save is not supported with vLLM, which cannot load adapters with full modules. Remove it, "
@@ -463,17 +365,7 @@ def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
             f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "
             "trl.use_vllm: true with vllm_mode: server or managed, or remove fsdp."
         )
-    for name in given:
-        found = _load_named(name, getattr(trl, name))
-        if name == "rollout_func":
-            yield from filter(None, (rules.rollout_func(found, rules.in_config),))
-        elif name == "environment_factory":
-            for factory in found.values() if isinstance(found, dict) else [found]:
-                problem = call_problem(factory, f"{getattr(factory, '__name__', factory)}()")
-                if problem is not None:
-                    yield f"trl.environment_factory {problem}. It is called without arguments."
-    if trl.max_tool_calling_iterations is not None and not (trl.tools or trl.environment_factory):
-        yield "trl.max_tool_calling_iterations has no effect without tools or environment_factory. Remove it."
+    _load_interactive(config)
 
 
 def _load_named(key: str, names: str | list[str] | dict[str, str]) -> Any:

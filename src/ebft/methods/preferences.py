@@ -168,7 +168,6 @@ Loss = Literal[
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 ]  # fmt: skip
 _SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
-_UNWEIGHTED = ("aot", "aot_unpaired")
 
 
 class DPOKeys(ReferenceKeys):
@@ -207,18 +206,12 @@ class DPO(PreferenceMethod):
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        losses, weights = _losses(config), config.dpo_loss_weights
-        if weights is not None and len(weights) != len(losses):
-            yield f"dpo_loss_weights has {len(weights)} weights for {len(losses)} losses. Set one for each loss."
+        losses = _losses(config)
         if config.dpo_label_smoothing and not set(losses) & set(_SMOOTHED):
             yield (
                 f"dpo_label_smoothing has no effect with dpo_loss_type: {', '.join(losses)}. Remove it, or use one of "
                 f"{', '.join(_SMOOTHED)} (robust is the sigmoid loss with noisy labels)."
             )
-        if "exo_pair" in losses and not config.dpo_label_smoothing:
-            yield "dpo_loss_type: exo_pair needs dpo_label_smoothing above 0, for example 1e-3."
-        if config.dpo_use_weighting and set(losses) & set(_UNWEIGHTED):
-            yield f"dpo_use_weighting is not supported with dpo_loss_type: {', '.join(_UNWEIGHTED)}. Remove it."
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return super().own_arguments(config) | {

@@ -26,6 +26,7 @@ from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
+from ebft.processes import LAUNCHER
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
 from ebft.run.reporting import check_trackers
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-_OF_LAUNCHERS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # read by PyTorch
-_UNSET = f"Start training with ebft train or a launcher such as torchrun, or unset {', '.join(_OF_LAUNCHERS)}."
+_UNSET = f"Start training with ebft train or a launcher such as torchrun, or unset {', '.join(LAUNCHER)}."
 
 
 def check_machine(config: RunConfig, machine: Machine) -> None:
@@ -132,12 +132,12 @@ def launched_processes() -> int:
 
     Raises ConfigError if the environment variables of launchers are incomplete or no numbers.
     """
-    found = {name: os.environ[name] for name in _OF_LAUNCHERS if name in os.environ}
+    found = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
     for name, value in found.items():
         if name != "MASTER_ADDR" and (not value.isdecimal() or (name == "WORLD_SIZE" and int(value) == 0)):
             raise ConfigError(f"The environment variable {name} is {value!r:.60}; expected a number. {_UNSET}")
     processes = int(found.get("WORLD_SIZE", 1))
-    missing = [name for name in _OF_LAUNCHERS if name not in found]
+    missing = [name for name in LAUNCHER if name not in found]
     if missing and ("LOCAL_RANK" in found or processes > 1):
         given = "LOCAL_RANK" if "LOCAL_RANK" in found else "WORLD_SIZE"
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Self, TextIO
 from ebft.errors import ConfigError, EBFTError, ServerError, doing, told
 from ebft.files import is_free
 from ebft.printed import say
-from ebft.processes import is_main_process
+from ebft.processes import LAUNCHER, is_main_process
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
 from ebft.serving.keys import ServerSettings, check_free, reachable_host
 from ebft.serving.supervisor import GRACE, LAST_WAIT
@@ -30,7 +30,7 @@ PAUSE = 0.2  # polling interval in seconds
 ANSWER_TIMEOUT = 5.0  # timeout of a health check in seconds
 
 # Variables that launchers set for each trainer process. vLLM would interpret them as its own distributed setup.
-LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCHER_VARIABLES = {*LAUNCHER, "LOCAL_WORLD_SIZE"}
 LAUNCHER_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 
 

@@ -91,10 +91,11 @@ class StridedEBFTTrainer(OverTrainer):
 
     Rows of `train_dataset` contain `input_ids` and optionally `labels`, `prompt_length` and `turn_spans`; the default
     collator pads them. The feature network is the model with its adapter disabled, or else a frozen copy created here
-    (on `args.feature_device`). The loss is normalised by the number of tokens of the whole optimizer step, over all
-    micro-batches and ranks. `model` is a causal LM, with or without a PEFT adapter, or a name to load; `peft_config`
-    adds a new adapter to it. Raises ModelError for architectures that strided EBFT does not support.
-    `scored_rollouts.hooks` are called in each training step with its rollouts and their rewards (B, N, NB).
+    (on `args.feature_device`), or else `feature_network`, a causal LM with the tokens of `model`. The loss is
+    normalised by the number of tokens of the whole optimizer step, over all micro-batches and ranks. `model` is a
+    causal LM, with or without a PEFT adapter, or a name to load; `peft_config` adds a new adapter to it. Raises
+    ModelError for architectures that strided EBFT does not support. `scored_rollouts.hooks` are called in each training
+    step with its rollouts and their rewards (B, N, NB).
     """
 
     args: StridedEBFTConfig
@@ -109,6 +110,7 @@ class StridedEBFTTrainer(OverTrainer):
         *,
         data_collator: Any = None,
         peft_config: Any = None,
+        feature_network: Any = None,
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else StridedEBFTConfig()
@@ -124,7 +126,7 @@ class StridedEBFTTrainer(OverTrainer):
         for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
             kwargs[name] = usable_rows(name, kwargs[name], model, self.block_options)
         options = args.feature_layers, args.embed_method, args.feature_device
-        self.feature_network: FeatureNetwork = FeatureNetwork(model, *options)
+        self.feature_network: FeatureNetwork = FeatureNetwork(model, *options, network=feature_network)
         data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)

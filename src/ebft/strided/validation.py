@@ -178,9 +178,13 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
             logps, _ = score(causal_lm, documents, layout, rollouts, **how)
         compare(causal_lm, "log-probabilities of strided samples", (sampled.logps - expected).abs())
         compare(causal_lm, "strided log-probabilities", (logps - expected).abs())
-        compare(causal_lm, "strided hidden states", _state_differences(network, documents, layout, rollouts))
         with evaluating(causal_lm):
             check_distant_tokens(causal_lm)
+    features = network.causal_lm
+    with refusing(features), evaluating(features):
+        compare(features, "strided hidden states", _state_differences(network, documents, layout, rollouts))
+        if type(features) is not type(causal_lm):
+            check_distant_tokens(prepare(features))
 
 
 def _plain_logps(causal_lm: PreTrainedModel, ids: Tensor, layout: StridedLayout, rollouts: Tensor) -> Tensor:

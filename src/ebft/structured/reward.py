@@ -23,7 +23,7 @@ from ebft.config.user_functions import find_function
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
 from ebft.errors import ConfigError, DataError, NonFiniteLossError, doing
-from ebft.features import FeatureNetwork, pool, token_features
+from ebft.features import FeatureNetwork, pool_sequence, token_features
 from ebft.files import ADAPTER_CONFIG
 from ebft.machine import copy_to
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
@@ -39,6 +39,7 @@ from ebft.models.pretrained import (
 )
 from ebft.models.sharding import is_sharded
 from ebft.prefix.forward import run_wrapped, take_programs
+from ebft.prefix.parity import compare, refusing
 from ebft.prefix.sampling import on_device
 from ebft.rewards import FeatureMatch, match_features
 from ebft.scores import feature_scores
@@ -59,7 +60,8 @@ class FeatureMatchingReward:
     References are cut at `max_completion_length` tokens, where completions are cut: pass the value of the trainer.
     `chat_template_kwargs` must be the ones used to render the prompts; a row may have its own, and descriptions of
     tools, in the columns `chat_template_kwargs` and `tools`. With `copy=False`, a model without adapter is used
-    directly, which requires that it is not trained.
+    directly, which requires that it is not trained. If `feature_network` is given, a causal LM with the tokens of
+    `model`, features come from it.
     """
 
     __name__ = FEATURE_MATCHING
@@ -74,6 +76,7 @@ class FeatureMatchingReward:
         stop_token_ids: Iterable[int] = (),
         max_completion_length: int | None = None,
         copy: bool = True,
+        feature_network: nn.Module | None = None,
         **options: Unpack[RewardOptionTypes],
     ) -> None:
         model = load(model)
@@ -83,9 +86,10 @@ class FeatureMatchingReward:
         self.num_generations = num_generations
         self.renderer: Renderer = Renderer(tokenizer, chat_template_kwargs)
         self.end_ids: set[int] = end_token_ids(model, {*self.renderer.end_ids(), *stop_token_ids})
-        self.network: FeatureNetwork = FeatureNetwork(
-            model, self.options.feature_layers, self.options.embed_method, self.options.feature_device, copy=copy
-        )
+        given = self.options.feature_layers, self.options.embed_method, self.options.feature_device
+        self.network: FeatureNetwork = FeatureNetwork(model, *given, copy=copy, network=feature_network)
+        if feature_network is not None:
+            check_features(self.network)
         # TRL samples completions after the generation prompt. A trainer that samples after the prompts of
         # conversations, which references share, sets this to False.
         self.follows_generation_prompt = True
@@ -193,7 +197,9 @@ class FeatureMatchingReward:
         return groups
 
 
-def reward_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, trl: Any, options: Any) -> FeatureMatchingReward:
+def reward_of(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, trl: Any, options: Any, feature_network: Any = None
+) -> FeatureMatchingReward:
     """Return the reward for the settings `trl` of the trainer, with the options that are among `options`."""
     return FeatureMatchingReward(
         model,
@@ -201,6 +207,7 @@ def reward_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, trl: Any, op
         trl.num_generations,
         chat_template_kwargs=trl.chat_template_kwargs,
         stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
+        feature_network=feature_network,
         **{name: getattr(options, name) for name in option_names(RewardOptions)},
     )
 
@@ -274,11 +281,19 @@ def shares_prompts(causal_lm: PreTrainedModel) -> bool:
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def pool_sequence(prompt: Tensor, continuation: Tensor, embed_method: str) -> Tensor:
-    """Pool the features (P, D) and (C, D) of a sequence to an L2-normalised embedding, (D,) or (3 D,) for `concat`."""
-    if embed_method == "mean_pooling":
-        return pool(torch.cat([prompt, continuation]), embed_method)
-    return pool(continuation if len(continuation) else prompt[-1:], embed_method)
+def check_features(network: FeatureNetwork) -> None:
+    """Raise ModelError if the features of a short random prompt with three continuations are not those of the model.
+
+    The model runs each sequence separately, with eager attention and `output_hidden_states`.
+    """
+    generator, vocabulary = torch.Generator().manual_seed(0), network.causal_lm.config.get_text_config().vocab_size
+    prompt, *own = (torch.randint(0, vocabulary, (size,), generator=generator).tolist() for size in (8, 1, 4, 2))
+    with refusing(network.causal_lm, "shared prompts"):
+        shared, found = continuation_features(network, prompt, own)
+        sequences = [torch.tensor([prompt + ids], device=network.device) for ids in own]
+        expected = [token_features(network.plain_hidden_states(sequence))[0] for sequence in sequences]
+    differences = [torch.cat([shared, ours]) - plain for ours, plain in zip(found, expected)]
+    compare(network.causal_lm, "features with shared prompts", torch.cat(differences).norm(dim=-1))
 
 
 def _run(network: FeatureNetwork, tokens: Tensor, cache: Cache | None = None) -> Tensor:
@@ -351,13 +366,6 @@ def load_reward_model(name: str) -> PreTrainedModel:
             model = pretrained_model(found, SCORE, dtype="auto")
         pretrained_tokenizer(str(model.config.name_or_path))  # TRL loads it from there
     return model.eval().requires_grad_(False)
-
-
-def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model, an entry of `trl.reward_funcs`."""
-    folder = Path(lasting_name(name))
-    with doing(f"loading the tokenizer of the reward model {name} (trl.reward_funcs)"):
-        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
 
 
 def _of_adapter(folder: Path) -> PreTrainedModel:

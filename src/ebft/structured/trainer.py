@@ -43,9 +43,9 @@ class EBFTTrainer(RolloutGRPOTrainer):
     (`adaptive_max_tokens`), and optionally `remaining_turns` (messages) and columns for `reward_funcs`, which are added
     to the feature-matching reward. `args.reward_weights` are the weights of the feature-matching reward and of
     `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
-    created here. With `args.ce_coef`, the loss includes the mean negative log-likelihood of the references' tokens,
-    including end-of-turn tokens, at temperature 1. Advantages follow `args.advantage_estimator`; TRL computes
-    `group_norm`.
+    created here, or else `feature_network`, a causal LM with the tokens of `model`. With `args.ce_coef`, the loss
+    includes the mean negative log-likelihood of the references' tokens, including end-of-turn tokens, at temperature 1.
+    Advantages follow `args.advantage_estimator`; TRL computes `group_norm`.
     """
 
     args: EBFTConfig
@@ -61,6 +61,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         reward_funcs: Any = None,
         processing_class: Any = None,
         peft_config: Any = None,
+        feature_network: Any = None,
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
@@ -80,7 +81,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
         if kwargs.get("reward_processing_classes") is not None:  # of `reward_funcs`, as in TRL
             given = kwargs["reward_processing_classes"]
             kwargs["reward_processing_classes"] = [None, *(given if isinstance(given, list) else [given])]
-        self.feature_reward: FeatureMatchingReward = reward_of(model, processing_class, args, args)
+        self.feature_reward: FeatureMatchingReward = reward_of(model, processing_class, args, args, feature_network)
         limit = ReferenceLimit(args.gt_length_multiplier, args.gt_length_floor) if args.adaptive_max_tokens else None
         self._reference_nll = MeanMetrics()
         self._held_out: dict[str, HeldOutMeans] = {}

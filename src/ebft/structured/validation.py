@@ -112,12 +112,8 @@ def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, An
 def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callable[[list[Any], Any], dict[str, Any]]:
     """Return `rollout_func` with a check of its result, which raises RolloutError.
 
-    The rollouts of all prompts must have equally many entries in each list, and at least one token each. Raises
-    ConfigError for a function with other arguments.
+    The rollouts of all prompts must have equally many entries in each list, and at least one token each.
     """
-    problem = rules.rollout_func(rollout_func, rules.in_python)
-    if problem is not None:
-        raise ConfigError(problem)
     name = f"rollout_func {getattr(rollout_func, '__name__', rollout_func)!r}"
 
     def call(prompts: list[Any], trainer: Any) -> dict[str, Any]:

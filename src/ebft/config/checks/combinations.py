@@ -15,93 +15,48 @@ from ebft.methods.method import MethodConfig, contradictory_selection
 from ebft.run.keys import RATE_KEYS
 
 FOREIGN = "axolotl.integrations."
-_ROWS = re.compile(r"\[\d*:\d*\]$")  # of a parameter, at the end of a name
+_ROWS = re.compile(r"\[\d*:\d*\]$")
 
 
-def adapter_problems(config: MethodConfig) -> Iterator[str]:
-    """What contradicts `adapter` and the keys that describe it."""
-    if config.adapter is None or config.lora_model_dir is not None:
+def _adapter(c: MethodConfig) -> Iterator[str]:
+    if c.adapter is None or c.lora_model_dir is not None:
         return
-    if config.lora_r is None:
-        yield f"adapter: {config.adapter} needs lora_r. Set it, for example lora_r: 16."
-    if config.lora_target_linear and isinstance(config.lora_target_modules, str):
+    if c.lora_r is None:
+        yield f"adapter: {c.adapter} needs lora_r. Set it, for example lora_r: 16."
+    is_expression = isinstance(c.lora_target_modules, str)
+    if c.lora_target_linear and is_expression:
         yield (
             "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "
             "expression. Keep one."
         )
-    elif not config.lora_target_linear and not any(
-        (config.lora_target_modules, config.lora_target_linear_modules, config.lora_target_parameters)
-    ):
+    if not (c.lora_target_linear or c.lora_target_modules or c.lora_target_linear_modules or c.lora_target_parameters):
         yield (
-            f"adapter: {config.adapter} needs target modules. Set lora_target_linear: true, or list them in "
+            f"adapter: {c.adapter} needs target modules. Set lora_target_linear: true, or list them in "
             "lora_target_modules."
         )
-    if config.lora_target_linear_modules and (config.lora_target_linear or isinstance(config.lora_target_modules, str)):
-        other = (
-            "lora_target_linear: true" if config.lora_target_linear else "a regular expression in lora_target_modules"
-        )
+    if c.lora_target_linear_modules and (c.lora_target_linear or is_expression):
+        other = "lora_target_linear: true" if c.lora_target_linear else "a regular expression in lora_target_modules"
         yield f"lora_target_linear_modules is not supported with {other}. Keep one of them."
-    yield from _of_adapters(config)
-    if config.lora_target_parameters is not None:
-        yield from expert_problems(config, "lora_target_parameters")
+    if c.lora_target_parameters is not None:
+        yield from expert_problems(c, "lora_target_parameters")
 
 
 def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
-    """What contradicts adapters of fused experts, which `key` selects.
-
-    PEFT replaces adapted parameters during the forward pass of their module.
-    """
+    """What contradicts adapters of fused experts, which `key` selects, and PEFT does not refuse."""
     changes = "adapted parameters are replaced as a whole during the forward pass"
     excluded = {
-        f"lora_dropout: {config.lora_dropout:g}": (config.lora_dropout > 0, "the adapter has no input of its own"),
-        "peft_use_dora: true": (config.peft_use_dora, "PEFT has no DoRA for them"),
-        "peft_layers_to_transform": (
-            config.peft_layers_to_transform is not None,
-            "PEFT restricts modules only; name the layers, such as layers.1.mlp.experts.down_proj",
-        ),
-        "peft_init_lora_weights: orthogonal": (config.peft_init_lora_weights == "orthogonal", "experts are stacked"),
-        "fsdp": (bool(config.fsdp or config.fsdp_config), changes),
-        "deepspeed": (config.deepspeed is not None, changes),
-        "trl.use_vllm": (_uses_vllm(config), "vLLM does not load such adapters"),
+        "peft_layers_to_transform": "PEFT restricts modules only; name the layers, such as layers.1.mlp.experts",
+        "fsdp": changes,
+        "fsdp_config": changes,
+        "deepspeed": changes,
     }
-    for other, (given, reason) in excluded.items():
-        if given:
+    for other, reason in excluded.items():
+        if getattr(config, other):
             yield f"{key} is not supported with {other}: {reason}. Remove one of them."
-
-
-def unfrozen_problems(config: MethodConfig) -> Iterator[str]:
-    """What contradicts `unfrozen_parameters`."""
-    if config.unfrozen_parameters is None:
-        return
-    for pattern in config.unfrozen_parameters:
-        if _ROWS.search(pattern):
-            yield (
-                f"unfrozen_parameters: {pattern!r} selects rows of a parameter, but parameters are trained as a whole. "
-                "Remove the range."
-            )
-            continue
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            yield f"unfrozen_parameters: {pattern!r} is not a valid regular expression: {error}."
-
-
-def _uses_vllm(config: MethodConfig) -> bool:
-    return config.method.rows == "prompts" and config.trl.use_vllm
-
-
-def _of_adapters(c: MethodConfig) -> Iterator[str]:
-    if c.peft_layers_pattern is not None and c.peft_layers_to_transform is None:
-        yield "peft_layers_pattern has no effect without peft_layers_to_transform. Set it, or remove the pattern."
-    if c.peft_layers_to_transform is not None and isinstance(c.lora_target_modules, str):
-        yield (
-            "peft_layers_to_transform is not supported with a regular expression in lora_target_modules. Select the "
-            "layers in the expression, or list the modules."
-        )
-    if c.peft_init_lora_weights == "orthogonal" and c.lora_r is not None and c.lora_r % 2:
-        yield f"peft_init_lora_weights: orthogonal requires an even lora_r, not {c.lora_r}. Change one of them."
-    if c.peft_use_dora and _uses_vllm(c):
-        yield "peft_use_dora: true is not supported with trl.use_vllm: vLLM does not load DoRA adapters. Remove one."
+    if config.peft_init_lora_weights == "orthogonal":
+        yield f"{key} is not supported with peft_init_lora_weights: orthogonal, since experts are stacked. Remove one."
+    if config.method.rows == "prompts" and config.trl.use_vllm:
+        yield f"{key} is not supported with trl.use_vllm: vLLM does not load such adapters. Remove one of them."
 
 
 def _is_set(config: MethodConfig, key: str) -> bool:
@@ -136,8 +91,6 @@ def _both_set(c: MethodConfig) -> Iterator[str]:
         yield "chat_template and chat_template_jinja are both set. Keep one of them."
     if c.bf16 is True and c.fp16:
         yield "bf16 and fp16 are both true. Keep one of them."
-    if c.load_in_4bit and c.load_in_8bit:
-        yield "load_in_4bit and load_in_8bit are both true. Keep one of them."
     kwargs, same = c.chat_template_kwargs, c.trl.chat_template_kwargs
     if None not in (kwargs, same) and kwargs != same:
         yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
@@ -146,18 +99,16 @@ def _both_set(c: MethodConfig) -> Iterator[str]:
 def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.adapter == "qlora" and not c.load_in_4bit:
         yield "adapter: qlora requires 4-bit base weights. Add load_in_4bit: true, or set adapter: lora."
-    if c.load_in_4bit and c.adapter != "qlora" and not c.load_in_8bit:
+    if c.load_in_4bit and c.adapter != "qlora":
         yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
     if c.quantize_moe_experts and (c.fsdp or c.fsdp_config or c.deepspeed is not None):
         yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one of them."
-    if c.load_in_8bit and c.adapter not in ("lora", "qlora") and not c.load_in_4bit:
+    if c.load_in_8bit and c.adapter is None:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.quantize_moe_experts and not c.load_in_4bit:
         yield "quantize_moe_experts: true requires load_in_4bit: true. Add it, or remove quantize_moe_experts."
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
-    if c.dataloader_prefetch_factor is not None and not c.dataloader_num_workers:
-        yield "dataloader_prefetch_factor needs dataloader_num_workers of at least 1. Set it, or remove the factor."
     if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":
         yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one of them."
     if c.chat_template == "jinja" and c.chat_template_jinja is None:
@@ -170,10 +121,9 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
             yield "save_strategy: best needs held-out data. Set val_set_size or test_datasets, or use steps or epoch."
     elif c.early_stopping_patience is not None and (c.eval_strategy == "no" or c.evals_per_epoch == 0):
         yield "early_stopping_patience needs evaluations. Set eval_strategy to steps or epoch, or remove it."
-    if c.use_ray and c.ddp and c.ray_num_workers == 1:
-        yield "ddp: true requires several processes, but ray_num_workers is 1. Increase it, or remove ddp."
-    if c.use_ray and c.fsdp and c.ray_num_workers == 1:
-        yield "fsdp shards the model over several processes, but ray_num_workers is 1. Increase it, or remove fsdp."
+    for key in ("ddp", "fsdp") if c.use_ray and c.ray_num_workers == 1 else ():
+        if getattr(c, key):
+            yield f"{key} needs several processes, but ray_num_workers is 1. Increase it, or remove {key}."
     for key, other, named, remedy in _DEPENDENT:
         if _is_set(c, key) and not _is_set(c, other):
             yield f"{key} has no effect without {named}. {remedy}"
@@ -210,8 +160,7 @@ def refuse_contradictions(config: MethodConfig) -> None:
     """Raise a ConfigError that lists all contradictions between the keys of `config`."""
     checks = (
         contradictory_selection,
-        adapter_problems,
-        unfrozen_problems,
+        _adapter,
         _both_set,
         _needs_another,
         _excluded,
@@ -231,22 +180,14 @@ def refuse_contradictions(config: MethodConfig) -> None:
 
 
 def _model_type(config: MethodConfig) -> Iterator[str]:
-    ending = config.method.class_ending
-    multimodal = ending == "ForCausalLM" and (config.model_type or "").endswith("ForConditionalGeneration")
-    if config.model_type is None or config.model_type.endswith(ending) or multimodal:
-        return
-    if ending != "ForCausalLM":
+    ending, given = config.method.class_ending, config.model_type or ""
+    multimodal = ending == "ForCausalLM" and given.endswith("ForConditionalGeneration")
+    if given and not given.endswith(ending) and not multimodal:
+        keys = {"ForSequenceClassification": "reward_model", "ForTokenClassification": "process_reward_model"}
+        other = next((f"set {key}: true, " for end, key in keys.items() if given.endswith(end)), "")
         yield (
-            f"model_type: {config.model_type} does not match {config.method.name}, which trains a model of the class "
-            f"AutoModel{ending}. Remove it, or set AutoModel{ending}."
-        )
-    elif config.model_type.endswith(("ForSequenceClassification", "ForTokenClassification")):
-        key = "process_reward_model" if config.model_type.endswith("ForTokenClassification") else "reward_model"
-        yield f"model_type: {config.model_type} is the class of a reward model. Set {key}: true, or remove model_type."
-    else:
-        yield (
-            f"model_type: {config.model_type} is not a causal language model. Only causal language models are "
-            "supported. Remove it, or set AutoModelForCausalLM."
+            f"model_type: {given} does not match {config.method.name}, which trains a model of the class "
+            f"AutoModel{ending}. Remove it, {other}or set AutoModel{ending}."
         )
 
 
@@ -275,6 +216,9 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
     for key, reason in SINGLE.items():
         if getattr(config, key) not in (None, 1):
             yield f"{key}: {getattr(config, key)} is not supported: {reason}. Set it to 1, or remove it."
+    for pattern in config.unfrozen_parameters or ():
+        if _ROWS.search(pattern):  # a class of characters, as a regular expression
+            yield f"unfrozen_parameters: {pattern!r} selects rows, but parameters are trained whole. Remove the range."
     for key, value in changed_keys(config.bnb_config_kwargs):
         bits = key if key.startswith("load_in_") else f"load_in_{'4' if key.startswith('bnb_4bit') else '8'}bit"
         if not getattr(config, bits):
@@ -284,15 +228,7 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
         yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."
     file = config.model_name
     if is_gguf(file) and (config.load_in_4bit or config.load_in_8bit):
-        yield (
-            "load_in_4bit and load_in_8bit are not supported with GGUF files, which are loaded dense. "
-            f"{as_folder(file)}"
-        )
-    if config.profiler_steps_start is not None and not isinstance(config.profiler_steps, int):
-        yield (
-            "profiler_steps_start counts the steps before those of a number of profiler_steps, such as profiler_steps: "
-            "3. Remove it, or set profiler_steps to a number."
-        )
+        yield f"load_in_4bit and load_in_8bit have no effect with GGUF files, which are loaded dense. {as_folder(file)}"
     for name in config.plugins:
         if name.startswith(FOREIGN) and name.removeprefix(FOREIGN) not in PLUGINS:
             reason = UNSUPPORTED_PLUGINS.get(name.removeprefix(FOREIGN).partition(".")[0], "it does not run here")

@@ -99,15 +99,10 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         yield from _unread(where, entry)
         if entry.shards is None and entry.shards_idx:
             yield f"{where}.shards_idx has no effect without shards. Set shards, or remove it."
-        elif entry.shards is not None and entry.shards_idx >= entry.shards:
-            yield f"{where}.shards_idx: {entry.shards_idx} must be less than shards: {entry.shards}."
         if entry.weight is not None and where.startswith("test_datasets"):
             yield f"{where}.weight has no effect: held-out rows are evaluated once. Remove it."
         if entry.trust_remote_code:
-            yield (
-                f"{where}.trust_remote_code: datasets that consist of a Python program are not supported by the "
-                "datasets library. Remove it, and use a version of the dataset in Parquet or JSON."
-            )
+            yield f"{where}.trust_remote_code: the datasets library runs no code of a dataset. Remove it."
         names = [name for given in (entry.roles or {}).values() for name in given]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -69,7 +69,6 @@ def _words(config: MethodConfig) -> list[str]:
 
 
 FETCH = "deepspeed_configs"  # the name of the configs in `ebft fetch`
-_COMPILED = "_torch_compile"  # the end of names that axolotl has
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -82,22 +81,13 @@ def deepspeed_settings(deepspeed: str | dict[str, Any] | None) -> dict[str, Any]
     if deepspeed is None or isinstance(deepspeed, dict):
         return deepspeed
     path = shipped_configs().get(deepspeed, Path(deepspeed))
-    if path.stem.endswith(_COMPILED) and not path.is_file():
-        stage = path.stem.removesuffix(_COMPILED)
-        raise ConfigError(
-            f"deepspeed: {deepspeed} is not part of ebft, since DeepSpeed no longer reads the section that asks for "
-            f"torch.compile there. Set deepspeed: {stage}, and torch_compile: true for SFT."
-        )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"deepspeed: {deepspeed} cannot be read as JSON ({cause(error)}). Give the path to a JSON file, or one of "
             f"{', '.join(shipped_configs())}, which `ebft fetch {FETCH}` copies."
         ) from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"deepspeed: {deepspeed} must contain a JSON object, got {found!r:.60}.")
-    return found
 
 
 def zero_stage(config: MethodConfig) -> Any:
@@ -110,30 +100,12 @@ def check_deepspeed(config: MethodConfig) -> None:
     """Raise ConfigError for a DeepSpeed config that cannot be used by the run."""
     if config.deepspeed is None:
         return
-    for problem in _problems(zero_stage(config), config):
-        raise ConfigError(problem)
+    if zero_stage(config) == 3 and config.uses_server and config.adapter is not None:
+        raise ConfigError(
+            "deepspeed: ZeRO-3 does not support a vLLM server for an adapter, whose weights are in parts and are not "
+            "sent. Use fsdp: true or deepspeed: zero2, or remove trl.use_vllm."
+        )
     if find_spec("deepspeed") is None:
         raise MissingPackageError(
             "deepspeed requires the package deepspeed: pip install 'ebft[deepspeed]'. Or remove it to use DDP."
         )
-
-
-def _problems(stage: Any, config: MethodConfig) -> Iterator[str]:
-    if type(stage) is not int or stage not in (0, 1, 2, 3):  # true is equal to 1
-        yield f"deepspeed: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r:.60}."
-    if stage == 3 and config.uses_server and config.adapter is not None:
-        yield (
-            "deepspeed: ZeRO-3 does not support a vLLM server for an adapter, whose weights are in parts and are not "
-            "sent. Use fsdp: true or deepspeed: zero2, or remove trl.use_vllm."
-        )
-    ours = {"bf16": False if config.fp16 else config.bf16, "fp16": config.fp16}
-    given = "fp16: true" if config.fp16 else f"bf16: {str(config.bf16).lower()}"
-    for name, wanted in ours.items():
-        section = (deepspeed_settings(config.deepspeed) or {}).get(name)
-        enabled = section.get("enabled") if isinstance(section, dict) else None
-        if isinstance(enabled, bool) and wanted not in ("auto", enabled):
-            value = str(enabled).lower()
-            yield (
-                f"deepspeed: the config has {name}.enabled: {value}, which contradicts {given}. Set {name}: {value}, "
-                "or enabled: auto, as deepspeed: zero3 has, with which the precision is that of the run."
-            )

@@ -39,15 +39,9 @@ def resolve(config: MethodConfig) -> None:
         setattr(config, flag, None)
     for change in (
         _resolve_axolotl,
-        _variables_in_texts,
-        _activations,
-        _experts,
+        _without_effect,
         _of_adapter,
-        _without_held_out_data,
-        _without_warmup,
-        _without_ray,
         _resolve_transforms,
-        _of_other_methods,
         _resolve_entries,
     ):
         for message in change(config):
@@ -72,9 +66,6 @@ def _resolve_attention(keys: AttentionKeys) -> str | None:
             f"More than one attention implementation is set ({', '.join(given)}). Keep one line: "
             f"attn_implementation: {' | '.join(sorted(chosen))}."
         )
-    for flag, value in _ATTENTION_FLAGS.items():
-        if getattr(keys, flag) is False and value == keys.attn_implementation:
-            raise ConfigError(f"{flag}: false conflicts with attn_implementation: {value}. Remove one of them.")
     return chosen.pop() if chosen else None
 
 
@@ -96,15 +87,54 @@ def _resolve_axolotl(config: MethodConfig) -> Iterator[str]:
             yield f"{key}: {value} has no effect: {ignored.reason}."
 
 
-def _variables_in_texts(config: MethodConfig) -> Iterator[str]:
-    """Some programs replace `${NAME}` in YAML files; it would become a part of a path or the name of a run."""
-    found = dict(_variables(config.model_dump(exclude_unset=True)))
-    if found:
+def _without_effect(c: MethodConfig) -> Iterator[str]:
+    """Name the keys that have no effect with the others, and set them to what the run uses."""
+    if found := dict(_variables(c.model_dump(exclude_unset=True))):
         given = ", ".join(f"{key}: {text!r:.100}" for key, text in found.items())
         yield (
             f"{given}: environment variables are not replaced in configs, and the text is used as it is. Write the "
             "value, or set the key on the command line, where the shell replaces them."
         )
+    if c.activation_offloading and (not c.method.offloads_activations or c.torch_compile):
+        c.activation_offloading = False
+        other = "torch_compile" if c.method.offloads_activations else c.method.name
+        yield (
+            f"activation_offloading: true has no effect with {other}, with which TRL's hooks keep no activations. Use "
+            "gradient_checkpointing: true to save memory."
+        )
+    if c.fsdp_config is not None and c.fsdp_config.activation_checkpointing and c.gradient_checkpointing:
+        c.gradient_checkpointing = False
+        yield (
+            "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing recomputes the same "
+            "activations."
+        )
+    if (kernel := c.experts_implementation) in ("scattermoe", "sonicmoe"):
+        c.experts_implementation = None
+        yield (
+            f"experts_implementation: {kernel} is replaced with grouped_mm of transformers where the machine supports "
+            "it: axolotl's kernels are not used."
+        )
+    # Published configs often have a schedule of evaluations with `val_set_size: 0.0`.
+    given = [key for key in ("eval_steps", "eval_on_start", "evals_per_epoch") if getattr(c, key)]
+    given += ["eval_strategy"] if c.eval_strategy not in (None, "no") else []
+    if given and not (c.test_datasets or c.val_set_size):
+        yield (
+            f"{', '.join(given)}: no effect because there is no held-out data, so nothing is evaluated during "
+            "training. Set val_set_size or test_datasets."
+        )
+    given = [name for name in ("warmup_steps", "warmup_ratio") if getattr(c, name)]
+    if given and c.lr_scheduler in SCHEDULES_WITHOUT_WARMUP and c.cosine_min_lr_ratio is None:
+        other = ". Set constant_with_warmup" if c.lr_scheduler == "constant" else ""
+        yield f"{given[0]}: no effect with lr_scheduler: {c.lr_scheduler}{other}."
+    given = [name for name in RayKeys.model_fields if name in c.model_fields_set and name != "use_ray"]
+    if given and not c.use_ray:
+        yield f"{', '.join(given)}: no effect because use_ray is not set."
+    for key in sorted(foreign_keys(c) & c.model_fields_set):
+        if getattr(c, key) not in _HARMLESS.get(key, (None, False)):
+            is_shared = key == "batch_flattening" and c.method.rows == "prompts"
+            yield f"{key} has no effect: {_SHARED if is_shared else f'{c.method.name} does not read it'}."
+    if c.log_rollouts == "all" and c.method.samples_per_group(c) is None:
+        yield f"log_rollouts: all has no effect: {c.method.name} samples no rollouts."
 
 
 def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -114,38 +144,6 @@ def _variables(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _variables(item, f"{key}.{name}" if key else str(name))
     elif isinstance(value, str) and _VARIABLE.search(value) and not _ANY_TEXT.search(key):
         yield key, value
-
-
-def _activations(config: MethodConfig) -> Iterator[str]:
-    if config.activation_offloading and not config.method.offloads_activations:
-        config.activation_offloading = False
-        yield (
-            f"activation_offloading: true has no effect with {config.method.name}, whose activations are not kept by "
-            "TRL's hooks. Use gradient_checkpointing: true to save memory."
-        )
-    if config.activation_offloading and config.torch_compile:
-        config.activation_offloading = False
-        yield (
-            "activation_offloading: true has no effect with torch_compile, which chooses itself what is kept for the "
-            "backward pass. Remove torch_compile to save memory."
-        )
-    sharded = config.fsdp_config
-    if sharded is not None and sharded.activation_checkpointing and config.gradient_checkpointing:
-        config.gradient_checkpointing = False
-        yield (
-            "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing recomputes the same "
-            "activations."
-        )
-
-
-def _experts(config: MethodConfig) -> Iterator[str]:
-    kernel = config.experts_implementation
-    if kernel in ("scattermoe", "sonicmoe"):
-        config.experts_implementation = None
-        yield (
-            f"experts_implementation: {kernel} is replaced with grouped_mm of transformers where the machine supports "
-            "it: axolotl's kernels are not used."
-        )
 
 
 def _of_adapter(config: MethodConfig) -> Iterator[str]:
@@ -167,30 +165,6 @@ def _of_adapter(config: MethodConfig) -> Iterator[str]:
         )
 
 
-def _without_held_out_data(config: MethodConfig) -> Iterator[str]:
-    """Published configs often have a schedule of evaluations with `val_set_size: 0.0`."""
-    given = [key for key in ("eval_steps", "eval_on_start", "evals_per_epoch") if getattr(config, key)]
-    given += ["eval_strategy"] if config.eval_strategy not in (None, "no") else []
-    if given and not (config.test_datasets or config.val_set_size):
-        yield (
-            f"{', '.join(given)}: no effect because there is no held-out data, so nothing is evaluated during "
-            "training. Set val_set_size or test_datasets."
-        )
-
-
-def _without_warmup(config: MethodConfig) -> Iterator[str]:
-    given = [name for name in ("warmup_steps", "warmup_ratio") if getattr(config, name)]
-    if given and config.lr_scheduler in SCHEDULES_WITHOUT_WARMUP and config.cosine_min_lr_ratio is None:
-        other = ". Set constant_with_warmup" if config.lr_scheduler == "constant" else ""
-        yield f"{given[0]}: no effect with lr_scheduler: {config.lr_scheduler}{other}."
-
-
-def _without_ray(config: MethodConfig) -> Iterator[str]:
-    given = [name for name in RayKeys.model_fields if name in config.model_fields_set and name != "use_ray"]
-    if not config.use_ray and given:
-        yield f"{', '.join(given)}: no effect because use_ray is not set."
-
-
 def _resolve_transforms(config: MethodConfig) -> Iterator[str]:
     """Replace transforms that give the other kind of rows with equivalent ones, so that a dataset suits all methods."""
     rows, used = config.required_rows, {}
@@ -205,17 +179,6 @@ def _resolve_transforms(config: MethodConfig) -> Iterator[str]:
     if used:
         pairs = ", ".join(f"{asked} is replaced with {other}" for asked, other in used.items())
         yield f"{pairs}: {trains_on(rows)}. The replacement reads the same columns."
-
-
-def _of_other_methods(config: MethodConfig) -> Iterator[str]:
-    for key in sorted(foreign_keys(config) & config.model_fields_set):
-        if getattr(config, key) not in _HARMLESS.get(key, (None, False)):
-            if key == "batch_flattening" and config.method.rows == "prompts":
-                yield f"{key} has no effect: {_SHARED}."
-                continue
-            yield f"{key} has no effect: {config.method.name} does not read it."
-    if config.log_rollouts == "all" and config.method.samples_per_group(config) is None:
-        yield f"log_rollouts: all has no effect: {config.method.name} samples no rollouts."
 
 
 def _resolve_entries(config: MethodConfig) -> Iterator[str]:

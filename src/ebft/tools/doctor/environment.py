@@ -25,6 +25,7 @@ from packaging.specifiers import SpecifierSet
 from ebft.errors import EBFTError
 from ebft.machine import installed_version, memory_bytes
 from ebft.printed import is_secret_variable, without_secrets_in_text
+from ebft.processes import LAUNCHER
 
 PACKAGE = Path(str(files("ebft")))
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -36,7 +37,7 @@ _PREFIXES = (
     *("ACCELERATE_", "CUDA", "CUBLAS_", "DEEPSPEED_", "EBFT_", "FSDP_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "NCCL_"),
     *("NVIDIA_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRACKIO_", "TRITON_", "VLLM_", "WANDB_"),
 )
-_NAMES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "RANK", "VIRTUAL_ENV", "WORLD_SIZE")
+_NAMES = (*LAUNCHER, "PYTHONPATH", "VIRTUAL_ENV")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY")
 # Distributions of vLLM; importing it to ask for its version would take half a minute.
 _VLLM_VERSION = """

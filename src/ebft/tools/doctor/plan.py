@@ -29,6 +29,7 @@ from ebft.errors import ModelError
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
 from ebft.printed import say, traced
+from ebft.processes import LAUNCHER
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.rows import rows_per_step
@@ -36,7 +37,6 @@ from ebft.tools.doctor.rows import rows_per_step
 STEP = "loss and backward"  # what is in no other phase of a step
 BEFORE = ("model", "trainer setup")  # phases before the first step
 _MAIN = "from ebft.tools.doctor.plan import serve; serve()"
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION")
 _BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of its blocks
 
 
@@ -116,7 +116,9 @@ class Planner:
     def __enter__(self) -> Planner:
         if not hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard"):
             raise ModelError(f"PyTorch {torch.__version__} cannot plan a step: a newer one is needed.")
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "ACCELERATE_MIXED_PRECISION")
+        }
         environment |= {
             "ACCELERATE_TORCH_DEVICE": "pretend:0",
             "CUDA_VISIBLE_DEVICES": "",

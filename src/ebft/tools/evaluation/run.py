@@ -27,6 +27,7 @@ from ebft.data.conversation import Conversation, Renderer, Turn, longest_referen
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
 from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
+from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
 from ebft.models.tokenizer import load_tokenizer
@@ -36,7 +37,7 @@ from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure
 from ebft.structured.config import check_generation_kwargs, generate_kwargs
-from ebft.structured.reward import continuation_features, pool_sequence
+from ebft.structured.reward import continuation_features
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
 from ebft.structured.trainer import labelled_reference
