@@ -28,7 +28,7 @@ from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import trackers
+from ebft.run.reporting import check_trackers, trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +102,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
-    for check in (check_deepspeed, check_optimizer):
+    for check in (check_deepspeed, check_trackers, check_optimizer):
         try:
             check(config)
         except MissingPackageError as error:

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, SaveError, cause, doing
+from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -266,10 +266,19 @@ _ASKED = {
 }
 
 
+def check_trackers(config: RunConfig) -> None:
+    """Raise MissingPackageError for a tracker that a key requests and that is not installed."""
+    for key, name in _ASKED.items():
+        if getattr(config, key) and not (find_spec(name) or find_spec(f"{name}X")):
+            raise MissingPackageError(
+                f"{key}: true, but {name} is not installed. Run `pip install {name}`, or set {key}: false."
+            )
+
+
 def trackers(config: RunConfig) -> list[str]:
     """Names for `report_to`; without the package wandb, `wandb_project` alone gives one warning: shared configs set it.
 
-    transformers refuses other trackers whose packages are not installed.
+    transformers refuses trackers of report_to whose packages are not installed.
     """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
