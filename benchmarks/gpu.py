@@ -65,7 +65,7 @@ PARTS: dict[str, Part] = {  # in order of importance
     "exactness": Part(
         2.0, "strided and structured steps beside plain passes: float32, bfloat16 and autocast", modules=("pytest",)
     ),
-    "tests": Part(3.0, "the tests that are marked gpu", True, ("pytest", "xdist")),
+    "tests": Part(4.0, "the tests that are marked gpu, and runs with its flags", True, ("pytest", "xdist")),
     "step": Part(2.0, "strided steps of a 1B model with 512 to 4096 tokens: seconds, peak memory, full fine-tuning"),
     "methods": Part(2.5, "every method through ebft.train: losses, seconds and memory of its steps"),
     "kernels": Part(1.0, "kernels, waits by line and idle time of a step, by PyTorch's profiler"),

@@ -131,7 +131,7 @@ Errors of ebft say what to change. These come from the packages below it, or nee
 | `CUDA out of memory` | the step does not fit | `ebft doctor CONFIG` lists what lowers the peak; `profiler_steps` writes a [snapshot of the memory](plugins.md#profiles-of-steps) |
 | `Killed`, `exitcode: -9` | main memory is used up: data, workers or a model that is loaded by every process | lower `dataset_num_proc` and `dataloader_num_workers`; with `fsdp`, set `fsdp_config.cpu_ram_efficient_loading: true` |
 | `CUDA error: device-side assert triggered` | often a token id without an embedding | run with `CUDA_LAUNCH_BLOCKING=1`, which names the operation; `special_tokens` and `tokens` resize the embeddings |
-| `Watchdog caught collective operation timeout` | a process has failed or waits for data, a download or a reward function | the first error in the output of all processes; `NCCL_DEBUG=INFO` for the network; `ebft preprocess` first |
+| `Watchdog caught collective operation timeout` | a process has failed or waits for data, a download or a reward function | the first error in the output of all processes; `NCCL_DEBUG=INFO` for the network; `ebft preprocess` first; `ddp_timeout` for slow rewards |
 | `CheckpointError: ... different metadata` | non-reentrant gradient checkpointing with DeepSpeed's stage 3 or code that is not deterministic | `gradient_checkpointing_kwargs: {use_reentrant: true}` |
 | `lora_target_modules: '...' matches no module` | the model has no layer of this name | `lora_target_linear: true`, or names from the list in the message |
 | `... is not a local path, so it was interpreted as a Hub id` | a misspelled folder, or no access to the Hub | correct the path; `HF_HUB_OFFLINE=1` for models in the cache; `hf auth login` for gated models |

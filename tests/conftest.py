@@ -3,6 +3,7 @@
 import gc
 import os
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ def pytest_sessionfinish(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # none in the processes of xdist
     if session.config.option.markexpr == "not slow" and reporter is not None and reporter.stats.get("warnings"):
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `first(n)`, cases after the first n are slow."""
+    cases = Counter()
+    for item in items:
+        cases[item.nodeid.partition("[")[0]] += 1
+        mark = item.get_closest_marker("first")
+        if mark and cases[item.nodeid.partition("[")[0]] > mark.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,9 @@ def test_the_workflow_the_templates_and_the_container_name_what_there_is():
         template = load(f".github/ISSUE_TEMPLATE/{name}.yml")
         assert template["name"] and template["description"]
         assert all(part["id"] and part["attributes"]["label"] for part in template["body"])
-    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.M)
+    container = (ROOT / "Dockerfile").read_text()
+    assert "g++" in container and "python3-dev" in container and "--user $(id -u)" in container
+    copied = re.findall(r"^COPY (.+) \S+$", container, re.M)
     assert copied and all((ROOT / name).exists() for line in copied for name in line.split())
 
 

@@ -179,6 +179,15 @@ def exists(path: Path) -> bool:
         return False
 
 
+def is_pointer(path: Path) -> bool:
+    """Whether Git LFS has not downloaded the contents of a file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(23) == b"version https://git-lfs"
+    except OSError:
+        return False  # reported when it is read
+
+
 def is_free(path: Path, *starts: bytes) -> bool:
     """Whether writing to `path` replaces or extends no file of others: a file there is empty or has one of `starts`."""
     try:

@@ -148,7 +148,9 @@ def complaint(case: Case, outcome: Outcome, folder: Path) -> str | None:
         return f"traceback: {outcome.exception[:300]}"
     if outcome.code == 0 or outcome.trained:
         return f"silent: accepted: {outcome.output[-300:]}"
-    errors = re.findall(r"^Error: .*?(?=^(?:Error|Warning): |\Z)", outcome.output, re.MULTILINE | re.DOTALL)
+    errors = re.findall(
+        r"^Error(?:: | while ).*?(?=^(?:Error: |Error while |Warning: )|\Z)", outcome.output, re.MULTILINE | re.DOTALL
+    )
     if "Traceback (most recent" in outcome.output:
         return f"traceback: {outcome.output[-300:]}"
     if len(errors) != 1 and "Usage:" not in outcome.output:

@@ -170,10 +170,17 @@ def adapter(**changes: Any) -> Change:
 LORA = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
 SAVED = {"adapter": "lora", "lora_model_dir": "model/adapter"}
 
+
+def no_tokenizer(folder: Path) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
 MODELS = [
     bad("model does not exist", "base_model", "./nothing", config={"base_model": "./nothing"}),
-    bad("model is a file", "base_model", config={"base_model": "rows.jsonl"}),
-    bad("model is an empty folder", "base_model", "folder", config={"base_model": "folder"},
+    bad("model is a file", "base_model", "is a file", config={"base_model": "rows.jsonl"}),
+    bad("model is an empty folder", "base_model", "folder", "no config.json", config={"base_model": "folder"},
         files={"folder": Path.mkdir}),
     bad("model is not on the Hub", "base_model", "nobody/nothing", config={"base_model": "nobody/nothing"}),
     bad("model with a long name", "base_model", config={"base_model": "a" * 5000}),
@@ -192,7 +199,10 @@ MODELS = [
     model("unknown activation", settings(hidden_act="sweesh"), "base_model", "sweesh"),
     model("unknown rope", settings(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), "base_model", "magic"),
     model("no weights", remove(WEIGHTS), "safetensors"),
-    model("weights are text", write(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"), WEIGHTS),
+    model("weights are text", write(WEIGHTS, "safetensors"), WEIGHTS),
+    model("weights are a pointer", write(WEIGHTS, POINTER), WEIGHTS, "Git LFS"),
+    model("no tokenizer", then(settings(model_type="codegen"), no_tokenizer), "has no tokenizer", "tokenizer_config"),
+    model("tokenizer is a pointer", write("tokenizer.json", POINTER), "Git LFS"),
     model("cut off weights", cut(WEIGHTS, 5000), WEIGHTS),
     model("no output layer", named(lambda key: key * ("lm_head" not in key)), "lm_head"),
     model("all tensors renamed", named(lambda key: key.replace("model.", "network.")), "model."),

@@ -1,5 +1,6 @@
 """`python -m benchmarks.gpu` without a GPU: every part at a small size, parts that fail, and the job file."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -129,25 +130,11 @@ def test_a_signal_ends_the_part_and_stores_its_rows(measure, monkeypatch, tmp_pa
     assert not is_running((tmp_path / "calls.pid").read_text())
 
 
-SIGNALS = """
-import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):  # which these tests may have been started with or without
-    signal.signal(number, signal.SIG_DFL)
-if sys.argv[1] == "nohup":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-from benchmarks.gpu import signals
-
-arrived = signals()
-for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-    os.kill(os.getpid(), number)
-print([signal.Signals(number).name for number in arrived])
-"""
-
-
-@pytest.mark.parametrize(("way", "ignored"), [("ssh", set()), ("nohup", {"SIGHUP"})])
-def test_signals_are_noted_and_a_hang_up_is_ignored_under_nohup(way, ignored):
-    printed = subprocess.check_output([sys.executable, "-c", SIGNALS, way], cwd=gpu.ROOT, text=True)
-    assert set(json.loads(printed.replace("'", '"'))) == {"SIGHUP", "SIGTERM", "SIGINT"} - ignored
+def test_a_hang_up_is_ignored_under_nohup(monkeypatch):
+    taken = []
+    monkeypatch.setattr(gpu.signal, "signal", lambda number, _: taken.append(number))
+    monkeypatch.setattr(gpu.signal, "getsignal", lambda number: signal.SIG_IGN if number == signal.SIGHUP else None)
+    assert gpu.signals() == [] and taken == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_no_part_starts_that_might_end_too_late(measure):
@@ -167,15 +154,12 @@ def test_a_part_that_ended_the_whole_command_is_tried_once_more(measure, tmp_pat
 
 def test_each_part_sees_the_first_gpu_unless_it_needs_all():
     one, every = gpu.PARTS["step"], gpu.PARTS["processes"]
-    for part, device, given, expected in (
-        (one, "cuda", {}, "0"),
-        (one, "cuda", {gpu.VISIBLE: "3,5"}, "3"),
-        (every, "cuda", {gpu.VISIBLE: "3,5"}, "3,5"),
-        (every, "cuda", {}, None),
-        (every, "cpu", {}, ""),
-    ):
-        assert gpu.environment(part, device, given).get(gpu.VISIBLE) == expected
-    assert gpu.environment(one, "cuda", {"PYTHONPATH": "mine"})["PYTHONPATH"].endswith(f"{os.pathsep}mine")
+    assert gpu.environment(one, "cuda", {gpu.VISIBLE: "3,5"})[gpu.VISIBLE] == "3"
+    assert gpu.environment(every, "cuda", {gpu.VISIBLE: "3,5"})[gpu.VISIBLE] == "3,5"
+    assert gpu.environment(one, "cuda", {})[gpu.VISIBLE] == "0" and gpu.VISIBLE not in gpu.environment(
+        every, "cuda", {}
+    )
+    assert gpu.environment(every, "cpu", {})[gpu.VISIBLE] == ""
 
 
 @pytest.mark.parametrize("content", ["[]", '{"parts": {"device": 5}}'])
@@ -216,23 +200,14 @@ def test_a_part_runs(name, setting, tmp_path):
 
 
 def test_the_marked_tests_are_found_and_their_outcomes_counted(setting, monkeypatch):
-    report = gpu_parts.Report()
+    report, commands = gpu_parts.Report(), []
     lines = ["tests/a.py::test_x PASSED", "[gw1] FAILED tests/a.py::test_y[llama]", "FAILED tests/a.py::test_y - boom"]
-    commands = []
-
-    class Process(SimpleNamespace):
-        __enter__ = lambda self: self
-        __exit__ = lambda self, *_: None
-
-    def start(command, **_):
-        commands.append(command)
-        return Process(stdout=[f"{line}\n" for line in lines], returncode=1)
-
+    process = SimpleNamespace(stdout=[f"{line}\n" for line in lines], returncode=1)
+    start = lambda command, **_: commands.append(command) or contextlib.nullcontext(process)
     monkeypatch.setattr(gpu_parts.subprocess, "Popen", start)
     gpu_parts.marked_tests(setting, report)
     assert "-vv" in commands[0]  # one more than the -q of pyproject.toml takes away: a line for each test
     assert {"tests/strided/test_gpu.py", "tests/structured/test_gpu.py"} <= set(commands[0])
-    assert "tests/benchmarks/test_gpu.py" not in commands[0]
     assert report.content["summary"] == "1 passed, 1 failed"
     assert report.content["wrong"] == [lines[1]] and report.content["state"] == "failed"
 
@@ -290,27 +265,20 @@ def test_runs_without_a_finite_loss_are_wrong(setting, monkeypatch):
     assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
 
 
-def test_an_error_and_a_result_that_is_wrong_fail_the_part(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("error", "state"), [(torch.OutOfMemoryError("CUDA.\nmore"), "failed"), (gpu_parts.NotHere("a thing"), "skipped")]
+)
+def test_an_error_keeps_the_rows_and_is_in_the_results(error, state, monkeypatch, tmp_path):
     def breaks(setting, report):
         report.row({"side": "ours"})
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        raise error
 
-    def differs(setting, report):
-        report.wrong("not equal")
-
-    def lacks(setting, report):
-        raise gpu_parts.NotHere("it needs a thing")
-
-    found = {}
-    for name, part in (("step", breaks), ("flex", differs), ("vllm", lacks)):
-        monkeypatch.setitem(gpu_parts.PARTS, name, part)
-        words = [name, "--into", str(tmp_path / name), "--folder", str(tmp_path), "--device", "cpu", "--seconds", "60"]
-        assert gpu_parts.main(words) == 0
-        found[name] = json.loads((tmp_path / name).read_text())
-    assert found["step"]["state"] == "failed" and found["step"]["rows"] == [{"side": "ours"}]
-    assert found["step"]["error"] == "OutOfMemoryError: CUDA out of memory." and found["step"]["commit"]
-    assert found["flex"]["state"] == "failed" and found["flex"]["wrong"] == ["not equal"]
-    assert found["vllm"]["state"] == "skipped" and found["vllm"]["skipped"] == "it needs a thing"
+    monkeypatch.setitem(gpu_parts.PARTS, "step", breaks)
+    words = ["step", "--into", str(tmp_path / "x"), "--folder", str(tmp_path), "--device", "cpu", "--seconds", "60"]
+    assert gpu_parts.main(words) == 0
+    found = json.loads((tmp_path / "x").read_text())
+    assert found["state"] == state and found["rows"] == [{"side": "ours"}] and found["commit"]
+    assert found.get("error") == "OutOfMemoryError: CUDA." or found["skipped"] == "a thing"
 
 
 PRETEND = """

@@ -21,34 +21,24 @@ def run(benchmark, folder, *arguments):
 @pytest.mark.slow  # two processes that import torch
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the setting is for training on CPU")
-def test_freed_memory_is_measured_in_separate_processes(tmp_path, capsys):
-    result = run(freed_memory, tmp_path, "--tiny", "--rounds", "1")
-    default, kept = (result["ways"][way] for way in ("default", "kept"))
-    assert kept["page_faults"] < default["page_faults"]  # how much depends on the layout of the heap
-    assert result["ratio"] == pytest.approx(kept["seconds"] / default["seconds"], rel=1e-4)
-    assert "lengths" in result["card"] and "x the CPU time" in capsys.readouterr().out
+def test_freed_memory_is_measured_in_separate_processes(tmp_path):
+    ways = run(freed_memory, tmp_path, "--tiny", "--rounds", "1")["ways"]
+    assert ways["kept"]["page_faults"] < ways["default"]["page_faults"]  # how much depends on the layout of the heap
 
 
-def test_all_ways_of_packing_run_on_the_same_documents(tmp_path, capsys):
+def test_all_ways_of_packing_run_on_the_same_documents(tmp_path):
     arguments = ("--tiny", "--length", "48", "--documents", "12", "--rows", "4", "--repeats", "1")
-    result = run(sft_packing, tmp_path, *arguments)
-    padded, packed, flattened = result["ways"]
-    assert [way["way"] for way in result["ways"]] == ["padded", "sample_packing", "batch_flattening"]
-    assert padded["padding"] > packed["padding"] >= flattened["padding"] == 0
-    assert min(way["tokens_per_s"] for way in result["ways"]) > 0 and padded["ratio"] == 1
-    assert "documents" in result["card"] and "tokens/s" in capsys.readouterr().out
+    padded, packed, flattened = run(sft_packing, tmp_path, *arguments)["ways"]
+    assert padded["padding"] > packed["padding"] >= flattened["padding"] == 0 and padded["ratio"] == 1
 
 
-def test_a_shared_prompt_has_the_gradients_of_rows(tmp_path, capsys):
-    result = run(shared_prompt, tmp_path, "--tiny", "--preset", "7m", "--repeats", "1")
-    [row] = result["shapes"]
-    assert row["gradient_difference"] < 1e-3
-    for name in ("seconds", "rollout_seconds"):
-        assert set(row[name]) == {"shared prompt", "TRL's rows"} and min(row[name].values()) > 0
-    assert "dtype" in result["card"] and "x as fast" in capsys.readouterr().out
+def test_a_shared_prompt_has_the_gradients_of_rows(tmp_path):
+    [row] = run(shared_prompt, tmp_path, "--tiny", "--preset", "7m", "--repeats", "1")["shapes"]
+    assert row["gradient_difference"] < 1e-3 and min(*row["seconds"].values(), *row["rollout_seconds"].values()) > 0
 
 
-def test_precisions_are_compared_on_the_same_rollouts(tmp_path, capsys):
+@pytest.mark.slow
+def test_precisions_are_compared_on_the_same_rollouts(tmp_path):
     result = run(precision, tmp_path, "--tiny", "--length", "40", "--repeats", "1")
     rows = {(row["tuning"], row["precision"]): row for row in result["precisions"]}
     assert len(rows) == 10 and all(row["gradient_cosine"] > 0.9 for row in rows.values())
@@ -57,4 +47,3 @@ def test_precisions_are_compared_on_the_same_rollouts(tmp_path, capsys):
         assert errors["float32"] == 0 < errors["mixed"] < errors["bfloat16, rounded logits"] < 0.01
         for name in ("mixed", "bfloat16"):
             assert errors[name] != errors[f"{name}, rounded logits"] and rows[tuning, name]["ratio"] > 0
-    assert "nats" in capsys.readouterr().out

@@ -110,7 +110,7 @@ def test_errors(folders, config_file, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompt, untrained = ["--prompt", "a"], config_file(output_dir=str(tmp_path / "nothing"))
     for arguments, message in (
-        (["absent", *prompt], "neither a config file nor a folder with a model"),
+        (["absent", *prompt], "absent"),
         ([".", *prompt], "contains no trained model. Give a config file"),
         ([".", "seed=1", *prompt], "overrides require a config"),
         ([".", "--lora-model-dir", "a", *prompt], "--lora-model-dir requires a config"),

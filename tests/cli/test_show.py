@@ -80,7 +80,7 @@ def test_equal_completions_are_shown_once_and_terms_of_reward_functions(ebft, tm
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--sort", "rewad"],
-     "no rollout has a term 'rewad'. Did you mean 'reward'? Choose from reward, alignment, diversity"),
+     "no rollout has a term 'rewad'. Choose from reward, alignment, diversity"),
     (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
 ])  # fmt: skip
 def test_what_cannot_be_shown(refused, run, arguments, message):

@@ -25,7 +25,12 @@ REENTRANT = {"use_reentrant": True}
 DETAILS = {"gradient_checkpointing_kwargs": REENTRANT}
 CHECKPOINTING = checkpointing_argument()
 SAME = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 8, "neftune_noise_alpha": 5.0, "torch_compile": True}
-SAME |= {"torch_compile_backend": "inductor", "torch_compile_mode": "default", "trackio_space_id": "me/space"}
+SAME |= {
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "trackio_space_id": "me/space",
+    "ddp_timeout": 7200,
+}
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 

@@ -3,9 +3,8 @@
 import pytest
 
 from ebft.data.conversation import Renderer
-from ebft.data.rendering import split_by_template, split_markers
+from ebft.data.rendering import split_markers
 from ebft.data.tokens import end_tokens, special_texts
-from ebft.errors import ModelError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -33,22 +32,6 @@ def test_added_tokens_are_not_split(scheme):
         assert split_markers(tokenizer, "<|user|>") == ["<|user|>"]
         tokenizer.add_tokens(["<|user|>"], special_tokens=special)
         assert split_markers(tokenizer, "<|user|>") == []
-
-
-def test_the_markers_of_a_template(monkeypatch):
-    tokenizer = make_chat_tokenizer()
-    assert split_by_template(tokenizer) == []
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}<|system|>{% endif %}{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}<|reply|>{% elif messages[-1].role == 'assistant' %}<|done|>{% endif %}"
-    )
-    assert set(split_by_template(tokenizer)) == {"<|system|>", "<|reply|>", "<|done|>"}
-    tokenizer.chat_template = None
-    assert split_by_template(tokenizer) == []
-    monkeypatch.setattr("ebft.data.rendering._SECONDS", 0.2)
-    tokenizer.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ModelError, match=r"chat_template: .* takes more than 0.2 s"):
-        split_by_template(tokenizer)
 
 
 def test_special_tokens_without_a_name_count():

@@ -1,12 +1,13 @@
 """Chats of any shape as messages with role and content."""
 
 import json
+import re
 
 import pytest
 
 from ebft.data.keys import DatasetEntry
 from ebft.data.messages import chat_of, tools_of
-from ebft.errors import DataError
+from ebft.errors import told
 from tests.data.conftest import assistant, user
 
 PLAIN = [user("Hi"), assistant("Hello")]
@@ -160,7 +161,7 @@ CALL = "message 0 has the role 'function_call', "
     ("row", "keys", "message"),
     [
         ({"messages": [{"from": "function_call", "value": "Hello"}]}, {},
-         f"{CALL}but its content is not the JSON text of a call"),
+         "reading the content of message 0 .function_call. as JSON: JSONDecodeError"),
         ({"messages": [{"from": "function_call", "value": "[1]"}]}, {},
          f"{CALL}so its content must be JSON text with the keys name"),
         ({"messages": SHAREGPT}, MISFIT, "message 0 has no key 'speaker'.*message_property_mappings.role; it has from"),
@@ -169,17 +170,18 @@ CALL = "message 0 has the role 'function_call', "
         ({"messages": PLAIN, "system": 3}, {}, "column 'system' must contain text, got int"),
         ({"messages": [SYSTEM, *PLAIN], "rules": "Be exact"}, {"field_system": "rules"},
          "column 'rules' has another one. Set drop_system_message: true"),
-        *((calling(calls), {}, f"tool calls of message 1 .assistant. {message}")
-          for calls, message in (([call('{"a": ')], "are not valid JSON .*Correct the row, or remove it"),
-                                 ([call("[1]")], r"must be a JSON object .*got '\[1\]'"), ("[", "are not valid JSON"),
-                                 ([1], "must be objects with the name and the arguments of a function, got 1"))),
+        *((calling(calls), {}, f"tool calls of message 1 .assistant.{message}")
+          for calls, message in (([call('{"a": ')], " as JSON: JSONDecodeError"),
+                                 ([call("[1]")], r" must be a JSON object .*got '\[1\]'"), ("[", " as JSON: JSON"),
+                                 ([1], " must be objects with the name and the arguments of a function, got 1"))),
         ({"messages": "Hi"}, {}, "column 'messages' must contain a list of messages .* or its JSON text, got 'Hi'"),
         ({"messages": PLAIN}, {"field_messages": "talk.turns"}, "expected talk.turns, but the row has messages"),
         ({"messages": [{"a": {"b": "user"}}]}, {"message_property_mappings": {"role": "a.c"}}, "no key 'a.c'"),
         *(({"messages": PLAIN, "tools": tools}, {}, rf"column 'tools' \(field_tools\) .*{message}")
-          for tools, message in (("{", "is not valid JSON"), ('"add"', "a list of tool"), ([1], "a list"))),
+          for tools, message in (("{", "as JSON: JSONDecodeError"), ('"add"', "a list of tool"), ([1], "a list"))),
     ],
 )  # fmt: skip
 def test_what_is_no_chat(row, keys, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError) as caught:
         chat_of(row, entry(**keys)), tools_of(row, entry(**keys))
+    assert re.search(message, told(caught.value))

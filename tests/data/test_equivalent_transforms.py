@@ -54,6 +54,7 @@ def same(tokens, prompts):
     )
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     "type", [name for name, found in TRANSFORMS.items() if found.twin and TRANSFORMS[found.twin].twin == name]
 )

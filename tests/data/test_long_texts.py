@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from ebft.data import tokens
 from ebft.data.tokens import token_ids, token_ranges
 from ebft.data.transforms.rows import encode
-from ebft.errors import DataError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 CODE = "".join((STDLIB / name).read_text() for name in ("argparse.py", "textwrap.py", "calendar.py"))
@@ -86,11 +85,17 @@ def small(monkeypatch):
     monkeypatch.setattr(tokens, "LONGEST", 6000)
     monkeypatch.setattr("ebft.data.transforms.rows.LONGEST", 6000)
     monkeypatch.setattr(tokens, "_CONTEXT", 1000)
-    sizes: list[int] = []
-    monkeypatch.setattr(tokens, "_check_memory", sizes.append)
+    return watched(monkeypatch)
+
+
+def watched(monkeypatch):
+    sizes, build = [], tokens._Window.__init__
+    spied = lambda self, *args: build(self, *args) or sizes.append(self.stop - self.start)
+    monkeypatch.setattr(tokens._Window, "__init__", spied)
     return sizes
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_and_characters_are_those_of_the_whole_text(kind, small):
     tokenizer, text = made(kind), mixed_text()
@@ -115,6 +120,7 @@ def test_texts_without_words(part, small):
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["byte-level with NFC", "GPT-4", "BERT", "stripped"])
 def test_texts_without_latin_letters(kind, small):
     for end in ("。\n", "!\n", "🙂\n", "，", "का\n"):
@@ -130,13 +136,7 @@ def test_a_window_with_few_tokens(small):
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
 
 
-def test_memory_is_bounded_and_what_needs_more_is_refused(monkeypatch):
-    tokenizer, sizes = made("GPT-4"), []
-    check = tokens._check_memory
-    monkeypatch.setattr(tokens, "_check_memory", lambda size: sizes.append(size) or check(size))
-    text = CODE * 5
+def test_memory_is_bounded(monkeypatch):
+    tokenizer, sizes, text = made("GPT-4"), watched(monkeypatch), CODE * 5
     assert token_ids(tokenizer, text) == whole(tokenizer, text)["input_ids"]
     assert len(text) > 2 * tokens.LONGEST and max(sizes) == tokens.LONGEST
-    monkeypatch.setattr("os.sysconf", lambda name: 2**13)  # 64 MiB
-    with pytest.raises(DataError, match=r"have to be tokenised at once.* has 0 GiB. Split the row into several"):
-        token_ids(tokenizer, "x" * 600_000)

@@ -139,7 +139,7 @@ def test_a_reply_after_another_one_is_dropped(load, chatml, capsys, form, kept, 
     twice = [user("a"), assistant("b"), assistant("c")]
     rows = [{"messages": twice}, {"messages": [*chat("a", "b")["messages"], *twice]}, chat("d", "e")]
     assert len(load(rows, MULTITURN + form, chatml, **keys)[0]) == kept
-    assert "dropped 2 with two replies in a row (for example" in capsys.readouterr().err
+    assert "dropped 2 with two turns of the same role in a row (for example" in capsys.readouterr().err
 
 
 def test_columns_of_one_source_only(load, write_jsonl, own):
@@ -177,7 +177,7 @@ XY = '"prompt": "x", "ground_truth": "y"'
         ('{"prompt": [{"role": "user", "content": "x"}], "ground_truth": "y"}', ".* no chat template"),
         ('{"input_ids": [1, 2], "labels": [1, 2]}',
          "the transform returned input_ids and no prompt, but structured mode .* trains on rows of prompt and "
-         "ground_truth. Use ebft_strided_structured.transform_prompts, ebft_opencode.transform, .* change the method"),
+         "ground_truth. Use ebft_strided_structured.transform_prompts, .* change the method"),
     ],
 )  # fmt: skip
 def test_wrong_results_name_transform_row_and_field(load, own, chatml, tmp_path, result, message):

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from ebft.data.keys import DatasetEntry
-from ebft.data.transforms import reward
+from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -37,21 +37,6 @@ def texts(rows) -> list[tuple[str, str]]:
     return [tuple(TOKENIZER.decode(row[f"{name}_ids"]) for name in ("chosen", "rejected")) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {**TEXTS, "system": None},
-        {"chosen": [ASKED, YES], "rejected": [ASKED, NO]},
-        {"prompt": [ASKED], "chosen": [YES], "rejected": [NO]},
-        {"prompt": [ASKED], "chosen": [ASKED, YES], "rejected": [NO]},  # the prompt is not repeated
-    ],
-)
-def test_a_pair_is_two_conversations(load, row):
-    rows, _ = load(PAIR, row)
-    assert rows.column_names == ["chosen_ids", "rejected_ids"]
-    assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
-
-
 def test_system_messages_and_margins(load):
     rows, _ = load(PAIR, {**TEXTS, "system": "Be kind", "margin": 1.5}, {**TEXTS, "margin": 0})
     system = "<|im_start|>system\nBe kind<|im_end|>\n"
@@ -64,7 +49,10 @@ def test_pairs_without_a_reply_and_long_ones_are_dropped_and_counted(load):
     others = ({**TEXTS, "rejected": " "}, {**TEXTS, "input": ""}, {**TEXTS, "rejected": "No" * 50})
     rows, report = load(PAIR, TEXTS, *others, keys={"sequence_len": 60})
     assert texts(rows) == [(CHAT.format("Yes"), CHAT.format("No"))]
-    assert "dropped 2 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds" in report
+    assert (
+        "dropped 1 without a prompt, 1 without a chosen or a rejected reply, 1 whose chosen or rejected text exceeds"
+        in report
+    )
 
 
 def labelled(row):
@@ -95,7 +83,7 @@ def test_bos_is_before_the_prompt():
     tokenizer = make_chat_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
     entry = DatasetEntry(path="none", type="stepwise_supervised")
-    row = reward.stepwise_supervised(None, entry)[0](STEPS, tokenizer=tokenizer)
+    row = find_transform(entry.type)(None, dataset=entry)[0](STEPS, tokenizer=tokenizer)
     assert labelled(row) == ("<|im_start|>Q:ab\nc\n", ".....1.0")
 
 
@@ -106,9 +94,10 @@ ENDS = {"chosen": [ASKED], "rejected": [ASKED]}
 @pytest.mark.parametrize(
     ("kind", "row", "message"),
     [
-        (PAIR, {"input": "Hi", "chosen": "a"}, "no column with replies: expected rejected"),
-        (PAIR, {"chosen": "a", "rejected": "b"}, "no column with the user message: expected input"),
-        (PAIR, ENDS, "column 'chosen' must end with an assistant message"),
+        (PAIR, {"input": "Hi", "chosen": "a"}, "the column 'rejected or rejected_response' is missing"),
+        (PAIR, {"chosen": "a", "rejected": "b"}, 
+         "column 'chosen' must contain a list of messages, since .*prompt, messages, input"),
+        (PAIR, ENDS, "column 'chosen' ends with a message of the role 'user'"),
         (PAIR, OTHERS, "row 0: .*different messages before their last one.*'prompt'"),
         (PAIR, {"prompt": [ASKED], "chosen": [user("Ho"), YES], "rejected": [ASKED, NO]},
          "row 0: .*column 'chosen' starts with .*'user'"),
@@ -116,7 +105,7 @@ ENDS = {"chosen": [ASKED], "rejected": [ASKED]}
           for margin in (None, "1", True, float("inf"), float("nan"))),
         (PAIR, {**TEXTS, "input": ""}, "No usable rows are left: provide pairs whose texts have at most"),
         (ROW, {**STEPS, "labels": [True]}, "2 steps in 'completions' and 1 in 'labels'"),
-        (ROW, {**STEPS, "labels": [1, 2]}, "the label 2 is not one of the 2 classes 0 to 1"),
+        (ROW, {**STEPS, "labels": [1, 2]}, "labels contains 2, which is not one of 2 tokens or classes"),
         (ROW, {**STEPS, "labels": ["a", "b"]}, "the class of each step"),
         (ROW, {"prompt": "a", "completions": ["b"]}, "no column with labels"),
     ],

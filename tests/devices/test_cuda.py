@@ -1,16 +1,21 @@
 """Flags of a GPU on models, tensors and machines that say they are CUDA, without one."""
 
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from ebft.prefix.attention import passes
+from ebft.config.base import QuantizationSection
+from ebft.machine import available_memory, total_memory
+from ebft.prefix.attention import flex, passes
 from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
+from ebft.tools.evaluation import run as evaluation
+from ebft.tools.evaluation.result import machine_card
+from ebft.tools.export.quantize import torchao_settings
 from ebft.transformers_internals import causal_mask_function
 
 
@@ -70,3 +75,40 @@ def test_repeated_keys_are_grouped_heads(spans):
         found.append((output, *torch.autograd.grad(output.square().sum(), parts)))
         assert [call.kwargs["enable_gqa"] for call in kernel.call_args_list] == [takes] * len(spans)
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_masks_of_flex_attention_are_compiled_on_cuda(device):
+    with FakeTensorMode(), patch.object(torch, "compile") as compiled, patch.object(flex, "create_block_mask") as plain:
+        position = torch.arange(300, device=device)
+        flex.pass_mask(flex.Tokens(position, position, position, position), None)
+    wanted = compiled.return_value if device == "cuda" else plain
+    assert wanted.call_args.kwargs.keys() == {"B", "H", "Q_LEN", "KV_LEN", "device"}
+    assert compiled.called == (device == "cuda") and plain.called == (device == "cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    values = {"is_available": True, "device_count": 2, "mem_get_info": (2**30, 2**33), "get_device_name": "a GPU"}
+    for name, value in values.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *args, value=value: value)
+
+
+def test_what_the_machine_has(two_gpus):
+    assert available_memory() == available_memory("cuda:1") == (2**30, "a GPU")
+    assert available_memory("auto") == (2**31, "2 GPUs") and available_memory("cpu")[1].startswith("this machine")
+    assert total_memory() == (2**33, "a GPU") and machine_card(1.0)["device"] == "a GPU"
+
+
+def test_samples_of_an_evaluation_leave_the_states_of_all_gpus(two_gpus):
+    sampler = Mock(_settings=Mock(samples=1, seed=0))
+    with patch("torch.random.fork_rng") as forked, patch("torch.manual_seed"), patch.object(evaluation, "roll_out"):
+        evaluation.Completions.sample(sampler, [], "a document")
+    assert [*forked.call_args.kwargs["devices"]] == [0, 1]
+
+
+@pytest.mark.parametrize(("device", "packing"), [("cpu", "plain"), ("cuda", "tile_packed_to_4d")])
+def test_packing_of_4_bit_weights(device, packing):
+    with FakeTensorMode(), patch("torchao.quantization.quantize_"), patch.object(torch.nn, "Linear"):
+        settings = torchao_settings(QuantizationSection(weight_dtype="int4"), torch.device(device))
+    assert settings.int4_packing_format == packing

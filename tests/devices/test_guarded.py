@@ -1,7 +1,7 @@
 """Lines of `src/ebft` that do something else on a GPU than on CPU, and what runs them without one.
 
 A new line of this kind fails the test until it is listed, with the case of `tests/devices` in which it runs, or the
-test on CPU that replaces what it asks for. `GPU` runs on a GPU only.
+test on CPU that replaces what it asks for.
 """
 
 import ast
@@ -16,11 +16,10 @@ GUARD = re.compile(
     r"torch\.cuda\.|torch\.backends\.cuda|torch\.accelerator\.|\.is_cuda\b|is_accelerator\("
     r"|\.type [!=]= [\"'](cuda|cpu)[\"']|[\"']cuda[\"']"
 )
-GPU = "on a GPU only"
 GUARDED = {  # "file function", or a folder or file -> how
     "features.py _beside": "strided_evaluated",
-    "machine.py available_memory": GPU,
-    "machine.py total_memory": "strided_lora",
+    "machine.py available_memory": "tests/devices/test_cuda.py",
+    "machine.py total_memory": "tests/devices/test_cuda.py",
     "machine.py copy_to": "strided_lora",
     "models/load.py usable_attention": "tests/models/test_base.py",
     "models/load.py _exists": "tests/models/test_base.py",
@@ -30,7 +29,7 @@ GUARDED = {  # "file function", or a folder or file -> how
     "monitor/metrics.py peak_memory_gib": "strided_as_cuda_resumed",
     "prefix/attention/flex.py available": "tests/strided/test_flex.py",
     "prefix/attention/flex.py attend_all": "strided_flex",
-    "prefix/attention/flex.py pass_mask": "strided_flex",  # uncompiled
+    "prefix/attention/flex.py pass_mask": "tests/devices/test_cuda.py",
     "prefix/attention/passes.py document_attention": "strided_lora",
     "prefix/attention/passes.py takes_grouped_heads": "tests/devices/test_cuda.py",
     "prefix/attention/passes.py rows_per_tile": "strided_lora",
@@ -52,14 +51,14 @@ GUARDED = {  # "file function", or a folder or file -> how
     "strided/trainer.py _trains_on_the_sampling_pass": "strided_lora",
     "structured/config.py __post_init__": "structured_autocast",
     "structured/grpo.py __init__": "structured_single_turn",
-    "tools/cli/models.py vllm_serve": GPU,
+    "tools/cli/models.py vllm_serve": "tests/cli/test_vllm_serve.py",
     "tools/doctor/": "tests/doctor/test_doctor.py",
     "tools/evaluation/models.py placed": "strided_evaluated",
-    "tools/evaluation/result.py machine_card": GPU,  # its name
+    "tools/evaluation/result.py machine_card": "tests/devices/test_cuda.py",
     "tools/evaluation/run.py evaluate": "strided_as_cuda_resumed",
-    "tools/evaluation/run.py sample": GPU,
-    "tools/export/quantize.py": GPU,
-    "tools/init/": GPU,  # what fits on it
+    "tools/evaluation/run.py sample": "tests/devices/test_cuda.py",
+    "tools/export/quantize.py": "tests/devices/test_cuda.py",
+    "tools/init/": "tests/init/test_init.py",
     "tools/launch/plan.py": "tests/launch/test_plan.py",
     "tools/quickstart/smollm2.py": "tests/examples/test_quickstart.py",
     "trainer/base.py log": "strided_as_cuda_resumed",
@@ -88,4 +87,4 @@ def test_what_depends_on_the_device_is_run_without_a_gpu():
     assert not [place for place in places if not place.startswith(tuple(GUARDED))], "name what runs them, in GUARDED"
     assert not [listed for listed in GUARDED if not any(place.startswith(listed) for place in places)], "they are gone"
     for how in GUARDED.values():
-        assert how in CASES or how == GPU or (ROOT / how).is_file(), how
+        assert how in CASES or (ROOT / how).is_file(), how

@@ -60,7 +60,7 @@ def measured(path, names, models, *overrides):
     return evaluate(load_config(path, list(overrides)), [str(models / name) for name in names]).to_dict()["models"]
 
 
-@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("kind", ["strided", "structured", pytest.param("plain", marks=pytest.mark.slow)])
 def test_three_models_in_every_mode(kind, write_config, models, rows):
     """Cross-entropies, what each document adds, differences that are paired, curves and histograms."""
     names = ["base", "adapter", "other"]

@@ -69,6 +69,7 @@ def assert_equal(model, expected):
     assert different == []
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [*((name, torch.float32) for name in VARIANTS),
@@ -241,6 +242,7 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (pickled(WEIGHTS, code=open), "Weights only load failed.*io.open.*reading .*adapter_model.bin"),
         (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
+        (settings(CONFIG, peft_type="ADALORA", total_step=10), "adapter of type .*ADALORA"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
         (settings(CONFIG, layer_replication=[[0, 2], [1, 2]]), "layer_replication"),
         (QUANTISED, "stored quantised .bitsandbytes"),

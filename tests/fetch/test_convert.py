@@ -110,6 +110,15 @@ def test_full_disk_is_told_and_leaves_nothing(tiny_model, monkeypatch):
     assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
 
 
+def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
+    made, original = [], fetch._convert_pinned
+    monkeypatch.setattr(fetch, "_convert_pinned", lambda *given: (made.append(1), original(*given)))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(fetch_model, ["tiny"] * 3))
+    assert len(set(found)) == 1 and len(made) == 1
+    AutoModelForCausalLM.from_pretrained(found[0])
+
+
 def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path, monkeypatch):
     # transformers loads models with global state, which threads, unlike processes, would share.
     one_at_a_time, save = threading.Lock(), fetch._save

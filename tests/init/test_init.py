@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
@@ -123,6 +124,7 @@ def data(here):
     return lambda name, count=COUNT: write_rows(here / f"rows.{SHAPES[name][0]}", SHAPES[name][1], count).name
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_llama_dir, name):
     done = ebft("init", data(name), "--model", tiny_llama_dir)
@@ -141,6 +143,7 @@ def test_each_shape_of_data_gives_a_config_that_can_be_checked(ebft, data, tiny_
     assert ebft("config", "--check", "run.yaml").exit_code == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"), [("texts", []), ("chats", ["--method", "sft"]), ("labels", []), ("other names", [])]
 )
@@ -156,6 +159,7 @@ def test_training_without_a_config_writes_the_one_it_uses(ebft, data, here, tiny
     assert state["global_step"] == 2 and any("eval_loss" in key or "eval_" in key for key in state["log_history"][0])
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_another_one_is_refused(ebft, refused, data, here, tiny_llama_dir):
     words = ["train", "--model", tiny_llama_dir, "--data", data("alpaca"), "--method", "sft", "output_dir=run"]
     words += ["max_steps=2", "evals_per_epoch=", "saves_per_epoch=", "eval_steps=1", "save_steps=1"]
@@ -229,6 +233,13 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     small = load_config("run.yaml")
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16
     assert "a small machine, which may not be enough" in done.stdout
+    with monkeypatch.context() as on_gpu:
+        for name in ("is_available", "is_bf16_supported"):
+            on_gpu.setattr(torch.cuda, name, lambda: True)
+        on_gpu.setattr(torch.cuda, "current_device", lambda: 0)
+        on_gpu.setattr(torch.cuda, "device_count", lambda: 1)
+        ebft(*given, "adapter=")
+        assert load_config("run.yaml").optimizer == "adamw_bnb_8bit"
     ebft(*given, "--method", "ebft-structured")
     structured = load_config("run.yaml")
     assert structured.ebft.mode == "structured" and structured.trl.max_completion_length < 256

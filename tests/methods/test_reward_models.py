@@ -56,7 +56,7 @@ STEPS = {"path": "x", "type": "stepwise_supervised", "step_separator": "!", "max
      "num_labels: 1 is invalid with process_reward_model: true.* Set 2 or more"),
     (None, {"reward_model": "a/b"}, "reward_model: invalid value 'a/b'; expected true or false.*trl.reward_funcs"),
     (None, {"datasets": [{**STEPS, "type": "completion"}]},
-     "max_completion_length, step_separator: not read by type: completion, only"),
+     "datasets.0.step_separator has no effect with type: completion.*stepwise_supervised"),
     ("process_reward_model", {"datasets": [{**STEPS, "step_separator": ""}]}, "step_separator"),
 ])  # fmt: skip
 def test_values_that_do_not_fit_the_method(flag, keys, message):

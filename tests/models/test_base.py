@@ -89,7 +89,7 @@ def test_attention_that_cannot_be_used_warns_once(
     base = make_base(tiny_model(family, vocab_size=len(tokenizer)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used instead") as caught:
+    with pytest.warns(UserWarning, match=f"{lacking}.*: the model's default is used") as caught:
         model = load_model(make_config(base_model=base, **keys), tokenizer)
     assert len(caught) == 1 and model.config._attn_implementation == ("sdpa" if family == "llama" else "eager")
 
@@ -111,6 +111,7 @@ def test_folders_without_a_model(make_config, tokenizer, tiny_llama_dir, tmp_pat
         with pytest.raises(ModelError, match=message):
             load_model(make_config(**keys), tokenizer)
 
+    refused("base_model: .* is not the folder of a model", base_model=str(tmp_path))
     refused("base_model_config: the local path './gone' does not exist", base_model_config="./gone")
     (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
     with pytest.raises(OSError, match="no file named model.safetensors") as caught:
@@ -296,7 +297,7 @@ def test_the_share_is_that_of_the_weights_that_a_step_changes():
 
 def test_steps_that_bfloat16_loses_are_warned_of():
     bfloat16, float32 = layer(torch.bfloat16), layer(torch.float32)
-    with pytest.warns(UserWarning, match="learning_rate: 1e-06 .* changes 0.0% of them.*torch_dtype: float32"):
+    with pytest.warns(UserWarning, match="learning_rate: 1e-06 .* changes 0.0% of the weights.*torch_dtype: float32"):
         warn_of_lost_steps(bfloat16, 1e-6)
     adapted = nn.Sequential(layer(torch.bfloat16, trained=False), float32)
     with warnings.catch_warnings(action="error"):

@@ -77,6 +77,7 @@ def check_loading_and_merging(config, tokenizer, folder):
     return expected
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("targets", "saved", "size"),
     [
@@ -136,7 +137,7 @@ def partial(tiny_llama_dir, configured, tmp_path):
 @pytest.mark.parametrize(("target", "other"), [("embed_tokens", "lm_head"), ("lm_head", "embed_tokens")])
 def test_saved_adapters_without_the_other_layer_are_refused(target, other, partial, tmp_path):
     folder, config, tokenizer = partial(target)
-    message = f"resized to 514 rows, but has only those of {target}: the new rows of {other} were not saved"
+    message = f"resized to 514 rows, but has only the rows of {target}: the new rows of {other} were not saved"
     with pytest.raises(ModelError, match=message):
         merge_adapter(adapter_in_folder(folder), tmp_path / "merged")
     assert not (tmp_path / "merged" / "config.json").exists()

@@ -92,7 +92,7 @@ def test_an_error_if_all_requests_of_a_batch_fail(gym, client):
         call(client, ["a", "b"], [row("?")] * 2, ["math"] * 2)
 
 
-@pytest.mark.parametrize("answer", [{"score": 1}, {"reward": "1"}, {"reward": None}, {"reward": 10**400}, [1]])
+@pytest.mark.parametrize("answer", [{"score": 1}, {"reward": "1"}, {"reward": None}, [1]])
 def test_a_response_without_a_reward(gym, client, answer):
     gym.resources("math", lambda body: answer)
     with pytest.raises(RolloutError, match="math at .*/verify has no finite number as `reward`"):

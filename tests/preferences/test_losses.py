@@ -95,6 +95,7 @@ def pair_loss(method, policy, base, row, dpo_loss_type="sigmoid", dpo_use_weight
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(("method", "adapter", "changes"), [
     ("dpo", True, {}), ("dpo", False, {}), ("ipo", True, {}), ("ipo", False, {}),
     ("dpo", True, PRECOMPUTED), ("dpo", False, PRECOMPUTED),

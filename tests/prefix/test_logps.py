@@ -239,6 +239,7 @@ ROUNDED = [
 ]
 
 
+@pytest.mark.first(16)
 @pytest.mark.parametrize(("name", "frozen", "options", "dtype", "autocast"), ROUNDED, ids=str)
 def test_logits_of_16_bit_inputs_are_not_rounded(name, frozen, options, dtype, autocast, chunks, sums):
     """Twin: the head in float64, of states and weights that are rounded to bfloat16. Logits are up to 50."""

@@ -4,10 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
-from ebft.errors import EBFTError, RewardError
+from ebft.errors import EBFTError
 
 
 def imported(prompts, **columns):
@@ -68,41 +67,14 @@ def generates(prompts, **columns):
     yield from [1] * len(prompts)
 
 
-def sleeps(seconds, result):
-    time.sleep(seconds)
-    return result
+def sleeps(prompts):
+    time.sleep(prompts[0])
+    return prompts
 
 
-def exits(code):
-    if code is not None:
-        os._exit(code)
-    return "worked"
-
-
-def exits_with_a_child():
-    if os.fork() == 0:
-        time.sleep(60)
-        os._exit(0)
-    os._exit(5)
-
-
-def process_id():
-    return os.getpid()
-
-
-def ignores_the_end(seconds, result):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(seconds)
-    return result
-
-
-def returns_twice(result):
-    os.fork()
-    return result
-
-
-def writes_id_and_waits(path):
-    with open(path, "w") as file:
+def waits(prompts):
+    """Does not return; the first prompt is a path that gets the id of the process."""
+    with open(prompts[0], "w") as file:
         file.write(str(os.getpid()))
     while True:
         pass
@@ -129,15 +101,15 @@ class Mute(Exception):
 
 def raises(prompts, kind, **columns):
     errors = {"timeout": TimeoutError("the sandbox did not answer"), "odd": Odd("no answer", 3), "mute": Mute()}
-    errors |= {"own": OwnError("no answer", 3), "unpicklable": RewardError(threading.Lock())}
+    errors |= {"own": OwnError("no answer", 3)}
     raise errors[kind[0]]
 
 
-def runs_a_program(path, result):
-    """Waits for a program that does not end; `path` gets its id."""
+def runs_a_program(prompts, code):
+    """Waits for a program that does not end; the first prompt is a path that gets its id."""
     program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open(path, "w") as file:
+    with open(prompts[0], "w") as file:
         file.write(str(program.pid))
-    if result is not None:
-        os._exit(result)
+    if code[0] is not None:
+        os._exit(code[0])
     program.wait()

@@ -67,7 +67,7 @@ def test_a_function_whose_process_always_ends_is_an_error(workers):
     call = workers().parallel(functions.always_ends)
     with pytest.warns(UserWarning, match=r"always_ends ended its process twice \(exit code 0\)"):
         assert call(prompts=["a"] * 4) == [None] * 4
-    with pytest.raises(RewardError, match=r"s.always_ends ended its process in each of its 8 calls so far \(exit"):
+    with pytest.raises(RewardError, match=r"s.always_ends ended its process in each of its \d+ calls so far \(exit"):
         call(prompts=["a"] * 12)
 
 
@@ -99,7 +99,7 @@ ERRORS = {"timeout": "TimeoutError: the sandbox did not answer", "odd": "Odd: no
 
 def test_errors_of_functions_say_where(workers):
     pool, prompts = workers(), ["a"] * 4
-    for kind, message in {**ERRORS, "unpicklable": ".*", "mute": ".*"}.items():
+    for kind, message in {**ERRORS, "mute": ".*"}.items():
         with pytest.raises(RewardError, match=rf"raises failed: {message} \(.*functions.py, line \d+: "):
             pool.parallel(functions.raises)(prompts=prompts, kind=[kind] * 4)
     with pytest.raises(RewardError, match="one_too_few returned 1 rewards for 2 completions"):

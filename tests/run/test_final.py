@@ -38,6 +38,7 @@ def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_extended_and_killed_before_its_final_save_saves_the_new_weights(inputs, out):
     trained(config_of("strided", inputs, out, max_steps=2))
     assert final_step(out) == 2
@@ -62,6 +63,7 @@ def test_a_final_model_without_a_file_is_saved_again(inputs, out):
     assert (out / "adapter_model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_a_finished_run_without_optimizer_state_or_checkpoints_is_complete(inputs, out, tmp_path):
     config = config_of("sft", inputs, out, max_steps=2, save_only_model=True)
     trained(config)
@@ -74,6 +76,7 @@ def test_a_finished_run_without_optimizer_state_or_checkpoints_is_complete(input
     assert f"Training is already complete: {tmp_path / 'without'} is at step 2" in trained(config)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("inject", [before(torch, "save", 14, no_space), limit_files(0.03)], ids=["error", "limit"])
 def test_a_full_disk_leaves_the_checkpoint_before(inject, inputs, unbroken, out):
     """With the limit no checkpoint is saved at all: the weights themselves are too large for it."""
@@ -107,6 +110,7 @@ REHEARSED = "so training is not started"
 OF_TOKENIZERS = {1: REHEARSED, 2: "checkpoint-1 could not be saved", 4: "the newest is", 5: "out could not be saved"}
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("number", "said"), OF_TOKENIZERS.items())
 @pytest.mark.parametrize("act", [disk_full_as_tokenizers_says_it, refuse])
 def test_whatever_a_save_raises_is_a_message(number, said, act, inputs, out):
@@ -214,6 +218,7 @@ CASES += [("dpo", "weights are written"), ("grpo", "weights are written")]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("method", "moment"), [*FAST, *SLOW])
 def test_the_newest_and_the_best_checkpoint_survive_the_end_of_training(method, moment, inputs, out):
     """Also with save_total_limit: 1, for which transformers would leave only the best one, before the final save."""

@@ -47,6 +47,7 @@ def write(folder, name, text="x"):
     (folder / name).write_text(text)
 
 
+@pytest.mark.slow
 def test_a_project_folder_is_unchanged_by_runs_kills_and_resuming(inputs, tmp_path):
     out = tmp_path / "project"
     for name, text in FOREIGN.items():
@@ -91,6 +92,7 @@ def test_a_run_killed_between_the_files_of_its_model_continues(has_run_before, i
     assert "trained by SFT" in (out / CARD).read_text() and not (out / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_files_of_the_user_in_the_folder_of_a_run(inputs, out):
     """An edited card is kept; a model is not moved by later runs."""
     trained(config_of("sft", inputs, out, max_steps=1))
@@ -231,6 +233,7 @@ def steps_with_a_loss(folder):
     return [row["step"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_branch_from_a_named_checkpoint_leaves_the_later_ones(inputs, out):
     keys = {**PLAIN, "max_steps": 4, "save_total_limit": None}
     trained(config_of("sft", inputs, out, **keys))

@@ -35,6 +35,7 @@ def with_value(config, key, value):
     return changed
 
 
+@pytest.mark.first(3)
 @pytest.mark.filterwarnings("ignore:(?s)Pydantic serializer warnings.*another")
 @pytest.mark.parametrize("family", [*FAMILIES, "process_reward_model"])
 def test_every_key_is_compared_or_listed_with_a_reason(family):

@@ -106,6 +106,7 @@ def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, resumed, tiny_gg
         train(strided(make, base_model=tmp_path / "b", max_steps=1, output_dir=tmp_path / "d"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_which_settings_of_the_optimizer_are_in_effect(make, out):
     def optimizer(trainer):
         (group, *_), schedule = trainer.optimizer.param_groups, trainer.lr_scheduler
@@ -127,6 +128,7 @@ def test_a_resumed_run_says_which_settings_of_the_optimizer_are_in_effect(make, 
     assert trainer.lr_scheduler.get_last_lr()[0] == 1e-3 and trainer.args.max_grad_norm == 1e-6
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_it_continues_with(make, tmp_path, tiny_llama_dir, recwarn):
     """Other base weights and settings are a line each, once; rows that are held out are compared too."""
     keys = {**LORA, "base_model": tmp_path / "model", "save_steps": 1, "sequence_len": 24, **AUTO}

@@ -80,14 +80,6 @@ def test_adapters_that_vllm_cannot_have(make_config, keys, message):
         max_lora_rank(make_config(adapter="lora", **keys))
 
 
-@pytest.mark.parametrize("text", [None, "{", "{}", "[]"])
-def test_a_saved_adapter_that_cannot_be_read(make_config, tmp_path, text):
-    if text is not None:
-        (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ConfigError, match="lora_model_dir: cannot read a LoRA rank from .*adapter_config.json"):
-        max_lora_rank(make_config(adapter="lora", lora_model_dir=str(tmp_path)))
-
-
 def test_every_key_arrives(make_config):
     keys = {"host": "10.0.0.5", "port": 8123, "tensor_parallel_size": 2, "data_parallel_size": 3}
     keys |= {"gpu_memory_utilization": 0.5, "dtype": "bfloat16", "max_model_len": 2048}
@@ -172,10 +164,11 @@ def test_a_free_port(host):
     check_free(host, free_port())
 
 
-@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid", "a..b", "a" * 70])
+@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
 def test_an_address_of_another_machine(host):
-    with pytest.raises(ConfigError, match=f"cannot listen on {host}.*Set vllm.host to an address of this"):
+    with pytest.raises((OSError, UnicodeError)) as caught:
         check_free(host, free_port())
+    assert caught.value.__notes__[0].startswith(f"while trying to listen on vllm.host {host}, vllm.port")
 
 
 def test_addresses_for_clients():
@@ -230,9 +223,9 @@ def test_no_package(tmp_path, monkeypatch):
     (tmp_path / "vllm").mkdir()  # a folder of the user's own is not the package
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install 'ebft.vllm.'.*set vllm.python"):
+    with pytest.raises(ConfigError, match="vLLM is not installed in .*pip install ebft.vllm..*set vllm.python"):
         find_interpreter(None)
-    with pytest.raises(ConfigError, match=f"vllm.python: the package vllm is not installed in {sys.executable}"):
+    with pytest.raises(ConfigError, match=f"vLLM is not installed in {sys.executable}"):
         find_interpreter(sys.executable)
     for python in ("/nowhere/bin/python", "no-such-python"):
         with pytest.raises(ConfigError, match=f"vllm.python: {python} is not an executable"):

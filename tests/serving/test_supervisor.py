@@ -104,6 +104,5 @@ def test_wrong_commands():
         command = [sys.executable, "-m", "ebft.serving.supervisor", *arguments]
         return subprocess.run(command, capture_output=True, text=True)
 
-    assert run("sleep", "1").returncode == 2
     result = run("--", "/nowhere/python")
     assert result.returncode == 127 and "cannot start /nowhere/python" in result.stderr

@@ -186,6 +186,7 @@ JOINED = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.filterwarnings("ignore:.*the documents of packed rows are computed as separate rows:UserWarning")
 @pytest.mark.parametrize("family", JOINED)
 def test_documents_that_share_no_row_are_computed_separately(family, tmp_path):

@@ -43,6 +43,7 @@ def with_adapter(model, **settings):
     return model
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("variant", "memory"), CASES)
 def test_a_variant_of_lora_is_exact(variant, memory, tmp_path):
     family, settings = VARIANTS[variant]
@@ -73,6 +74,7 @@ TRAINED = [([r"model\.layers\.[23]\.", "lm_head"], 19), ([r"model\.layers\.0\.se
            ([r".*norm"], 9), (["lm_head"], 1)]  # fmt: skip
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(("patterns", "trained"), TRAINED)
 def test_some_of_the_weights_are_trained_exactly(patterns, trained, memory, tmp_path):

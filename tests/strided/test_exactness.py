@@ -184,11 +184,13 @@ def test_family_with_lora(family, tmp_path):
     exact(tmp_path, with_lora(tiny_model(family), target_modules=lora_targets(family)), unequal_batch())
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "gemma3_text", "bloom", "gpt_neo", "phimoe"])
 def test_family_full_fine_tuning(family, tmp_path):
     exact(tmp_path, tiny_model(family), unequal_batch(1))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("family", ["bloom", "gptj", "stablelm", "falcon", "llama4_text"])
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_outside_the_interface_is_recomputed(family, use_reentrant, tmp_path):
@@ -253,6 +255,7 @@ def slow_unless(is_fast, cases):
 BOTH = [*((name, True) for name in OPTIONS), *((name, False) for name in PASSES)]
 
 
+@pytest.mark.first(10)
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("name", "adapter"), slow_unless(lambda name, adapter: adapter == (name not in FULL), BOTH))
 def test_option(name, adapter, tmp_path):
@@ -286,6 +289,7 @@ ALL = [(*case, number % 2 == 0) for number, case in enumerate(SAME)]
 EACH = [ALL[number] for number in (0, 4, 7, 11, 13)]  # every family and every option once
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("name", "family", "adapter"), slow_unless(lambda *case: case in EACH, ALL))
 def test_rollouts_that_begin_with_the_same_tokens(name, family, adapter, tmp_path):
     """At a low temperature many do. The oracle computes every rollout by itself."""
@@ -355,6 +359,7 @@ FAMILIES_THERE = [("llama", True), ("llama", False), ("qwen3", True), ("mistral"
                   ("gpt_oss", False), ("bloom", False)]  # fmt: skip
 
 
+@pytest.mark.first(4)
 @pytest.mark.usefixtures("without_parity_check")
 @pytest.mark.parametrize(("family", "adapter"), slow_unless(lambda name, adapter: name != "qwen3", FAMILIES_THERE))
 @pytest.mark.parametrize("size", [{}, {"rows_per_tile": 40}], ids=["one tile", "tiles"])

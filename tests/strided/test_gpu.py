@@ -1,14 +1,23 @@
 """The oracle on a GPU: float32 as strict as on CPU, bfloat16 within rounding."""
 
 import copy
+import json
+import math
 
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.import_utils import enable_tf32
 
+from ebft import load_config, train
+from ebft.prefix.attention.passes import MaskPattern, document_attention
+from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.forward import head_of, run_wrapped, take_programs
 from ebft.prefix.logps import token_logps
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
+from ebft.transformers_internals import causal_mask_function
+from tests.golden.runs import write_inputs
 from tests.strided.families import tiny_model
 from tests.strided.oracle import options_of, oracle_step
 from tests.strided.test_exactness import BASE, ENDS, compare, unequal_batch, with_lora
@@ -72,3 +81,44 @@ def test_float32_logits_of_16_bit_weights(family, dtype):
     torch.testing.assert_close(found, exact.float(), atol=1e-3, rtol=1e-5)
     for ours, theirs in zip(grads, torch.autograd.grad(exact.sum(), [x, twin.get_output_embeddings().weight])):
         assert (ours.double() - theirs).norm() < 1e-2 * theirs.norm()
+
+
+FLAGS = {
+    "tf32": {"tf32": True, "bf16": False},
+    "float32": {"bf16": False},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "bf16": False},
+    "flash": {"flash_attention": True, "bf16": True},
+    "flex": {"flex_attention": True, "bf16": True},
+}
+
+
+@pytest.mark.parametrize(("flags", "size"), [*((name, 64) for name in FLAGS), ("bf16", 512), ("float32", 512)])
+@pytest.mark.parametrize("run", ["strided_lora", "structured_single_turn", "sft"])
+def test_runs_with_flags_of_a_gpu(run, flags, size, tmp_path):
+    """Losses are finite, with grouped heads of a size."""
+    path = write_inputs(run, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path / "model", head_dim=size, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    keys = {"max_steps": 2, "sample_packing": run == "sft", **FLAGS[flags]}
+    try:
+        trainer = train(load_config(path, [f"{key}={json.dumps(value)}" for key, value in keys.items()])).trainer
+    finally:
+        torch.backends.fp32_precision = "none"
+        enable_tf32.cache_clear()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 256), (torch.bfloat16, 512)]
+)
+def test_grouped_heads_keep_no_scores(dtype, size):
+    tokens = 8192
+    parts = [torch.randn(*heads, tokens, size, device="cuda", dtype=dtype) for heads in ((2, 4), (2,), (2,))]
+    parts = [x.requires_grad_() for x in parts]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    pattern = MaskPattern(causal_mask_function)
+    document_attention([(0, tokens)], *parts, pattern, Scores(size**-0.5), None).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 8 * tokens**2 * dtype.itemsize

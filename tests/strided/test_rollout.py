@@ -27,6 +27,7 @@ def next_tokens(model, ids, temperature, top_p):
     return distribution(plain_logits(model, ids)[-1], temperature, top_p).exp()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (0.6, 0.9), (1.0, 0.5)])
 def test_frequencies_match_the_plain_model(temperature, top_p):
     model = tiny_model("llama", vocab_size=6).eval()

@@ -113,6 +113,7 @@ def test_a_run_logs_evaluates_and_saves(tmp_path):
         torch.testing.assert_close(loaded.eval()(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, monkeypatch):
     """Also after an epoch that ends within an accumulation."""
     rows = Dataset.from_list(ROWS.to_list()[:4]).to_iterable_dataset()
@@ -129,6 +130,7 @@ def test_an_evaluation_takes_no_time_of_the_steps(tmp_path, monkeypatch):
     assert times == [0.0] * len(times) and clock[0] >= 100 and len(times) > 2
 
 
+@pytest.mark.slow
 def test_training_moves_the_policy_towards_the_reference(tmp_path):
     """On one short document that is seen over and over, alignment rises and the feature-matching loss falls."""
     options = {"stride": 4, "context_length": 4, "generate_max_len": 3, "temperature": 1.0, "max_steps": 60}
@@ -141,6 +143,7 @@ def test_training_moves_the_policy_towards_the_reference(tmp_path):
     assert mean("ebft/cfm_loss", logs[-8:]) < mean("ebft/cfm_loss", logs[:8]) - 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "every"), [("cosine", 1), pytest.param("linear", 3, marks=pytest.mark.slow)])
 def test_an_extended_run_goes_by_its_own_settings(schedule, every, tmp_path, caplog, monkeypatch):
     """A cosine schedule ends at 0, which the first step of an extended run must not use."""
@@ -352,6 +355,7 @@ def test_rows_without_room_for_a_block_are_dropped_and_counted(tmp_path):
         assert trainer.state.global_step == 4
 
 
+@pytest.mark.slow
 def test_packed_rows_and_datasets_of_torch_without_room_are_dropped(tmp_path):
     """Also held-out ones that are given to `evaluate`."""
     short, good = {"input_ids": [3] * 7}, {"input_ids": list(range(3, 43))}
@@ -436,6 +440,7 @@ def test_each_of_two_adapters_is_resumed_from_its_own_file(trained, tmp_path):
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.slow
 def test_looking_at_a_step_does_not_change_training(tmp_path):
     def losses(looks):
         trainer = make(tmp_path, max_steps=2)

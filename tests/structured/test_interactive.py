@@ -138,6 +138,7 @@ def trained(folder, output, *overrides):
     return [entry for entry in history if "rewards/Calculator/mean" in entry]
 
 
+@pytest.mark.slow
 def test_a_config_with_an_environment_trains_and_learns_to_call_it(folder, tmp_path):
     full = ("adapter=", "lora_r=", "lora_alpha=", "lora_target_linear=", "learning_rate=0.01", "max_steps=5")
     steps = trained(folder, tmp_path / "out", *full, "trl.reward_weights=[0.0]")
@@ -189,7 +190,7 @@ def test_a_rollout_function_samples_from_the_policy(using):
     for place, index in enumerate(inputs["row"].tolist()):
         generated = rollouts[index].generated
         assert inputs["tool_mask"][place].tolist()[: len(generated)] == generated and 0 in generated
-    with pytest.raises(RolloutError, match="rollout_func '<lambda>' returned a list instead of a dict"):
+    with pytest.raises(RolloutError, match="rollout_func '<lambda>' failed: TypeError: list"):
         one_step(using(rollout_func=lambda prompts, trainer: []))
 
 
@@ -199,69 +200,32 @@ def test_feature_matching_takes_a_rollout_function(build):
 
 
 FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": None}
-OF_TYPES = [
-    ([0] * 8, r"with an entry of type int \(prompt 0\)"),
-    (["ab"] * 8, r"with an entry of type str \(prompt 0\)"),
-]
-WRONG_LISTS = [(5, "of type int"), ("aaaaaaaa", "of type str"), ([[1, 1]] * 7, "of 7 entries"), *OF_TYPES]
-WRONG_LOGPS = [(math.nan, "nan"), (-math.inf, "-inf"), (0.3, "0.3"), ([-1.0], r"\[-1.0\]"), ("-1", "'-1'")]
-WRONG_LOGPS += [(None, "None"), (False, "False")]
 
 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ({"prompt_ids": []}, "no completion_ids and no logprobs"),
+        ({"prompt_ids": []}, "failed: KeyError: 'completion_ids'"),
         ({**FINE, "prompt_ids": [[5]]}, "1 prompt_ids for 8 prompts"),
-        ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty completion for prompt 7"),
+        ({**FINE, "answer": [1, 2]}, "2 answer for 8 prompts"),
+        ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty prompt or completion .prompt 7"),
+        ({**FINE, "prompt_ids": [[5]] * 7 + [[]]}, "an empty prompt or completion .prompt 7"),
         ({**FINE, "env_mask": [[1, 1]] * 7 + [[1]]}, r"env_mask that do not have one entry per token .*\(prompt 7\)"),
-        ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(env_mask of prompt 7"),
-        ({**FINE, "prompt_ids": [[5]] * 7 + [[]]}, "prompt_ids with an empty prompt .prompt 7"),
-        ({**FINE, "completion_ids": [[6, -1]] * 8}, "completion_ids that are not lists of token ids"),
-        ({**FINE, "completion_ids": [[6, 99999]] * 8}, "completion_ids that are not lists of token ids of the model"),
+        ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(prompt 7"),
         ({**FINE, "env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
-        ({**FINE, "answer": [1, 2]}, "answer that is not a list with one entry per prompt"),
-        ({**FINE, "completion_ids": ["text"] * 8}, r"_ids that are not lists of token ids of the model \(prompt 0"),
         ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
-        ({**FINE, "completion_ids": [[6, True]] * 8}, "completion_ids that are not lists of token ids of the model"),
         *(
-            ({**FINE, name: value}, rf"{name} {given}.* instead of a list with one list of {what} per prompt")
-            for name, what in (("logprobs", "log-probabilities"), ("env_mask", "0 and 1"))
-            for value, given in WRONG_LISTS
+            ({**FINE, "logprobs": [[-1, -0.5]] * 7 + [[0.0, value]]}, r"logprobs that are not finite .* \(prompt 7\)")
+            for value in (math.nan, -math.inf, 0.3)
         ),
-        *(
-            ({**FINE, "logprobs": [[-1, -0.5]] * 7 + [[0.0, value]]}, rf"logprobs with {shown}.* \(prompt 7\); they")
-            for value, shown in WRONG_LOGPS
-        ),
-        ({**FINE, "env_mask": [[1, [1]]] * 8}, "env_mask with other values than 0 and 1"),
-        *(
-            ({**FINE, name: [0] * 8}, f"{name}, which reward functions get from the trainer. Rename this key")
-            for name in ("prompts", "completions", "prompt", "trainer_state")
-        ),
-        ({**FINE, 3: [0] * 8}, "the key 3; keys are names of columns"),
     ],
 )
-def test_wrong_results_of_a_rollout_function_are_named(tokenizer, result, message):
-    call, trainer = checked(lambda prompts, trainer: result), Mock(use_vllm=False)
-    trainer.model.get_input_embeddings.return_value = torch.nn.Embedding(len(tokenizer), 2)
+def test_wrong_results_of_a_rollout_function_are_named(result, message):
     with pytest.raises(RolloutError, match=message):
-        call([[USER("x")]] * 8, trainer)
+        checked(lambda prompts, trainer: result)([[USER("x")]] * 8, Mock(use_vllm=False))
 
 
-class Quiet:
-    """An environment without a reward."""
-
-    def reset(self, **row):
-        pass
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-
-SEVERAL = {"environment_factory": {"a": Calculator, "b": Quiet}}
 LATER = Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8)
-UNKNOWN = questions().map(lambda row, index: {"environment": "abc"[index % 3]}, with_indices=True)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +235,6 @@ UNKNOWN = questions().map(lambda row, index: {"environment": "abc"[index % 3]}, 
         ({"reward_num_workers": 2}, ConfigError, "incompatible with reward_num_workers: 2"),
         ({"dataset": Dataset.from_list([{"prompt": "text"}] * 8)}, DataError, "text prompts, but environment_factory"),
         ({"dataset": LATER}, DataError, "remaining_turns"),
-        ({"environment_factory": Quiet, "reward_funcs": None}, ConfigError, r"environments define no get_reward\(\)"),
-        (SEVERAL, DataError, "train_dataset has no column environment"),
-        ({**SEVERAL, "dataset": UNKNOWN}, DataError, "unknown environment 'c'. environment_factory has a, b"),
     ],
 )
 def test_refused(using, changes, error, message):

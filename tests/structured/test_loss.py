@@ -17,6 +17,7 @@ from tests.structured.trainers import USER, compare_step, logged, one_step
 FEW_ROWS = {"steps_per_generation": 6, "gradient_accumulation_steps": 6, "per_device_train_batch_size": 2}
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -40,6 +41,7 @@ def test_loss_and_gradients_are_those_of_single_sequences(chat_tokenizer, build,
         assert (gradient - gradients[name]).abs().max() < 1e-3 * gradient.abs().max()
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("bounds", [(None, 3.0), (0.5, 3.0), (0.8, None), (0.9, 1.1)])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_ratios_of_stale_samples_have_a_floor_and_a_cap(build, mode, bounds):
@@ -84,6 +86,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_trained_and_every_family(chat_tokenizer, build, variant):
     family, trained = VARIANTS[variant]

@@ -27,6 +27,7 @@ def model_for(tokenizer, family):
     return model.eval()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -81,6 +81,7 @@ def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
         trainer.predict(trainer.eval_dataset)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("skip", [True, False])
 def test_groups_without_a_signal_are_skipped(build, skip):
     rewards = lambda completions, **_: [1.0] * len(completions)
@@ -231,6 +232,7 @@ def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, build):
         build(chat_model(chat_tokenizer), reward_funcs=infinite).train()
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_the_generations_that_were_due(build, tmp_path):
     def run(**changes):
         seen = []
@@ -273,6 +275,7 @@ def short(completion_ids, **columns):
     return [None if len(ids) % 3 == 0 else -float(len(ids)) for ids in completion_ids]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("scale_rewards", [None, "batch", True])
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce"])
 def test_rewards_are_weighted_and_scaled(build, estimator, scale_rewards):

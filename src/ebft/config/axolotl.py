@@ -33,7 +33,7 @@ _UNSUPPORTED = {
     "lisa_n_layers lisa_step_interval lisa_layers_attribute": "LISA trains other layers in each step. Use "
     "unfrozen_parameters",
     "spectrum_top_fraction spectrum_model_name": "list the parameters in unfrozen_parameters",
-    "qat": "torchao's quantisation-aware training has no int8 weights, which ebft quantize writes. Remove it",
+    "qat": "training does not take the rounding of ebft quantize into account. Remove it, and quantise afterwards",
     "fp8 fp8_config fp8_enable_fsdp_float8_all_gather": "matrix products in 8 bits need a GPU from the H100 on, and "
     "change results. Set bf16: true",
     "float32": "set bf16: false, which trains in float32",
@@ -150,10 +150,7 @@ _REPLACED: dict[tuple[str, Any], tuple[dict[str, Any], str]] = {
         {"activation_offloading": True},
         "is replaced with true: TRL's hooks offload the same activations",
     ),
-    ("attn_implementation", "xformers"): (
-        {},
-        "is ignored: the model's default is used, which has the same memory-efficient kernels where it is sdpa",
-    ),
+    ("attn_implementation", "xformers"): ({}, "is ignored: the model's default has the same memory-efficient kernels"),
     ("float16", True): (
         {"fp16": True},
         "is replaced with fp16: true, which trains in mixed precision with a scaled loss",
@@ -319,7 +316,6 @@ _IGNORED = (
     ("pad_to_multiple_of", (), "batches are padded to their longest row"),
     ("push_dataset_to_hub", (), "prepared rows are stored in dataset_prepared_path only"),
     # Processes, memory and logs
-    ("ddp_timeout", (), "the timeout of the launcher applies"),
     ("ddp_bucket_cap_mb", (), "PyTorch's default size of buckets is used"),
     ("ddp_broadcast_buffers", (), "the models have no buffers that change"),
     ("eta_min", (0,), "it is not a key of axolotl either; set cosine_min_lr_ratio"),

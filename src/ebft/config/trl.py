@@ -218,7 +218,11 @@ class PolicyLossKeys(Section):
     off_policy_mask_threshold: Positive | None = Field(
         None, description="Divergence above which off-policy sequences are excluded from the loss."
     )
-    use_bias_correction_kl: bool | None = Field(None, description="Correct the KL penalty for off-policy samples.")
+    use_bias_correction_kl: bool | None = Field(
+        None,
+        description="Multiply the KL penalty by the importance ratio, which makes its gradient that of the reverse KL "
+        "divergence, also for on-policy samples. TRL's default is true.",
+    )
     sync_ref_model: bool | None = Field(
         None, description="Periodically update the reference model with the weights of the policy."
     )

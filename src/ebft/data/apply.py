@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,16 +14,20 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.section import Section
 from ebft.config.user_code import user_code
+from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
 from ebft.data.keys import DataSettings
-from ebft.data.row_counts import DROPPED, LEFT_OUT, TRUNCATED, UNTHINKING, RowCounts, take_left_out
+from ebft.data.row_counts import DROPPED, LEFT_OUT, NO_PROMPT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out
 from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
-from ebft.data.transforms import built_in, find_transform, wanted_rows
+from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause
+from ebft.errors import DataError, EBFTError, cause, shortened, told
+from ebft.printed import say
+from ebft.processes import is_main_process
 
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
+_READ = "columns_read"  # column of the names of the columns that were read
 # Converts a transformed row to columns, of which `reason` says why the row is dropped, empty if it is kept. A DataError
 # that it raises is reported with the transform and the row.
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -76,38 +81,56 @@ def apply_transform(
     """
     entry, raw, first_document, held_out = source
     transform_fn, map_kwargs = _build(entry, config)
+    is_own, is_many = built_in(entry.type) is None, map_kwargs.pop("many", False)
     removed = map_kwargs.pop("remove_columns", [])
     removed = raw.column_names if removed == "__all__" else removed
     removed = {removed} if isinstance(removed, str) else set(removed)
+    features = Features({**features, **WITH_REASON})
     fields = [field for field in features if field != "document"]
-    # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
     packed = [field for field, kind in features.items() if kind == IDS]
     calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
     clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
     name = named(entry)
-    step = _Step(name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out)
+    system = None if is_own else _system_column(entry)
+    step = _Step(
+        name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out, is_own, system
+    )
     map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
+    function = step.batch if map_kwargs.get("batched") else step.row
+    if is_many:
+        function, map_kwargs = step.rows, {**map_kwargs, "batched": True, "batch_size": 1}
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
-        "features": Features({**features, _NOTED: Value("string")}),
+        "features": Features({**features, _NOTED: Value("string"), _READ: Value("string")}),
         "desc": f"Tokenising {entry.path}",
     }
     try:
-        rows = map_rows(raw, step.batch if map_kwargs.get("batched") else step.row, name=name, **options, **map_kwargs)
+        rows = map_rows(raw, function, name=name, **options, **map_kwargs)
     except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
         raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
     for what in (LEFT_OUT, UNTHINKING):
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
-    rows = rows.remove_columns(_NOTED)
-    if "reason" not in features:
-        return rows
+    if not is_own and is_main_process():
+        read = {name for names in rows.unique(_READ) for name in json.loads(names)}
+        unread = [column for column in raw.column_names if column not in {*read, "file"}]
+        if unread:
+            say(f"{entry.path}, {entry.split}: columns that are not read: {shortened(', '.join(unread))}", err=True)
+    rows = rows.remove_columns([_NOTED, _READ])
     reasons = np.asarray(rows["reason"])
     for reason in (*DROPPED, TRUNCATED):
         counts.add(reason, documents[reasons == reason].tolist())
     return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED))).remove_columns("reason")
+
+
+def _system_column(entry: Any) -> str | None:
+    """The column of a system message that must be read; None for raw text, and if the entry says what becomes of it."""
+    if TRANSFORMS[built_in(entry.type)].format in ("text", "nemo_gym") or entry.drop_system_message:
+        return None
+    of_type = entry.type.field_system if isinstance(entry.type, PreferenceColumns) else "system"
+    return of_type if entry.field_system is None and entry.user_defined is None else None
 
 
 def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
@@ -119,27 +142,7 @@ def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
             f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
             'for example `return transform_fn, {"remove_columns": "__all__"}`.'
         )
-    return built[0] if built_in(entry.type) is None else _of_texts(built[0]), dict(built[1])
-
-
-def _of_texts(transform_fn: Callable) -> Callable:
-    """A transform of this package, which raises DataError for rows with images, audio or videos."""
-
-    def call(example: dict[str, Any], **options: Any) -> Any:
-        if found := [name for name in _MEDIA if _has_data(example.get(name))]:
-            raise DataError(
-                f"the column {found[0]} has data, but models are trained on text only. Remove or rename the column."
-            )
-        return transform_fn(example, **options)
-
-    return call
-
-
-_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-
-
-def _has_data(value: Any) -> bool:
-    return any(map(_has_data, value)) if isinstance(value, list) else value is not None and value != ""
+    return built[0], dict(built[1])
 
 
 def named(entry: Any) -> str:
@@ -161,13 +164,37 @@ class _Step:
     clean: Callable[[dict[str, Any]], dict[str, Any]] = dict
     packed: Sequence[str] = ()
     held_out: Collection[int] = ()
+    is_own: bool = True  # whether the transform is not a built-in one
+    system: str | None = None  # a column that a built-in one has to read
+
+    def rows(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
+        """For built-in transforms that return several rows of a row."""
+        (example,) = (dict(zip(examples, values)) for values in zip(*examples.values()))
+        found = self._of(example, indices[0])
+        return {field: [row[field] for row in found] for field in [*self.fields, _NOTED, _READ, "document"]}
 
     def row(self, example: dict[str, Any], index: int) -> dict[str, Any]:
+        (found,) = self._of(example, index)
+        return found
+
+    def _of(self, example: dict[str, Any], index: int) -> list[dict[str, Any]]:
         where = f"{self.name}, {file_of(example) or f'row {index}'}"
-        checked = self._checked(self._call(self.clean(dict(example)), where), where)
-        for field in self.packed:
-            checked[field] = np.asarray(checked[field], dtype=np.int32)
-        return {**checked, "document": self.first_document + index, _NOTED: take_left_out()}
+        columns = Columns(self.clean(dict(example)))
+        try:
+            results = self._call(columns, where)
+            if not self.is_own:
+                check_unread(columns, self.system)
+            results = results if isinstance(results, list) else [results]
+            found = [self._checked(result, where) for result in results]
+        except Dropped as dropped:
+            found = [self._dropped(dropped)]
+        except DataError as error:
+            raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+        noted, read = take_left_out(), json.dumps(sorted(columns.read))
+        return [row | {"document": self.first_document + index, _NOTED: noted, _READ: read} for row in found]
+
+    def _dropped(self, dropped: Dropped) -> dict[str, Any]:
+        return {**dict.fromkeys(self.fields), "reason": str(dropped)}
 
     def batch(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For transforms with `batched: true`, which may return more or fewer rows than they receive.
@@ -181,7 +208,7 @@ class _Step:
             self._part([given[place] for place in part], [indices[place] for place in part]) for part in parts if part
         ]
         rows = [row for part in found for row in part]
-        return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, "document"]}
+        return {field: [row[field] for row in rows] for field in [*self.fields, _NOTED, _READ, "document"]}
 
     def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
@@ -196,21 +223,34 @@ class _Step:
         checked = []
         for number, (row, document) in enumerate(zip(rows, documents)):
             fields = self._checked(row, f"{where}, result {number}")
-            checked.append(fields | {_NOTED: take_left_out() or noted, "document": self.first_document + document})
+            notes = {_NOTED: take_left_out() or noted, _READ: "[]"}
+            checked.append(fields | notes | {"document": self.first_document + document})
         return checked
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            return self.check(row)
+            checked = {"reason": "", **self.check(row)}
+        except Dropped as dropped:
+            checked = self._dropped(dropped)
         except DataError as error:
             raise DataError(f"{where}: {error}") from error
+        # As lists of Python's numbers, the tokens of 1,000 documents would take ten times the memory.
+        ids = {field: np.asarray(checked[field], dtype=np.int32) for field in self.packed if checked[field] is not None}
+        return checked | ids
 
-    def _call(self, example: dict[str, Any], where: str) -> dict[str, Any]:
+    def _call(self, example: dict[str, Any], where: str) -> Any:
+        """The fields of a row; of a built-in transform, of several rows."""
         try:
+            if not self.is_own:
+                return self.transform_fn(example, tokenizer=self.tokenizer)
             with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
                 result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
+        except Dropped:
+            raise
         except EBFTError as error:
             raise DataError(f"{where}: {error}") from error
+        except Exception as error:
+            raise DataError(f"{where}: {told(error)}") from error
         if not isinstance(result, Mapping):
             raise DataError(
                 f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."
@@ -247,7 +287,12 @@ def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
     """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
-    return _Step(named(entry), _build(entry, config)[0], tokenizer, _check(config, tokenizer)).row
+    is_own = built_in(entry.type) is None
+    system, fields = None if is_own else _system_column(entry), [name for name in FEATURES if name != "document"]
+    check = _check(config, tokenizer)
+    return _Step(
+        named(entry), _build(entry, config)[0], tokenizer, check, fields=fields, is_own=is_own, system=system
+    ).row
 
 
 def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
@@ -255,86 +300,56 @@ def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
 
 
 def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, Any]:
-    """The fields of one row, without padding; `prompt_length` is None if the row has to have a prompt, but has none.
+    """The fields of one row, without padding; a row whose `prompt_length` is None has no prompt and is dropped.
 
     Raises DataError that names a missing or malformed field.
     """
     for field in ("input_ids", "labels"):
-        if field not in row and "prompt" in row and "ground_truth" in row:
-            raise DataError(f"the transform returned prompt and ground_truth, but {hint}")
         if field not in row:
-            raise DataError(
-                f"the field {field!r} is missing; the transform returned {', '.join(row)}. Training on tokens "
-                "requires input_ids and labels, and prompt_length for rows with a prompt."
-            )
-    input_ids, labels = (_integers(row[field], field) for field in ("input_ids", "labels"))
-    if len(labels) != len(input_ids):
-        raise DataError(f"labels has {len(labels)} entries, but input_ids has {len(input_ids)}.")
-    _check_range(input_ids, "input_ids", vocabulary)
-    if labels != input_ids:
-        _check_range([label for label in labels if label != IGNORE], "labels", vocabulary)
-    length = _real_length(row, len(input_ids))
-    first_label = next((index for index, label in enumerate(labels) if label != IGNORE), 0)
-    prompt_length = row.get("prompt_length", first_label)
-    is_number = isinstance(prompt_length, int) and not isinstance(prompt_length, bool)
-    if prompt_length is not None and (not is_number or prompt_length < 0):
-        raise DataError(f"prompt_length must be a non-negative integer, got {prompt_length!r}.")
-    if is_number and prompt_length > length:
+            raise DataError(f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {hint}")
+    ids, labels = (integers(row[field], field) for field in ("input_ids", "labels"))
+    mask = integers(row["attention_mask"], "attention_mask") if "attention_mask" in row else [1] * len(ids)
+    length = sum(mask)
+    if len(labels) != len(ids) or mask != [1] * length + [0] * (len(ids) - length):
         raise DataError(
-            f"prompt_length is {prompt_length}, but the row has {length} tokens. It is the number of tokens "
-            "before the reference, which follows them in input_ids."
+            f"labels has {len(labels)} entries, but input_ids has {len(ids)}; attention_mask must be ones followed by "
+            "zeros, with the same length. Do not pad on the left; rows do not need padding."
         )
-    return {
-        "input_ids": input_ids if length == len(input_ids) else input_ids[:length],
-        "labels": labels if length == len(labels) else labels[:length],
-        "prompt_length": prompt_length,
-        "turn_spans": _turn_spans(row.get("turn_spans"), length),
-    }
+    outside = next((token for token in (*ids, *labels) if not 0 <= token < vocabulary and token != IGNORE), None)
+    outside = IGNORE if outside is None and IGNORE in ids else outside
+    if outside is not None:
+        raise DataError(
+            f"the row contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the tokenizer "
+            f"that the transform receives, and {IGNORE} for ignored labels only."
+        )
+    prompt_length = row.get("prompt_length", next((n for n, label in enumerate(labels) if label != IGNORE), 0))
+    if prompt_length is None:
+        raise Dropped(NO_PROMPT)
+    if type(prompt_length) is not int or not 0 <= prompt_length <= length:
+        raise DataError(
+            f"prompt_length must be a number of tokens before the reference, at most the row's {length}, got "
+            f"{prompt_length!r}."
+        )
+    spans = _turn_spans(row.get("turn_spans"), length)
+    return {"input_ids": ids[:length], "labels": labels[:length], "prompt_length": prompt_length, "turn_spans": spans}
 
 
 def _turn_spans(values: Any, length: int) -> list[list[int]]:
     """The (start, end) pairs of a row of `length` tokens. Raises DataError unless they are in order and within it."""
-    values = values.tolist() if hasattr(values, "tolist") else [] if values is None else values
-    try:
-        pairs = [[start, end] for start, end in values]
-    except (TypeError, ValueError):
-        pairs = [["", ""]]
-    places = [place for pair in pairs for place in pair]
-    if (
-        not set(map(type, places)) <= {int}
-        or any(start >= end for start, end in pairs)
-        or [0, *places, length] != sorted([0, *places, length])
-    ):
+    values = values.tolist() if hasattr(values, "tolist") else values or []
+    is_right = isinstance(values, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values)
+    places = [place for pair in values for place in pair] if is_right else []
+    is_right = is_right and set(map(type, places)) <= {int} and all(start < stop for start, stop in values)
+    if not is_right or [0, *places, length] != sorted([0, *places, length]):
         raise DataError(
-            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order "
-            f"and without overlaps, got {str(values)[:60]}."
+            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order and "
+            f"without overlaps, got {str(values)[:60]}."
         )
-    return pairs
+    return [list(pair) for pair in values]
 
 
-def _check_range(ids: list[int], field: str, vocabulary: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
-        outside = min(ids) if min(ids) < 0 else max(ids)
-        raise DataError(
-            f"{field} contains {outside}, but the tokenizer's vocabulary has {vocabulary} tokens. Use the "
-            f"tokenizer that the transform receives{f', and {IGNORE} for ignored labels' if field == 'labels' else ''}."
-        )
-
-
-def _real_length(row: Mapping[str, Any], length: int) -> int:
-    if "attention_mask" not in row:
-        return length
-    mask = _integers(row["attention_mask"], "attention_mask")
-    real = sum(mask)
-    if len(mask) != length or mask != [1] * real + [0] * (length - real):
-        raise DataError(
-            "attention_mask must be ones followed by zeros, with the length of input_ids. Do not pad on the "
-            "left; rows do not need padding."
-        )
-    return real
-
-
-def _integers(values: Any, field: str) -> list[int]:
+def integers(values: Any, field: str) -> list[int]:
+    """The numbers of a field of a row. Raises DataError if it has something else."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
         raise DataError(f"{field} must be a list of token ids, got {str(values)[:60]}.")

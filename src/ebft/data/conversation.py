@@ -149,10 +149,6 @@ class Renderer:
         messages = [*as_texts([*prompt, reply]), *remaining[: last + 1]]
         following = range(len(prompt) + 1, len(messages))
         replies = [len(prompt), *(index for index in following if is_reply(messages[index]))]
-        if any(second == first + 1 for first, second in zip(replies, replies[1:])):
-            raise DataError(
-                "remaining_turns has two consecutive assistant turns; there must be a user turn between them"
-            )
         end_id = self.tokenizer.eos_token_id if template.end_of_turn_id is None else template.end_of_turn_id
         if not has_reference:
             return Conversation(self._given_turns(template, messages, replies, given), given, end_id)

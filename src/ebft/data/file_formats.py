@@ -1,7 +1,4 @@
-"""Files of data: their formats and splits, their rows, and what is wrong with one that cannot be read.
-
-Finding the file and the line at fault is a second, slower pass after an error.
-"""
+"""Files of data: their formats and splits, and their rows."""
 
 import csv
 import hashlib
@@ -17,16 +14,14 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet
 from datasets import Dataset, Features, Value, concatenate_datasets, load_dataset
 from datasets.data_files import DataFilesList
 
 from ebft.data.json_files import JsonText, as_json, read_json
 from ebft.data.tables import raise_if_full
-from ebft.errors import DataError, cause, shortened
-from ebft.files import PACKED, file_fingerprint, opened, read_text
+from ebft.errors import DataError, cause, doing, shortened
+from ebft.files import PACKED, file_fingerprint, is_pointer, opened, read_text
 
 DEFAULT_SPLIT = "train"
 _TEXT = (
@@ -44,9 +39,7 @@ KINDS = {
 # Formats that can run code when they are loaded; they are never read.
 _PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
 _UNPACKED = ("json", "text", "csv")  # formats whose files can be compressed
-_COMPRESSED = {".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar", ".tgz"}
 _STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
-_POINTER = b"version https://git-lfs"
 # The readers also log each error that they raise, which is reported here with the file and line.
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)
 _SPLIT_WORD = re.compile(
@@ -161,30 +154,21 @@ def _ending(name: str | PurePath) -> str:
 
 
 def refuse_unreadable(files: Iterable[tuple[Path, str | None]], source: str) -> None:
-    """Raise DataError for a file, given with its format, that is compressed in another way than its name says.
-
-    The same for a file that Git LFS has not downloaded.
-    """
+    """Raise DataError for a file, given with its format, that Git LFS has not downloaded, or that is compressed."""
     for path, kind in files:
-        suffix, start = path.suffix.lower(), _start(path)
-        if start == _POINTER:
-            raise DataError(
-                f"{source}: {path.name} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs "
-                "pull` in the repository."
-            )
-        is_unpacked = kind == "csv" or (kind in _UNPACKED and suffix in PACKED)  # datasets looks at the contents of csv
-        if not is_unpacked and (suffix in _COMPRESSED or start.startswith(_STARTS)):
-            raise DataError(
-                f"{source}: {path.name} is compressed. Unpack it, and set path to the unpacked file. Files of JSON and "
-                f"text are also read if their names end with {' or '.join(PACKED)} and they are compressed in this way."
-            )
+        start = _start(path)
+        if is_pointer(path):
+            raise DataError(f"{source}: {path.name} is a pointer of Git LFS to another file. Run `git lfs pull`.")
+        is_unpacked = kind == "csv" or (kind in _UNPACKED and path.suffix.lower() in PACKED)
+        if not is_unpacked and start.startswith(_STARTS):
+            raise DataError(f"{source}: {path.name} is compressed. Unpack it, and set path to the unpacked file.")
 
 
 def _start(path: Path) -> bytes:
     """The first bytes of a file."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_POINTER))
+            return file.read(max(map(len, _STARTS)))
     except OSError:
         return b""  # reported when it is read
 
@@ -223,19 +207,14 @@ def _read_kind(kind: str, paths: list[Path]) -> Dataset:
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
         return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
-    variable = next((path for path in map(os.path.abspath, paths) if os.path.expandvars(path) != path), None)
-    if variable is not None:
-        raise DataError(
-            f"{variable}: the datasets library would replace the name of an environment variable in this path. Rename "
-            "the file or the folder."
-        )
-    try:
-        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
+    with doing(f"reading {shortened(', '.join(map(str, paths)))} as {kind}"):
+        try:
+            rows = load_dataset(kind, contents, data_files=files, split="train", **options)
+        except Exception as error:
+            raise_if_full(error)
+            raise (error.__cause__ or error) from None  # the words of the parser
         rows.data.validate(full=True)
         return rows
-    except Exception as error:  # builders raise the errors of their parsers
-        raise_if_full(error)
-        raise DataError(explain(kind, paths, error)) from error
 
 
 def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
@@ -248,17 +227,11 @@ def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
 
     Raises DataError for a CSV file without a header, with two columns of the same name, with more fields below the
-    header than in it, or with other columns than the first file, and for a path that cannot be read.
+    header than in it, or with other columns than the first file.
     """
     starts = {path: first_rows(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
     check_starts({str(path): start for path, start in starts.items()})
     names = [os.path.abspath(path) for path in paths]
-    chained = next((name for name in names if "::" in name), None)
-    if chained is not None:
-        raise DataError(
-            f"{chained}: the datasets library reads a path with '::' as a file within an archive. Rename the file or "
-            "the folder."
-        )
     return {"train": DataFilesList(names, [])}
 
 
@@ -305,109 +278,42 @@ def typed(rows: Dataset) -> Dataset:
     return rows.cast(Features({**rows.features, **found})) if found else rows
 
 
-def explain(kind: str, paths: list[Path], error: Exception) -> str:
-    """A message naming the first file and row of `paths` that cannot be read as `kind`.
-
-    Falls back to the reader's message (of `error`) if each file can be read individually. Raises DataError for a file
-    that is not UTF-8 text.
-    """
-    for path in paths:
-        if kind == "text":
-            read_text(path)  # raises
-        elif kind != "json" and (problem := (_check_csv if kind == "csv" else _check_table)(path)):
-            return f"{problem}. Correct the file or leave it out."
-    names = ", ".join(str(path) for path in paths[:5])
-    together = " together" if len(paths) > 1 else ""
-    return f"{names}: cannot be read{together} as {kind}: {cause(error.__cause__ or error)}"
-
-
-def check_starts(starts: dict[str, tuple[list[str] | None, list[str], int]]) -> list[str] | None:
+def check_starts(starts: dict[str, tuple[list[str] | None, list[str]]]) -> list[str] | None:
     """Check the `first_rows` of CSV files by name, and return the header of the first, whose columns all must have.
 
-    Raises DataError for what the reader would change or leave out.
+    Raises DataError for what the reader would change or leave out: a column twice would be renamed, and the first field
+    of a row with more fields than the header would be taken for an index.
     """
     first, header = next(((name, start[0]) for name, start in starts.items()), ("", None))
-    for name, start in starts.items():
-        _check_start(name, *start)
-        if set(start[0] or []) != set(header or []):
+    for name, (columns, row) in starts.items():
+        if columns is None:
+            raise DataError(f"{name}: the file is empty. Correct the file or leave it out.")
+        twice = next((column for column in columns if column and columns.count(column) > 1), None)
+        if twice is not None:
+            raise DataError(f"{name}: the column {twice!r} occurs {columns.count(twice)} times. Rename one.")
+        if len(row) > len(columns):
+            raise DataError(f"{name}, line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file.")
+        if set(columns) != set(header or []):
             raise DataError(
-                f"{name}: its columns are {', '.join(start[0] or [])}, but those of {first} are "
+                f"{name}: its columns are {', '.join(columns)}, but the columns of {first} are "
                 f"{', '.join(header or [])}. Use separate entries of datasets."
             )
     return header
 
 
-def _check_start(name: str, header: list[str] | None, row: list[str], line: int) -> None:
-    """Raise DataError for the first rows of a CSV file if its reader would change what they say.
-
-    There is no header, or a column twice, which would be renamed, or the first row has more fields, of which the first
-    would be taken for an index.
-    """
-    if header is None:
-        raise DataError(f"{name}: the file is empty. Correct the file or leave it out.")
-    twice = next((column for column in header if column and header.count(column) > 1), None)
-    if twice is not None:
-        raise DataError(f"{name}: the column {twice!r} occurs {header.count(twice)} times. Rename one.")
-    if problem := _too_long(name, row, line, header):
-        raise DataError(f"{problem}. Correct the file or leave it out.")
-
-
-def _too_long(name: str, row: list[str], line: int, header: list[str]) -> str | None:
-    if len(row) <= len(header):
-        return None
-    return f"{name}, line {line}: {len(row)} fields, but the header has {len(header)}"
-
-
-def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str], int]:
-    """The header of a CSV file, None if it has none, the first row below it, and the line where that ends.
+def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str]]:
+    """The header of a CSV file, None if it has none, and the first row below it.
 
     `file`: its open bytes, if `path` is only its name.
     """
+    csv.field_size_limit(2**31 - 1)  # for the whole process
     with nullcontext(file) if file is not None else opened(Path(path)) as source:
-        reader = _rows(TextIOWrapper(source, encoding="utf-8-sig", errors="replace", newline=""), path)
+        lines = TextIOWrapper(source, encoding="utf-8-sig", errors="replace", newline="")
+        reader = csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",")
         found = list(islice(filter(None, reader), 2))
-        return (found[0] if found else None), (found[1] if len(found) > 1 else []), reader.line_num
+        return (found[0] if found else None), (found[1] if len(found) > 1 else [])
 
 
 def _is_archive(path: Path) -> bool:
     """Whether a file is compressed in a way that its name does not say."""
     return path.suffix.lower() not in PACKED and _start(path).startswith(_STARTS)
-
-
-def _rows(lines: Iterable[str], path: PurePath, strict: bool = False) -> Any:
-    """The reader of the rows of a CSV file. Its limit of the size of a field is for the whole process."""
-    csv.field_size_limit(2**31 - 1)
-    return csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",", strict=strict)
-
-
-def _check_csv(path: Path) -> str | None:
-    reader, header, start, count = _rows(read_text(path).splitlines(keepends=True), path, strict=True), None, 1, 0
-    try:
-        for row in reader:
-            if header is not None and (problem := _too_long(str(path), row, reader.line_num, header)):
-                return problem
-            count += bool(row) and header is not None
-            header, start = (row or None) if header is None else header, reader.line_num + 1
-    except csv.Error as error:
-        return f"{path}, line {start}: the row that starts there has an open quote, or text after a quote ({error})"
-    return f"{path}: there are no rows below the header" if not count else None
-
-
-def _check_table(path: Path) -> str | None:
-    """Parquet and Arrow files have no lines: the reader's message for this file alone."""
-    is_parquet = path.suffix.lower() == ".parquet"
-    try:
-        count = pyarrow.parquet.read_metadata(path).num_rows if is_parquet else _arrow_rows(path)
-    except (OSError, ValueError) as error:
-        return f"{path}: not a readable {'Parquet' if is_parquet else 'Arrow'} file ({cause(error)})"
-    return None if count else f"{path}: the table has no rows"
-
-
-def _arrow_rows(path: Path) -> int:
-    with pa.memory_map(str(path)) as file:
-        try:
-            reader = pa.ipc.open_stream(file)
-        except ValueError:
-            found = pa.ipc.open_file(file)
-            return sum(len(found.get_batch(number)) for number in range(found.num_record_batches))
-        return sum(map(len, reader))

@@ -8,7 +8,7 @@ from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, field_validator, 
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
 from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
-from ebft.data.transforms import LABELS, MODULES, OTHER_TYPES, PreferenceColumns, RequiredRows
+from ebft.data.transforms import LABELS, OTHER_TYPES, PreferenceColumns, RequiredRows
 from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_LENGTH = 2**25  # tokens; no model takes more
@@ -119,28 +119,6 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         if data.get("user_defined") is not None:
             raise ValueError("type is a mapping, and user_defined is also set. Keep one of them.")
         return {**data, "type": "user_defined", "user_defined": data["type"]}
-
-    @model_validator(mode="after")
-    def _keys_of_chats_in_pairs(self) -> "DatasetEntry":
-        if self.type in ("chat_template.default", "chat_template.argilla_chat", "chat_template.argilla"):
-            return self
-        for key in ("field_chosen", "field_rejected"):
-            if getattr(self, key) is not None:
-                raise ValueError(
-                    f"{key} is only read with type: chat_template.default, chat_template.argilla and "
-                    "chat_template.argilla_chat. Remove it, or write the columns as type: {field_prompt: ..., "
-                    "field_chosen: ..., field_rejected: ...}."
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _steps_have_a_reader(self) -> "DatasetEntry":
-        defaults = {key: field.default for key, field in StepKeys.model_fields.items()}
-        given = sorted(key for key, default in defaults.items() if getattr(self, key) != default)
-        module = str(self.type).partition(".")[0]
-        if given and module in MODULES and module != "stepwise_supervised":
-            raise ValueError(f"{', '.join(given)}: not read by type: {self.type}, only by stepwise_supervised.")
-        return self
 
     @model_validator(mode="after")
     def _some_turns_are_trained_on(self) -> "DatasetEntry":

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ebft.config.section import ShapeKeys
-from ebft.data.tokens import join_thinking, split_thinking
-from ebft.data.transforms.rows import first_present, first_shape, has_column, optional_text, text_of, value_of
-from ebft.errors import DataError
+from ebft.data.columns import first_present, first_shape, has_column, optional_text, value_of
+from ebft.data.row_counts import EMPTY_TURN, NO_PROMPT, SAME_ROLE, Dropped
+from ebft.data.tokens import THINKING, join_thinking, split_thinking
+from ebft.errors import DataError, doing
 
 Message = dict[str, Any]
 
@@ -30,6 +31,7 @@ _FIX = "Set `field_messages` of the entry to its name."
 _SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
 _TEXTS = ("text", "input_text", "output_text", None)  # types of parts of contents that are texts
 _MEDIA = ("image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file")
+_INSTRUCTS = ("system", "developer")
 _RESULTS = ("tool", "function", "ipython")  # roles whose content may be a JSON object
 
 
@@ -105,12 +107,8 @@ def _arguments(value: Any, what: str) -> Any:
 
 def _unpacked(value: Any, what: str) -> Any:
     """The value of a JSON text; another value as it is."""
-    try:
+    with doing(f"reading {what} as JSON"):
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise DataError(
-            f"{what} are not valid JSON ({error}): {value!r:.60}. Correct the row, or remove it."
-        ) from error
 
 
 def message_text(message: Mapping[str, Any], number: int) -> Any:
@@ -170,17 +168,53 @@ def replies(messages: list[Message]) -> list[int]:
     ]
 
 
+# Keys of a message that say whether it is trained on, and the value with which it is context.
+MARKS = {"weight": 0, "loss_mask": 0, "loss": 0, "loss_weight": 0, "train": 0, "masked": 1}
+
+
 def is_context(message: Message) -> bool:
-    """Whether a message has `weight: 0`: it is read, but not trained on. Raises DataError for weights but 0 and 1."""
-    weight = message.get("weight")
-    if weight is None:
-        return False
-    if isinstance(weight, str | list | dict) or weight not in (0, 1):
+    """Whether a key of `MARKS` says that a message is read, but not trained on.
+
+    Raises DataError for values but 0, 1, true and false.
+    """
+    given = {key: message[key] for key in MARKS if message.get(key) is not None}
+    wrong = next(
+        (key for key, value in given.items() if isinstance(value, str | list | dict) or value not in (0, 1)), None
+    )
+    if wrong is not None:
         raise DataError(
-            f"the weight of a message ({message['role']}) must be 0 (context, not trained on) or 1, got "
-            f"{weight!r:.60}. To repeat the rows of a dataset, set its `weight`."
+            f"the {wrong} of a message ({message['role']}) must be 0 (context, not trained on) or 1, got "
+            f"{given[wrong]!r:.60}. To repeat the rows of a dataset, set its `weight`."
         )
-    return weight == 0
+    return any(value == MARKS[key] for key, value in given.items())
+
+
+def check_turns(messages: list[Message]) -> None:
+    """Raise Dropped for a chat without a question, with an empty turn, or with two turns of one role in a row.
+
+    Up to its last reply, if it has one. Tools can give several results, which can be empty, and a call can be a turn of
+    its own after a text.
+    """
+    said = [says_something(message) for message in messages]
+    replied = [
+        message["role"] == "assistant" and (says or bool(message.get("tool_calls")) or any(map(message.get, THINKING)))
+        for message, says in zip(messages, said)
+    ]
+    stop = max((number + 1 for number, is_reply in enumerate(replied) if is_reply), default=len(messages))
+    roles = [message["role"] for message in messages[:stop]]
+    asked = next(
+        (n for n, role in enumerate(roles) if role not in _INSTRUCTS and role != "assistant" and said[n]), None
+    )
+    is_greeting = lambda n: all(role in _INSTRUCTS for role in roles[:n])
+    if asked is None or any(replied[n] and not is_greeting(n) for n in range(asked)):
+        raise Dropped(NO_PROMPT)
+    if any(role in ("user", "assistant") and not (said[n] or replied[n]) for n, role in enumerate(roles)):
+        raise Dropped(EMPTY_TURN)
+    if any(
+        roles[n] == roles[n - 1] and roles[n] not in _RESULTS and not messages[n].get("tool_calls")
+        for n in range(1, len(roles))
+    ):
+        raise Dropped(SAME_ROLE)
 
 
 def answers(messages: list[Message]) -> list[int]:
@@ -231,10 +265,6 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
         messages = [*asked, *completion]
     else:
         messages = _messages_in(example, first_present(example, columns, "messages", _FIX), entry)
-    if entry.field_system is None and not entry.drop_system_message and messages and messages[0]["role"] != "system":
-        system = optional_text(example, "system")
-        if system.strip():
-            return [{"role": "system", "content": system}, *messages]
     return with_system(messages, example, entry)
 
 
@@ -296,18 +326,12 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
 
 def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
     """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
-    try:
-        given = json.loads(message.get("content") or "")
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"message {number} has the role {_CALL!r}, but its content is not the JSON text of a call ({error}). "
-            f"Correct it, or name its role in `roles` of the dataset, for example `roles: {{assistant: [{_CALL}]}}`."
-        ) from error
+    given = _unpacked(message.get("content"), f"the content of message {number} ({_CALL})")
     calls = given if isinstance(given, list) else [given]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise DataError(
             f"message {number} has the role {_CALL!r}, so its content must be JSON text with the keys name and "
-            f"arguments, got {message.get('content')!r:.60}."
+            f"arguments, got {message.get('content')!r:.60}. Or name its role in `roles` of the dataset."
         )
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     del message["content"]
@@ -353,25 +377,22 @@ def _with_thinking(message: dict[str, Any], entry: ShapeKeys) -> dict[str, Any]:
 
 
 def with_system(messages: list[Message], example: dict[str, Any], entry: Any) -> list[Message]:
-    """The messages with the system message that the keys of the dataset ask for; an empty chat stays empty."""
+    """The messages with the system message of the row or of the keys of the dataset; an empty chat stays empty."""
+    given = "system" if entry.field_system is None else entry.field_system
+    if entry.field_system is not None:
+        first_present(example, [given], "the system message", "Correct `field_system`.")
+    text = optional_text(example, given)
     if entry.drop_system_message:
         messages = [message for message in messages if message["role"] != "system"]
-    if not messages:
-        return messages
-    has_one = messages[0]["role"] == "system"
-    if entry.field_system is not None:
-        column = first_present(example, [entry.field_system], "the system message", "Correct `field_system`.")
-        text = text_of(example, column)
-        if text and has_one:
-            raise DataError(
-                f"the chat starts with a system message, and column {column!r} has another one. Set "
-                "drop_system_message: true to leave out that of the chat, or remove field_system."
-            )
-        if text:
-            return [{"role": "system", "content": text}, *messages]
-    if entry.system_prompt is not None and not has_one:
-        return [{"role": "system", "content": entry.system_prompt}, *messages]
-    return messages
+        text = "" if entry.field_system is None else text
+    has_one = bool(messages) and messages[0]["role"] == "system"
+    if entry.field_system is not None and text and has_one:
+        raise DataError(
+            f"the chat starts with a system message, and column {given!r} has another one. Set drop_system_message: "
+            "true to leave out the one in the chat, or remove field_system."
+        )
+    text = text if text.strip() else entry.system_prompt
+    return [{"role": "system", "content": text}, *messages] if messages and text and not has_one else messages
 
 
 def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
@@ -420,12 +441,7 @@ def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) ->
 def _json_column(example: Mapping[str, Any], column: str, where: str) -> Any:
     """The value of a column, or of the JSON text in it; None if it is missing or an empty text."""
     found = value_of(example, column) if has_column(example, column) else None
-    if not isinstance(found, str):
-        return found
-    try:
-        return json.loads(found) if found.strip() else None
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON ({error}).") from error
+    return None if isinstance(found, str) and not found.strip() else _unpacked(found, where)
 
 
 def template_columns(example: dict[str, Any], entry: Any) -> dict[str, Any]:

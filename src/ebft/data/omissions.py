@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import copy
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ebft.data.messages import Message
 from ebft.data.rendering import ChatTemplate
 from ebft.data.row_counts import LEFT_OUT, UNTHINKING, note_left_out
-from ebft.data.tokens import TAGS, THINKING, join_thinking, split_thinking, thinking_spans
+from ebft.data.tokens import TAGS, THINKING, split_thinking, thinking_spans
 from ebft.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -56,10 +56,7 @@ class Omissions:
         if render.tools and not self._checked_tools:
             self._checked_tools = True
             if render.without_tools()(messages) == text:
-                self._warn(
-                    "ignores the descriptions of tools of the rows, so they are not in the prompts. Use a "
-                    "chat_template that renders tools."
-                )
+                self._warn("ignores the descriptions of tools of the rows. Use a chat_template that renders tools.")
         if _shows_all(text, messages):
             return
         for index, part in _unmarked(messages, render):
@@ -106,7 +103,6 @@ class Omissions:
             if not is_trained or (not is_last and _depends_on(messages[: index + 1], index, part, render)):
                 note_left_out(UNTHINKING if is_trained else LEFT_OUT)
                 return
-            raise DataError(self._thinking(messages, index, part, render))
         if part.what == "content" and message.get("tool_calls"):
             self._warn(
                 "leaves out the text of turns that also call tools (for example {}), so the model does not see it. Use "
@@ -116,32 +112,16 @@ class Omissions:
             return
         role, fix = message["role"], "Use another chat_template"
         if role not in _ROLES:
-            fix = (
-                f"Name the role of the template that it corresponds to in `roles` of the dataset, for example "
-                f"`roles: {{assistant: [{role}]}}`, or use another chat_template"
-            )
+            fix += f", or name the role of the template in `roles` of the dataset: `roles: {{assistant: [{role}]}}`"
+        elif part.what == "thinking" and part.field == "content":
+            fix += ", such as the file of a training template of TRL, or remove the thinking in tags from the data"
+        elif part.what == "thinking":
+            fix += ", or write it into the content: set `template_thinking_key: content`"
+            fix += f" and `field_thinking: {part.field}`" if part.field != THINKING[0] else ""
+            fix += " of the dataset"
         use = "so it cannot be trained on" if is_trained else "so it would be missing from the prompt"
         omits = f"chat template {self.template} omits the {part.what} of message {index} ({role})"
-        raise DataError(f"{omits}, {use}. {fix}.")
-
-    def _thinking(self, messages: list[Message], index: int, part: Text, render: ChatTemplate) -> str:
-        message = messages[index]
-        omits = f"chat template {self.template} omits the thinking of message {index} ({message['role']})"
-        if part.field == "content":
-            return (
-                f"{omits}, which is in its content between tags. Use a chat_template that keeps it, such as the file "
-                "of a training template of TRL, or remove the thinking from the data (with prompts and references: "
-                "type: ebft_reasoning.transform_answer_only)."
-            )
-        # A template that reads another key has been given the thinking under that key.
-        joined = {key: value for key, value in message.items() if key != part.field}
-        joined["content"] = join_thinking(_MARKS[0], "?")
-        fix = "Set `template_thinking_key: content`"
-        fix += f" and `field_thinking: {part.field}`" if part.field != THINKING[0] else ""
-        fix += " of the dataset to write it into the content as a <think> block"
-        if _MARKS[0] not in render([*messages[:index], joined, *messages[index + 1 :]]):
-            fix += ", together with a chat_template that keeps it there, such as the file of a training template of TRL"
-        return f"{omits} in the key {part.field!r}. {fix}, use another chat_template, or remove it from the data."
+        raise DataError(f"{omits} in its key {part.field}, {use}. {fix}.")
 
 
 def texts_of(message: Message) -> Iterator[Text]:
@@ -151,18 +131,24 @@ def texts_of(message: Message) -> Iterator[Text]:
             yield Text("thinking", key, message[key].strip(), partial(_put, [key], str))
     content = message.get("content")
     if isinstance(content, str):
-        yield from _texts_of_content(content, message["role"] == "assistant")
+        for number, (what, start, end) in enumerate(_spans(content, message["role"] == "assistant")):
+            if start < end:
+                yield Text(what, "content", content[start:end], partial(_put_into_content, number))
     elif content:  # the result of a tool as an object
         text = json.dumps(content, ensure_ascii=False)
         yield Text("content", "content", text, partial(_put, ["content"], lambda mark: {mark: mark}))
     for number, call in enumerate(message.get("tool_calls") or ()):
-        yield from _texts_of_call(number, call)
-
-
-def _texts_of_content(content: str, is_reply: bool) -> Iterator[Text]:
-    for number, (what, start, end) in enumerate(_spans(content, is_reply)):
-        if start < end:
-            yield Text(what, "content", content[start:end], _in_content(number))
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            continue
+        path = ["tool_calls", number, *(["function"] if "function" in call else [])]
+        if isinstance(function.get("name"), str) and function["name"]:
+            yield Text("tool calls", "name", function["name"], partial(_put, [*path, "name"], str))
+        arguments = function.get("arguments")
+        if arguments and str(arguments).strip() not in ("{}", "null"):
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            written = (lambda mark: json.dumps({mark: mark})) if text is arguments else lambda mark: {mark: mark}
+            yield Text("tool calls", "arguments", text, partial(_put, [*path, "arguments"], written))
 
 
 def _spans(content: str, is_reply: bool) -> list[tuple[str, int, int]]:
@@ -183,21 +169,6 @@ def _stripped(text: str, start: int, end: int) -> tuple[int, int]:
     return end - len(inner), end - len(inner) + len(inner.rstrip())
 
 
-def _texts_of_call(number: int, call: Any) -> Iterator[Text]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return
-    path = ["tool_calls", number, *(["function"] if "function" in call else [])]
-    if isinstance(function.get("name"), str) and function["name"]:
-        yield Text("tool calls", "name", function["name"], partial(_put, [*path, "name"], str))
-    arguments = function.get("arguments")
-    if arguments and str(arguments).strip() not in ("{}", "null"):
-        is_text = isinstance(arguments, str)
-        text = arguments if is_text else json.dumps(arguments, ensure_ascii=False)
-        marked = lambda mark: json.dumps({mark: mark}) if is_text else {mark: mark}
-        yield Text("tool calls", "arguments", text, partial(_put, [*path, "arguments"], marked))
-
-
 def _put(path: list[Any], marked: Callable[[str], Any], value: Any, mark: str) -> Any:
     """A copy of a message, or of a part of it, with `marked(mark)` at the path of keys."""
     changed, (key, *rest) = copy(value), path
@@ -205,13 +176,10 @@ def _put(path: list[Any], marked: Callable[[str], Any], value: Any, mark: str) -
     return changed
 
 
-def _in_content(number: int) -> Callable[[Message, str], Message]:
-    def replaced(message: Message, mark: str) -> Message:
-        content = message["content"]
-        _, start, end = _spans(content, message["role"] == "assistant")[number]
-        return {**message, "content": content[:start] + mark + content[end:]}
-
-    return replaced
+def _put_into_content(number: int, message: Message, mark: str) -> Message:
+    content = message["content"]
+    _, start, end = _spans(content, message["role"] == "assistant")[number]
+    return {**message, "content": content[:start] + mark + content[end:]}
 
 
 def _shows_all(rendered: str, messages: list[Message]) -> bool:
@@ -245,20 +213,8 @@ def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, 
 
 def _depends_on(messages: list[Message], index: int, part: Text, render: ChatTemplate) -> bool:
     """Whether the rendering depends on a text, which is so if the template refuses a mark."""
+    chats = ([*messages[:index], part.replaced(messages[index], mark), *messages[index + 1 :]] for mark in _MARKS)
     try:
-        return len(set(rendered_marked(messages, index, [part], render))) > 1
+        return len({render(chat) for chat in chats}) > 1
     except DataError:
         return True
-
-
-def rendered_marked(
-    messages: list[Message], index: int, parts: Iterable[Text], render: ChatTemplate, **kwargs: Any
-) -> list[str]:
-    """The chat with each of two marks in place of these texts of a message."""
-    chats = []
-    for mark in _MARKS:
-        message = messages[index]
-        for part in parts:
-            message = part.replaced(message, mark)
-        chats.append([*messages[:index], message, *messages[index + 1 :]])
-    return [render(chat, **kwargs) for chat in chats]

@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
-from ebft.data.messages import TOOLS, Message, row_kwargs, says_something, text_or_messages
+from ebft.data.messages import TOOLS, Message, check_turns, row_kwargs, says_something, text_or_messages
 from ebft.data.omissions import Omissions
 from ebft.data.rendering import ChatTemplate, split_by_template, split_markers, warn_of_split_markers
 from ebft.data.row_counts import COMPLETION_TOO_LONG, NO_COMPLETION, NO_PROMPT, RowCounts
 from ebft.data.tokens import Tokens, ids_after
 from ebft.data.transforms import wanted_rows
-from ebft.data.transforms.preferences import COMPLETIONS, STYLES
-from ebft.data.transforms.rows import continued_ids
+from ebft.data.transforms.formats import STYLES
+from ebft.data.transforms.rows import COMPLETIONS, continued_ids, with_eos
 from ebft.data.turns import Places
 from ebft.errors import DataError
 
@@ -73,12 +73,15 @@ class PreferenceRow:
 
     def _ids(self, row: Mapping[str, Any], prompt: Text, completions: list[Text]) -> tuple[list[int], list[list[int]]]:
         if isinstance(prompt, str):
-            return continued_ids(self.tokenizer, prompt), [self._ended(prompt, text) for text in completions]
+            ended = [with_eos(self.tokenizer, ids_after(self.tokenizer, prompt, text)) for text in completions]
+            return continued_ids(self.tokenizer, prompt), ended
         template = self.template.with_tools(row.get(TOOLS), row_kwargs(row))
         prompt, *completions = (
             self.omissions.with_known_roles(messages, template) for messages in (prompt, *completions)
         )
         chats = [[*prompt, *completion] for completion in completions]
+        for chat in chats:
+            check_turns(chat)
         texts = [Tokens(self.tokenizer, template(chat)) for chat in chats]
         for tokens, chat in zip(texts, chats, strict=True):
             self.omissions.check(chat, template, range(len(prompt), len(chat)), tokens.text)
@@ -100,13 +103,6 @@ class PreferenceRow:
                 "them, so the prompt cannot be separated from the completions. Use another chat_template"
             )
         return starts.pop()
-
-    def _ended(self, prompt: str, text: str) -> list[int]:
-        """The ids of a completion, which ends with EOS, so that the model learns where to stop."""
-        ids = ids_after(self.tokenizer, prompt, text)
-        if self.tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token")
-        return ids if ids[-1:] == [self.tokenizer.eos_token_id] else [*ids, self.tokenizer.eos_token_id]
 
 
 def _is_empty(text: Text) -> bool:
@@ -137,7 +133,7 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
         if name in STYLES and name not in warned:
             warned.add(name)
             style, known = STYLES[name], split_by_template(tokenizer)  # of which there is a warning already
-            split = split_markers(tokenizer, style.system + style.user + style.end)
+            split = split_markers(tokenizer, f"{style.header}{style.end}")
             lacking = [marker for marker in split if marker not in known]
             warn_of_split_markers(f"datasets.type: {entry.type}", lacking)
         check = PreferenceRow(config, tokenizer, entry.chat_template_kwargs)

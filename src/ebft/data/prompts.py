@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from datasets import Dataset, Features, Value
@@ -19,6 +18,7 @@ from ebft.data.messages import (
     ROW_KWARGS,
     TOOLS,
     Message,
+    check_turns,
     messages_of,
     row_kwargs,
     says_something,
@@ -30,7 +30,6 @@ from ebft.data.row_counts import (
     NO_REFERENCE,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
-    TWO_REPLIES,
     RowCounts,
 )
 from ebft.data.tables import map_rows
@@ -178,11 +177,12 @@ class PromptRow:
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
         fields |= self._of_template(fields)
-        reason = TWO_REPLIES if _has_two_replies(fields) else ""
-        if isinstance(fields["prompt"], list) and not reason:
+        if isinstance(fields["prompt"], list):
+            reply = {"role": "assistant", "content": "?"}  # one without a text has a reason of its own
+            check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
             self._check_rendering(fields)
         kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
-        reason = reason or self._reason(fields)
+        reason = self._reason(fields)
         # Only rows that are kept determine the kinds and columns.
         return {
             "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
@@ -250,14 +250,6 @@ class PromptRow:
             return NO_REFERENCE  # it consisted of an end-of-turn token only
         # The token that ends the reference is trained on too.
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
-
-
-def _has_two_replies(fields: Mapping[str, Any]) -> bool:
-    """Whether an assistant's message precedes the first reply, or a reply follows another one."""
-    prompt = fields["prompt"] if isinstance(fields["prompt"], list) else []
-    are_replies = [*(message["role"] == "assistant" for message in prompt[-1:]), True]
-    are_replies += map(is_reply, fields.get("remaining_turns", []))
-    return any(map(all, pairwise(are_replies)))
 
 
 def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from os.path import commonprefix
 from traceback import walk_tb
@@ -28,11 +24,9 @@ from ebft.data.tokens import (
     split_thinking,
     thinking_spans,
 )
-from ebft.errors import DataError, ModelError, cause
+from ebft.errors import DataError, cause
 
 _REPLY = "EBFT-REPLY-EBFT"  # placeholder for a reply, to find the text that the template writes after it
-SECONDS = 120  # of computing that rendering a chat may take
-_too_slow: set[str] = set()  # templates
 _ASKED = {"role": "user", "content": "?"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "ebft_tool", "arguments": {"a": "b"}}}
 
@@ -55,6 +49,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self.name, self.tools, self.closed = tokenizer, name or "of the tokenizer", tools, closed
         self.kwargs: dict[str, Any] = dict(kwargs or {})
+        self.places: dict[tuple[str, ...], tuple[int, int, int]] = {}  # see `ebft.data.turns.Places`
         unread = [key for key in self.kwargs if key not in str(tokenizer.chat_template)]
         if unread and tokenizer.chat_template is not None:
             warnings.warn(
@@ -230,14 +225,13 @@ class ChatTemplate:
                 "Jinja text), or a type of text, such as ebft_strided_structured.transform for pairs"
             )
         try:
-            with limited(str(self.tokenizer.chat_template)):
-                return self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=self.tools or None,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self.kwargs,
-                )
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self.kwargs,
+            )
         except Exception as error:  # a template is a program, which can divide by zero or call itself without end
             line = _line(error)
             raise DataError(
@@ -252,40 +246,6 @@ def _line(error: Exception) -> int | None:
         return error.lineno
     lines = [number for frame, number in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
     return lines[-1] if lines else None
-
-
-class TooSlow(Exception):
-    """Rendering a chat took longer than allowed."""
-
-
-@contextmanager
-def limited(template: str, seconds: float | None = None) -> Iterator[None]:
-    """Raise `TooSlow` if rendering takes more than `seconds` of computing, and at once for a template that did before.
-
-    They are `SECONDS` if not given. Only the main thread can be interrupted, and only if nothing else uses the timer of
-    computing time.
-    """
-    seconds = SECONDS if seconds is None else seconds
-    too_slow = TooSlow(f"it takes more than {seconds} s, so its loops may have no end. Correct the template")
-    if template in _too_slow:
-        raise too_slow
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-    started = time.thread_time()
-
-    def stop(*_: object) -> None:
-        if time.thread_time() - started >= seconds:  # and not that of other threads
-            _too_slow.add(template)
-            raise too_slow
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def _starts_with_thinking(content: str) -> bool:
@@ -326,7 +286,6 @@ def _as_text(arguments: Any) -> Any:
 _MARKER = re.compile(r"<[|｜][^<>\s]+?[|｜]>|</?[A-Za-z]+(?:_[A-Za-z]+)+>|</?s>|\[/?(?:INST|[A-Z]+(?:_[A-Z]+)+)\]")
 # Llama 2 and Mistral v1 write [INST] as text, with a space before the closing one; others have tokens for it.
 _AS_TEXT = " [/INST]"
-_SECONDS = 20  # of computing that rendering a small chat may take
 _USER, _MARKED_REPLY = ({"role": role, "content": f"A {role}"} for role in ("user", "assistant"))
 _SYSTEM = {"role": "system", "content": "A system"}
 _MARKED_QUESTION = ([_USER], [_USER, _MARKED_REPLY, _USER], [_SYSTEM, _USER], [_SYSTEM, _USER, _MARKED_REPLY, _USER])
@@ -337,10 +296,7 @@ _CHATS = (
 
 
 def rendered_examples(tokenizer: PreTrainedTokenizerBase, template: str | dict) -> list[str | None]:
-    """Small chats, with the start of a reply if they end with a question; None for those that the template refuses.
-
-    Raises ModelError for a template that does not end.
-    """
+    """Small chats, with the start of a reply if they end with a question; None for those that the template refuses."""
     return [_rendered(tokenizer, template, chat) for chat in _CHATS]
 
 
@@ -376,12 +332,7 @@ def warn_of_split_markers(what: str, markers: list[str]) -> None:
 def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
     asked = chat[-1] is not _MARKED_REPLY
     try:
-        with limited(str(template), _SECONDS):
-            return tokenizer.apply_chat_template(
-                chat, chat_template=template, tokenize=False, add_generation_prompt=asked
-            )
-    except TooSlow as error:
-        raise ModelError(f"chat_template: a small chat cannot be rendered: {error}, or set another one.") from error
+        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=asked)
     except Exception:  # a template is a program, which may fail in any way
         return None
 

@@ -24,7 +24,7 @@ from datasets import (
 
 from ebft.data.file_formats import files_below, kind_of, read_files, refuse_unreadable
 from ebft.data.tables import raise_if_full
-from ebft.errors import DataError, cause, shortened
+from ebft.errors import DataError, doing, shortened
 from ebft.printed import say
 from ebft.processes import is_main_process
 
@@ -68,12 +68,13 @@ class Repository(NamedTuple):
         files = self.of_split(split)
         if not self.is_read_by_library:
             return read_files(files, self.source)
-        try:
-            self.builder.download_and_prepare(verification_mode="no_checks")  # the card may be older than the files
+        with doing(f"reading {self.source}"):
+            try:
+                self.builder.download_and_prepare(verification_mode="no_checks")  # the card may be older than the files
+            except Exception as error:
+                raise_if_full(error)
+                raise (error.__cause__ or error) from None  # the words of the parser
             return self.builder.as_dataset(split=split)
-        except Exception as error:  # builders raise the errors of their parsers
-            raise_if_full(error)
-            raise DataError(f"{self.source}: cannot be read ({cause(error.__cause__ or error)}).") from error
 
 
 def is_repository(folder: Path) -> bool:
@@ -104,16 +105,10 @@ def repository_of(folder: Path, entry: Any) -> Repository | None:
     if entry.data_files or not folder.is_dir() or not is_repository(folder):
         return None
     place = str(folder.resolve())
-    try:
+    with doing(f"reading the dataset repository {entry.path}"):
         names, default = get_dataset_config_names(place), get_dataset_default_config_name(place)
         name = entry.name or default
         builder = load_dataset_builder(place, name) if name in names else None
-    except Exception as error:  # of the library, whose messages say what is wrong with the card
-        problem = " ".join(cause(error).split())
-        advice = (
-            " Rename the folder: the library takes such a path for a pattern." if re.search(r"[\[*?]|::", place) else ""
-        )
-        raise DataError(f"{entry.path}: the dataset repository cannot be read ({problem}).{advice}") from error
     if builder is None:
         problem = "has several configurations" if name is None else f"has no configuration {name!r}"
         raise DataError(

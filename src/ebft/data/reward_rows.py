@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.apply import IDS, WITH_REASON
+from ebft.data.apply import IDS, WITH_REASON, integers
 from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.row_counts import NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
@@ -56,15 +56,9 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
     hint = wanted_rows(config.required_rows)
 
     def check(row: Mapping[str, Any]) -> dict[str, Any]:
-        ids, labels = _ids(row, "input_ids", hint, len(tokenizer)), _list(row, "labels", hint)
+        ids, labels = _ids(row, "input_ids", hint, len(tokenizer)), _ids(row, "labels", hint, num_labels)
         if len(ids) != len(labels):
             raise DataError(f"{len(ids)} input_ids and {len(labels)} labels; they must be equally many.")
-        wrong = [label for label in labels if label != IGNORE and not 0 <= label < num_labels]
-        if wrong:
-            raise DataError(
-                f"the label {wrong[0]} is not one of the {num_labels} classes 0 to {num_labels - 1}. Set "
-                "num_labels, or correct the labels."
-            )
         kept = slice(config.sequence_len)
         is_empty = all(label == IGNORE for label in labels[kept])
         reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
@@ -75,17 +69,13 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
 
 
 def _ids(row: Mapping[str, Any], name: str, hint: str, vocabulary: int) -> list[int]:
-    ids = _list(row, name, hint)
-    unknown = [token for token in ids if not 0 <= token < vocabulary]
-    if unknown:
-        raise DataError(f"{name} contains {unknown[0]}, which is not a token of the vocabulary.")
-    return ids
-
-
-def _list(row: Mapping[str, Any], name: str, hint: str) -> list[int]:
+    """The token ids of a field; of labels, IGNORE as well."""
     if name not in row:
         raise DataError(f"the field {name!r} is missing; the transform returned {', '.join(row)}, but {hint}")
-    value = row[name].tolist() if hasattr(row[name], "tolist") else row[name]
-    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
-        raise DataError(f"{name} must be a list of integers.")
-    return list(value)
+    ids = integers(row[name], name)
+    unknown = next(
+        (token for token in ids if not 0 <= token < vocabulary and (name, token) != ("labels", IGNORE)), None
+    )
+    if unknown is not None:
+        raise DataError(f"{name} contains {unknown}, which is not one of {vocabulary} tokens or classes (num_labels).")
+    return ids

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ebft.errors import EBFTError
+
 if TYPE_CHECKING:
     from ebft.data.sources import Documents
 
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
 NO_REFERENCE = "without a reference"
-TWO_REPLIES = "with two replies in a row"
 PROMPT_TOO_LONG = "whose prompt leaves no room within sequence_len"
 TOO_LONG = "longer than sequence_len"
 REPEATED = "equal to an earlier row"
@@ -22,6 +23,8 @@ TAIL = "ends of long documents too short for one block"
 ONE_TOKEN = "with a single token"
 NOTHING_TO_PREDICT = "windows of long documents without a token to train on"
 NO_PROMPT = "without a prompt"
+SAME_ROLE = "with two turns of the same role in a row"
+EMPTY_TURN = "with an empty turn"
 NO_REPLY = "without a chosen or a rejected reply"
 REPLY_TOO_LONG = "whose chosen or rejected text exceeds sequence_len"
 NO_STEP = "without a labelled step within sequence_len"
@@ -31,8 +34,9 @@ COMPLETION_TOO_LONG = "whose prompt and completions do not fit within sequence_l
 DROPPED = (
     EMPTY,
     NO_PROMPT,
+    SAME_ROLE,
+    EMPTY_TURN,
     NO_REFERENCE,
-    TWO_REPLIES,
     PROMPT_TOO_LONG,
     REFERENCE_TOO_LONG,
     NO_COMPLETION,
@@ -57,6 +61,12 @@ UNTHINKING = (
     "ebft_strided_chat.transform_all_turns keeps it"
 )
 NOTES = (SPLIT, TRUNCATED, LEFT_OUT, UNTHINKING)
+
+
+class Dropped(EBFTError):
+    """A row is dropped, for one of the reasons above. Not an error: the row is counted."""
+
+
 _left_out: set[str] = set()  # of the rows that were checked since `take_left_out` was called
 
 

@@ -44,7 +44,7 @@ from ebft.data.file_formats import (
 from ebft.data.json_files import read_json
 from ebft.data.repositories import Repository, card_of, is_repository, repository_of
 from ebft.data.transforms import reads_lines
-from ebft.errors import DataError, cause, shortened
+from ebft.errors import DataError, doing, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
 
 
@@ -208,10 +208,8 @@ def saved_to_disk(path: Path) -> bool:
 
 def saved_parts(path: Path) -> dict[str, Dataset]:
     """The splits of a `save_to_disk` folder, whose rows are read from disk as they are needed."""
-    try:
+    with doing(f"reading the save_to_disk folder {path}"):
         saved = load_from_disk(str(path))
-    except Exception as error:  # Arrow and JSON readers raise many types of errors
-        raise DataError(f"{path}: this save_to_disk folder cannot be read ({cause(error)}).") from error
     return dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
 
 
@@ -261,14 +259,8 @@ def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]
 def load_hub(entry: Any, streaming: bool = False) -> Any:
     """The rows of a dataset of the Hub; with `streaming`, they are read as they are needed."""
     options = {"split": entry.split, "data_files": entry.data_files, "revision": entry.revision}
-    try:
+    with doing(f"loading datasets.path: {entry.path} from the Hub"):
         return load_dataset(entry.path, entry.name, **options, **({"streaming": True} if streaming else {}))
-    except Exception as error:  # Hub, builder and parser errors have no common base class
-        raise DataError(
-            f"datasets.path: {entry.path!r} was interpreted as a Hub id and could not be "
-            f"{'opened' if streaming else 'loaded'}: {cause(error)} "
-            "(name, split, revision and data_files of the entry are passed to load_dataset unchanged)."
-        ) from error
 
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
@@ -280,26 +272,18 @@ def is_url(path: str) -> bool:
 
 
 def read_remote(entry: Any) -> Dataset:
-    """The rows of the files at the URL `path`, or of `data_files` below it.
-
-    Raises DataError that names the URL, and the package to install if its kind of storage needs one.
-    """
+    """The rows of the files at the URL `path`, or of `data_files` below it."""
     parts = {}
     for split, urls in _files(entry).items():
-        builder = _builder(urls, entry)
-        kind = entry.ds_type or _kind(urls[0])
-        try:
+        builder, kind = _builder(urls, entry), entry.ds_type or _kind(urls[0])
+        with doing(f"reading datasets.path: {', '.join(urls)}"):
             if kind == "json":
-                version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # that of the files is in its name
+                version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # has the version of the files
                 parts[split] = read_json({DEFAULT_SPLIT: urls}, version, DEFAULT_SPLIT)
                 continue
             builder.download_and_prepare()
             parts[split] = builder.as_dataset(split="train")
             parts[split] = typed(parts[split]) if kind == "csv" else parts[split]
-        except DataError as error:
-            raise DataError(f"{', '.join(urls)}: {error}") from error
-        except Exception as error:  # of the package of the storage, or of the parser
-            raise _unreadable(urls, error) from error
     return take_split(parts, entry.split, entry.path)
 
 
@@ -317,8 +301,8 @@ def _files(entry: Any) -> dict[str, list[str]]:
 def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
     kind = entry.ds_type or _kind(urls[0])
     names = [PurePosixPath(url.partition("?")[0]) for url in urls]
-    try:
-        header = None
+    header = None
+    with doing(f"reading datasets.path: {', '.join(urls)}"):
         if kind == "csv":
             starts = {}
             for each in fsspec.open_files(urls, "rb", compression="infer"):
@@ -326,19 +310,6 @@ def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
                     starts[each.full_name] = first_rows(PurePosixPath(each.path.partition("?")[0]), file)
             header = check_starts(starts)
         return load_dataset_builder(kind, data_files=urls, **reader_options(kind, names, header))
-    except DataError:
-        raise
-    except ImportError as error:  # its message says which package to install
-        raise DataError(f"datasets.path: {', '.join(urls)} needs another package: {cause(error)}.") from error
-    except Exception as error:  # of the package of the storage
-        raise _unreadable(urls, error) from error
-
-
-def _unreadable(urls: list[str], error: Exception) -> DataError:
-    return DataError(
-        f"datasets.path: {', '.join(urls)} cannot be read ({cause(error)}). Check the URL, the network, and the "
-        "credentials in the environment."
-    )
 
 
 def _kind(url: str) -> str:
@@ -402,6 +373,6 @@ def content_digest(entry: Any) -> str | None:
         if files is None or sum(path.stat().st_size for _, path in files) > LARGEST_HASHED:
             return None
         found = [file_fingerprint(path) for _, path in files]
-    except (DataError, OSError):
+    except Exception:  # reported when it is read
         return None
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()

@@ -26,7 +26,6 @@ from transformers import PreTrainedTokenizerBase
 from ebft.data.apply import tokeniser
 from ebft.data.file_formats import (
     exact_files,
-    explain,
     files_by_split,
     kinds_of,
     reader_options,
@@ -46,10 +45,9 @@ from ebft.data.sources import (
     remote_builders,
     saved_parts,
     saved_to_disk,
-    source_files,
 )
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause
+from ebft.errors import DataError, EBFTError, cause, doing
 
 State = dict[str, Any]  # of JSON values
 
@@ -71,16 +69,10 @@ class Block(NamedTuple):
 
 
 class Source:
-    """The rows of one dataset entry, in order; `name` is its name in messages, and `explain` finds what is wrong."""
+    """The rows of one dataset entry, in order; `name` is its name in messages."""
 
-    def __init__(
-        self,
-        name: str,
-        rows: IterableDataset,
-        skip: int = 0,
-        explain: Callable[[Exception], str | None] = lambda error: None,
-    ) -> None:
-        self.name, self._skip, self._explain = name, skip, explain
+    def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
+        self.name, self._skip = name, skip
         self._rows = rows.skip(skip) if skip else rows
         self._beginning = copy.deepcopy(self._rows.state_dict())
         self.begin()
@@ -114,8 +106,7 @@ class Source:
             raise
         except Exception as error:  # builders, parsers and networks raise many types of errors
             raise DataError(
-                self._explain(error)
-                or f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
+                f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
             ) from error
         if row is None and not self._read:
             raise DataError(f"{self.name}: there are no rows{f' after skip: {self._skip}' if self._skip else ''}.")
@@ -237,18 +228,6 @@ def open_source(entry: Any) -> IterableDataset:
     return _open_all(files, entry)
 
 
-def problem(entry: Any, error: Exception) -> str | None:
-    """What is wrong with the files of an entry in which an error occurred, with the line if there is one."""
-    files = source_files(entry)
-    if not files:
-        return None
-    path = Path(entry.path)
-    if path.is_dir() and saved_to_disk(path):
-        return None
-    kinds = kinds_of([path for _, path in files], entry.ds_type, entry.path)
-    return explain(kinds[0][1], [path for path, _ in kinds], error)
-
-
 def _one(parts: dict[str, Any], entry: Any) -> Any:
     """The split of the entry."""
     if entry.split not in parts:
@@ -281,10 +260,8 @@ def _open_all(files: list[tuple[Path, str]], entry: Any) -> IterableDataset:
         for path in paths:
             next(json_rows(path))  # raises for a file that does not begin with a row
         return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
-    try:
+    with doing(f"reading {entry.path}"):
         return load_dataset(found[0], data_files=files, split="train", streaming=True, **options)
-    except Exception as error:  # builders raise the errors of their parsers
-        raise DataError(f"{entry.path}: cannot be read ({cause(error)}).") from error
 
 
 SKIPPED: dict[str, Any] = {}  # takes the place of a row that an earlier run has trained on
@@ -429,10 +406,7 @@ def order_of(config: StreamSettings) -> dict[str, Any]:
 
 
 def _sources(entries: list[Any]) -> list[Source]:
-    return [
-        Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip, partial(problem, entry))
-        for entry in entries
-    ]
+    return [Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
 
 
 def _tokens(functions: list[Any], document: Document) -> list[int]:

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 import signal
-import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PREFIX, _LOCK = "ebft-rows-", "lock"
 _locks: list[FileLock] = []  # held until the end of the process
 _is_forking = False
-_forking = threading.local()  # mask: the signals that the thread blocked before it forked
 
 
 def map_rows(rows: Dataset, function: Callable[..., Any], name: str = "datasets", **options: Any) -> Dataset:
@@ -153,22 +151,11 @@ def _reasons(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__context__
 
 
-def _before_fork() -> None:
-    if _is_forking:  # a signal that arrives before the new process has its own handlers waits until it has
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
-
-
 def _after_fork_in_child() -> None:
-    if "mask" in _forking.__dict__:
+    if _is_forking:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _after_fork()
-
-
-def _after_fork() -> None:
-    if "mask" in _forking.__dict__:
-        signal.pthread_sigmask(signal.SIG_SETMASK, _forking.__dict__.pop("mask"))
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child, after_in_parent=_after_fork)
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -27,7 +27,6 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
 from ebft.errors import DataError
-from ebft.machine import memory_bytes
 
 Spans = list[tuple[int, int]]  # character ranges
 
@@ -217,7 +216,6 @@ def _past_space(text: str, position: int) -> int:
 LONGEST = 2**18  # characters that are tokenised at once, if possible
 _CONTEXT = 4096  # characters of the zone in which windows are joined, and of the context on either side of it
 _EQUAL = 24  # tokens on either side of the place at which windows are joined that have to be equal
-_BYTES = 130  # at least, of memory per character that is tokenised at once; measured: 130 to 200
 _MARKS = " \n\t.,;:\"'()[]{}<>=/+*-|。，、！？；：「」（）…"  # characters that may end a word
 _LINES = ("word", "字。", "!?", "का")  # ends of lines
 _places: WeakKeyDictionary[object, re.Pattern[str] | None] = WeakKeyDictionary()
@@ -244,7 +242,6 @@ class _Window:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, start: int, stop: int) -> None:
         self.start, self.stop = start, min(stop, len(text))
-        _check_memory(self.stop - start)
         found = tokenizer(text[start : self.stop], add_special_tokens=False, verbose=False)
         self.ids: list[int] = found["input_ids"]
         self._encoding = found.encodings[0] if found.encodings else None
@@ -337,14 +334,3 @@ def _splits_at(mark: str, tokenizer: Any, word: str = "word") -> bool:
     last = word[-1]  # a normaliser may put spaces into the word
     is_split = len(pieces) > 1 and all(text[start:end].count(last) <= 1 for _, (start, end) in pieces)
     return is_split and text.count(last) == 4
-
-
-def _check_memory(characters: int) -> None:
-    """Raise DataError if tokenising so many characters at once needs more memory than there is."""
-    memory = memory_bytes()
-    if memory is not None and characters * _BYTES > memory:
-        raise DataError(
-            f"{characters:,} characters have to be tokenised at once, since there are no words at whose ends this "
-            f"tokenizer allows to split them. This needs more than {characters * _BYTES / 2**30:,.0f} GiB of memory; "
-            f"this machine has {memory / 2**30:,.0f} GiB. Split the row into several, or remove it."
-        )

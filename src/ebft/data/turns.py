@@ -2,7 +2,7 @@
 
 Turns end where the rendering of the messages up to them ends. A template may render a message differently if other
 messages follow it: it omits the thinking of earlier turns, or writes another end after the last one. The rendering of
-the first messages is then not the start of that of all, and a training template of TRL renders another text. There, a
+the first messages is then not the start of the whole one, and a training template of TRL renders another text. There, a
 message is found by changing its text: the rendering is the same before and after it.
 """
 
@@ -41,46 +41,54 @@ class Places:
 
     def turns(self, indices: list[int]) -> list[Place]:
         """The turns `indices`, in order. Raises DataError if one starts before the end of an earlier one."""
-        places, done = self._by_prefixes(indices) or [self.of(index) for index in indices], 0
+        places, done = [self._known(index) for index in indices], 0
         for index, place in zip(indices, places, strict=True):
             if place.start < done:
-                raise DataError(
-                    f"chat template {self.template} renders message {index} before the end of an earlier one, so turns "
-                    "cannot be separated. Use another chat_template."
-                )
+                raise self._refused(f"renders message {index} before the end of an earlier one")
             done = place.stop
         return places
 
-    def _by_prefixes(self, indices: list[int]) -> list[Place] | None:
-        """The turns, if the renderings of the first messages are the starts of that of all, else None."""
-        places, end = [], self.render.end_of_turn
-        for index in indices:
-            is_reply = self.messages[index]["role"] == "assistant" and index > 0
-            try:
-                asked = self.render(self.messages[:index], add_generation_prompt=is_reply) if index else ""
-                answered = self.render(self.messages[: index + 1])
-            except DataError:  # such as of a template that refuses a system message alone
-                return None
-            if not (self.text.startswith(answered) and answered.startswith(asked)):
-                return None
-            start, stop = len(asked), len(answered)
-            if not is_reply:
-                start = self.of(index).start
-                start += len(self.text[start:stop]) - len(self.text[start:stop].lstrip())
-            if end and self.text[start:stop].endswith(end):
-                places.append(Place(start, stop - len(end), stop))
-            else:
-                places.append(Place(start, min(stop, max(start, self.of(index).ends)), stop))
-        return places
+    def _known(self, index: int) -> Place:
+        """The turn `index`. Between the same texts, a turn of the same roles has the same place around its content.
+
+        So the time of a chat of plain texts is linear in its turns: each other way renders the chat up to the turn.
+        """
+        around = [self._contents.get(number) for number in (index - 1, index, index + 1)]
+        is_last = index + 1 == len(self.messages)
+        if None in around[:2] or (around[2] is None and not is_last):
+            return self._by_prefix(index) or self.of(index)
+        (_, before), (start, stop), (after, _) = *around[:2], around[2] or (len(self.text), 0)
+        roles = (message["role"] for message in self.messages[index - 1 : index + 2])
+        key = (*roles, self.text[before:start], self.text[stop:after])
+        if key not in self.render.places:
+            found = self._by_prefix(index) or self.of(index)
+            self.render.places[key] = (found.start - start, found.ends - stop, found.stop - stop)
+        first, ends, last = self.render.places[key]
+        return Place(start + first, stop + ends, stop + last)
+
+    def _by_prefix(self, index: int) -> Place | None:
+        """The turn `index`, if the renderings up to it are the starts of the whole one, else None."""
+        is_reply, end = self.messages[index]["role"] == "assistant" and index > 0, self.render.end_of_turn
+        try:
+            asked = self.render(self.messages[:index], add_generation_prompt=is_reply) if index else ""
+            answered = self.render(self.messages[: index + 1])
+        except DataError:  # such as of a template that refuses a system message alone
+            return None
+        if not (self.text.startswith(answered) and answered.startswith(asked)):
+            return None
+        start, stop = len(asked), len(answered)
+        if not is_reply:
+            start = self.of(index).start
+            start += len(self.text[start:stop]) - len(self.text[start:stop].lstrip())
+        if end and self.text[start:stop].endswith(end):
+            return Place(start, stop - len(end), stop)
+        return Place(start, min(stop, max(start, self.of(index).ends)), stop)
 
     def of(self, index: int) -> Place:
         """The turn `index`: a reply from the end of its header, another turn from its content, with what ends it."""
         content, calls = self._content(index), self.messages[index].get("tool_calls")
         if content is None:
-            raise DataError(
-                f"chat template {self.template} omits the {'tool calls' if calls else 'content'} of "
-                f"{self._named(index)}, so it cannot be trained on. Use another chat_template."
-            )
+            raise self._refused(f"omits the {'tool calls' if calls else 'content'} of {self._named(index)}")
         is_reply = self.messages[index]["role"] == "assistant" and index > 0
         start = self._reply_start(index, content[0]) if is_reply else content[0]
         stop, end = self._stop(index, content[1]), self.render.end_of_turn
@@ -98,28 +106,21 @@ class Places:
         done, done_asked = self._last_content_end(index, asked, before)
         header, header_asked = self.text[done:content], asked[done_asked:]
         if content < done:
-            raise DataError(
-                f"chat template {self.template} renders earlier messages differently depending on the content of "
-                f"{self._named(index)}, so the prompt cannot be separated from the reply. Use another chat_template."
-            )
-        if header.startswith(header_asked):
-            return done + len(header_asked)
-        if header_asked.startswith(header):  # such as the opening tag of a thinking block
-            # White space that goes on in one of the two is another token there.
-            goes_on = header_asked[len(header) :][:1].isspace() and not self.text[content:].startswith("\n")
-            return done + len(header.rstrip() if goes_on else header)
-        common = re.sub(r"[<|/\w]+$", "", commonprefix([header, header_asked]))
-        if header[len(common) :][:1].isspace() or header_asked[len(common) :][:1].isspace():
-            common = common.rstrip()
+            raise self._refused(f"renders earlier messages depending on the content of {self._named(index)}")
+        common = commonprefix([header, header_asked])
         rest, rest_asked = header[len(common) :], header_asked[len(common) :]
-        # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
-        differs = self.special.search(rest) or self.special.search(rest_asked)
-        if common.strip() and (not differs or _only_opens_thinking(header_asked, rest_asked)):
-            return done + len(common)
-        raise DataError(
-            f"chat template {self.template} writes another text before {self._named(index)} than before a new reply, "
-            "so the prompt cannot be separated from the reply. Use another chat_template."
-        )
+        if rest and rest_asked:
+            common = re.sub(r"[<|/\w]+$", "", common)
+            # Such as a block that the generation prompt opens and the reply closes; its tags can be special tokens.
+            differs = any(self.special.search(text[len(common.rstrip()) :]) for text in (header, header_asked))
+            opens = _only_opens_thinking(header_asked, header_asked[len(common.rstrip()) :])
+            if not common.strip() or (differs and not opens):
+                raise self._refused(f"writes another text before {self._named(index)} than before a new reply")
+        # White space that goes on in one of the two is another token there.
+        goes_on = any(text[len(common) :][:1].isspace() for text in (header, header_asked))
+        if rest_asked and goes_on and (rest or not self.text[content:].startswith("\n")):
+            common = common.rstrip()
+        return done + len(common)
 
     def _last_content_end(self, index: int, asked: str, before: list[Message]) -> tuple[int, int]:
         """Ends of the last message before `index` that is rendered, in the chat and in the prompt `asked`."""
@@ -152,12 +153,7 @@ class Places:
             return content + len(last) - found[1]
         token = self.special.search(gap) if calls else self.special.match(gap, len(gap) - len(gap.lstrip()))
         if token is None:
-            role = self.messages[index]["role"]
-            advice = "Use" if role == "assistant" else f"Remove {role} from roles_to_train, or use"
-            raise DataError(
-                f"chat template {self.template} ends {self._named(index)} differently than the last turn and without a "
-                f"special token, so the end of the turn cannot be found. {advice} another chat_template."
-            )
+            raise self._refused(f"ends {self._named(index)} differently than the last turn and without a special token")
         return content + token.end() + len(gap[token.end() :]) - len(gap[token.end() :].lstrip())
 
     def _content(self, index: int) -> tuple[int, int] | None:
@@ -199,6 +195,12 @@ class Places:
             found[index] = (at, at + len(text))
             at += len(text) + len(following)
         return found if at == len(self.text) else {}
+
+    def _refused(self, problem: str) -> DataError:
+        return DataError(
+            f"chat template {self.template} {problem}, so turns cannot be separated. Use another chat_template, or "
+            "leave a role that is not assistant out of roles_to_train."
+        )
 
     def _named(self, index: int) -> str:
         return f"message {index} ({self.messages[index]['role']})"

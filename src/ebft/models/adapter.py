@@ -33,6 +33,7 @@ from ebft.models.adapter_targets import (
     target_parameters,
 )
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
+from ebft.models.files import refuse_pointers
 from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
@@ -142,6 +143,7 @@ UNMATCHED_RANK = r"The following (rank|alpha)_pattern keys did not match any tar
 
 def read_adapter_config(folder: Path) -> PeftConfig:
     """The settings of the adapter in `folder`."""
+    refuse_pointers(folder)
     with doing(f"reading {folder / ADAPTER_CONFIG}"):
         return PeftConfig.from_pretrained(str(folder))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ebft.catalog import lasting_name
 from ebft.errors import ModelError
-from ebft.files import ADAPTER_CONFIG, exists, json_object
+from ebft.files import ADAPTER_CONFIG, exists, is_pointer, json_object
 
 SCORE, STEPS = "ForSequenceClassification", "ForTokenClassification"  # endings of class names
 TASKS = {"ForCausalLM": "CAUSAL_LM", SCORE: "SEQ_CLS", STEPS: "TOKEN_CLS"}  # of adapters, by class names
@@ -55,6 +55,15 @@ def _values(path: Path) -> dict[str, Any]:
         return json_object(path)
     except (OSError, ValueError):
         return {}
+
+
+def refuse_pointers(folder: Path) -> None:
+    """Raise ModelError for a folder with a file that Git LFS has not downloaded."""
+    found = next((path for path in sorted(folder.glob("*")) if is_pointer(path)), None)
+    if found is not None:
+        raise ModelError(
+            f"{found} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs pull` in its folder."
+        )
 
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers

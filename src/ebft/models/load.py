@@ -262,7 +262,7 @@ def usable_attention(wanted: str | None) -> str | None:
     package = "the package kernels" if is_on_hub else "its package"
     lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
     warnings.warn(
-        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used instead.", stacklevel=2
+        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.", stacklevel=2
     )
     return None
 

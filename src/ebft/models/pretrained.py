@@ -29,6 +29,7 @@ from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing, shortened
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
+from ebft.models.files import refuse_pointers
 from ebft.models.weights import (
     load_complete,
     load_gguf_config,
@@ -50,6 +51,11 @@ def find_model(name: str, key: str) -> str:
             f"{key}: {name} contains {files[0].name} but no config.json, so it is a GGUF model. In a config, add "
             f"gguf_file: {files[0].name}; elsewhere, give the path of the file"
         )
+    if Path(found).is_file() and not is_gguf(found):
+        raise ModelError(f"{key}: {found} is a file. Set {key} to the folder of a model, or to its name on the Hub.")
+    if Path(found).is_dir() and key.startswith("base_model") and not exists(Path(found, "config.json")):
+        raise ModelError(f"{key}: {found} is not the folder of a model: it has no config.json.")
+    refuse_pointers(Path(found))
     return found
 
 

@@ -35,6 +35,8 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer = pretrained_tokenizer(
             name, revision=config.revision_of_model, trust_remote_code=config.trust_remote_code
         )
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # as transformers makes it without files
+        raise ModelError(f"{key}: {name} has no tokenizer. Copy its files to the folder, or set tokenizer_config.")
     if config.added_tokens_overrides:
         tokenizer = with_overrides(tokenizer, config.added_tokens_overrides)
     special = config.special_tokens.model_dump(exclude_none=True)

@@ -7,13 +7,13 @@ its environment scores it.
 from __future__ import annotations
 
 import json
-import sys
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ebft.errors import ConfigError, RolloutError
+from ebft.errors import ConfigError, RolloutError, doing
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 from ebft.structured.generation import REWARD
@@ -113,12 +113,10 @@ def reward_in(answer: Any, server: Server, path: str) -> float | None:
 
     Raises RolloutError if the response has no finite number as its reward.
     """
-    if isinstance(answer, Failure):
-        return None
-    if isinstance(answer, dict) and answer.get("mask_sample") is True:
+    if isinstance(answer, Failure) or (isinstance(answer, dict) and answer.get("mask_sample") is True):
         return None
     reward = answer.get("reward") if isinstance(answer, dict) else None
-    if not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise RolloutError(
             f"The response of {server.name} at {server.url}{path} has no finite number as `reward`: "
             f"{json.dumps(answer)[:300]}. Is it a server of NeMo Gym?"
@@ -246,22 +244,19 @@ def model_calls(answer: dict[str, Any], agent: Server) -> list[Call]:
 
     An item of the output has the token ids of the call that ended with it. Raises RolloutError if a reply has none.
     """
-    where = f"The response of the agent {agent.name} at {agent.url}{_PATH}"
-    response = answer.get("response")
-    output = response.get("output") if isinstance(response, dict) else None
-    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
-        raise RolloutError(f"{where} has no list response.output: {json.dumps(answer)[:300]}.")
-    calls, pending = [], False
-    for item in output:
-        given = [name for name in _FIELDS if item.get(name) is not None]
-        if given:
-            calls.append(_call(item, given, where))
-            pending = False
-        elif item.get("type") == "function_call_output":
-            if pending:
-                raise RolloutError(f"{where} has a reply without {_FIELDS[1]}. {_ADVICE}.")
-        elif _is_reply(item):
-            pending = True  # the item that ends the same call has the token ids
+    where, calls, pending = f"The response of the agent {agent.name} at {agent.url}{_PATH}", [], False
+    with doing(f"reading the response of the agent {agent.name} at {agent.url}{_PATH}"):
+        for item in answer["response"]["output"]:
+            if any(item.get(name) is not None for name in _FIELDS):
+                prompt_ids, ids, logps = (item[name] for name in _FIELDS)
+                if len(logps) != len(ids):
+                    raise RolloutError(f"{where} has {len(logps)} log-probabilities for {len(ids)} sampled tokens.")
+                calls.append(Call(prompt_ids, ids, [float(x) for x in logps]))
+                pending = False
+            elif item.get("type") != "function_call_output":
+                pending |= _is_reply(item)  # the item that ends the same call has the token ids
+            elif pending:
+                break
     if pending:
         raise RolloutError(f"{where} has a reply without {_FIELDS[1]}. {_ADVICE}.")
     return [call for call in calls if call.ids]
@@ -271,28 +266,10 @@ def _is_reply(item: dict[str, Any]) -> bool:
     """Whether the policy sampled an item that is not empty. Without room for a reply, NeMo Gym returns an empty one."""
     if item.get("type") in ("function_call", "reasoning"):
         return True
-    if item.get("role") != "assistant":
-        return False
-    content = item.get("content")
+    content = item.get("content") if item.get("role") == "assistant" else None
     if not isinstance(content, list):
         return bool(content)
     return any(part.get("text") if isinstance(part, dict) else part for part in content)
-
-
-def _call(item: dict[str, Any], given: list[str], where: str) -> Call:
-    missing = [name for name in _FIELDS if name not in given]
-    if missing:
-        raise RolloutError(f"{where} has {', '.join(given)} without {', '.join(missing)}. {_ADVICE}.")
-    prompt_ids, ids, logps = (item[name] for name in _FIELDS)
-    if not all(
-        isinstance(x, list) and all(type(value) is int and value >= 0 for value in x) for x in (prompt_ids, ids)
-    ):
-        raise RolloutError(f"{where} has token ids that are not lists of integers.")
-    if not isinstance(logps, list) or len(logps) != len(ids) or not all(isinstance(x, int | float) for x in logps):
-        raise RolloutError(f"{where} does not have one log-probability for each of its {len(ids)} sampled tokens.")
-    if not prompt_ids:
-        raise RolloutError(f"{where} has a call of the model with an empty prompt.")
-    return Call(prompt_ids, ids, [float(x) for x in logps])
 
 
 def joined(calls: list[Call]) -> list[Rollout]:

@@ -74,10 +74,9 @@ def difference_and_tolerance(
     Raises ModelError if it is not finite.
     """
     # Whether matrix products have less precision than float32.
-    device = causal_lm.device.type
-    autocast = torch.is_autocast_enabled(device)
+    autocast = torch.is_autocast_enabled(causal_lm.device.type)
     # `allow_tf32` cannot be read once `fp32_precision` was set, as transformers does.
-    tf32 = device != "cpu" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    tf32 = causal_lm.device.type != "cpu" and torch.backends.cuda.matmul.fp32_precision == "tf32"
     is_half = causal_lm.dtype in (torch.bfloat16, torch.float16) or autocast
     rough = is_half or getattr(causal_lm, "is_quantized", False) or tf32
     difference = (differences.median() if rough else differences.max()).item()

@@ -6,14 +6,14 @@ import inspect
 import math
 import numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from itertools import islice
 from typing import Any
 
-from ebft.config.user_code import user_code, what_happened
-from ebft.errors import EBFTError, RewardError
+from ebft.config.user_code import user_code
+from ebft.errors import RewardError
 
 _ATOMS = (int, float, str, bool)
 _SHOWN = 80  # characters of a prompt in messages
@@ -33,19 +33,27 @@ def _checked(function: Any) -> Any:
         return function
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
-        async def call_later(**given: Any) -> list[float | None]:
+        async def call(**given: Any) -> list[float | None]:
             prompts = list(given["prompts"])
-            with user_code(_what(function), RewardError):
+            with user_code(f"The reward function {name_of(function)}", RewardError):
                 return rewards_of(function, await function(**_own(given)), prompts)
 
-        return _named(call_later, function)
+    else:
 
-    def call(**given: Any) -> list[float | None]:
-        prompts = list(given["prompts"])
-        with user_code(_what(function), RewardError):
-            return rewards_of(function, function(**_own(given)), prompts)
+        def call(**given: Any) -> list[float | None]:
+            return call_function(function, _own(given))
 
-    return _named(call, function)
+    update_wrapper(call, function)
+    if not hasattr(function, "__name__"):  # the name for logs, which callable objects may lack
+        call.__name__ = getattr(getattr(function, "func", None), "__name__", type(function).__name__)
+    return call
+
+
+def call_function(function: Callable, given: dict[str, Any]) -> list[float | None]:
+    """Call the function and return its rewards. Raises RewardError if it fails or they cannot be used."""
+    prompts = list(given["prompts"])
+    with user_code(f"The reward function {name_of(function)}", RewardError, passes=RewardError):
+        return rewards_of(function, function(**given), prompts)
 
 
 def _own(value: Any) -> Any:
@@ -62,10 +70,6 @@ def _own(value: Any) -> Any:
     return [_own(each) for each in value]
 
 
-def _what(function: Any) -> str:
-    return f"The reward function {name_of(function)}"
-
-
 def _is_model(function: Any) -> bool:
     """Whether this is a reward model, or a reward of this package, which trainers recognise by its class."""
     from torch import nn  # not imported in worker processes
@@ -73,27 +77,6 @@ def _is_model(function: Any) -> bool:
     return isinstance(function, nn.Module) or any(
         of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__
     )
-
-
-def _named(call: Callable, function: Any) -> Callable:
-    """`call` under the name that logs have for the function; callable objects may have none."""
-    update_wrapper(call, function)
-    if not hasattr(function, "__name__"):
-        call.__name__ = getattr(getattr(function, "func", None), "__name__", type(function).__name__)
-    return call
-
-
-def outcome(function: Callable, columns: dict[str, list]) -> tuple[list[float | None], EBFTError | None]:
-    """Call the function in a process of its own: its rewards and None, or nothing and the error to raise."""
-    prompts = list(columns["prompts"])
-    try:
-        with user_code(_what(function), RewardError):
-            return rewards_of(function, function(**columns), prompts), None
-    except EBFTError as error:
-        if type(error).__module__.partition(".")[0] == "ebft" and all(isinstance(each, str) for each in error.args):
-            return [], error
-        # A class of the user's, which may not survive the way back
-        return [], RewardError(f"{_what(function)} failed: {what_happened(error)}.")
 
 
 def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:
@@ -109,10 +92,9 @@ def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | No
             f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
             "for no reward, per completion, in their order."
         )
-    count = len(found) if isinstance(found, Sized) else None
     found = list(islice(found, len(prompts) + 1))  # a generator may have no end
     if len(found) != len(prompts):
-        count = f"more than {len(prompts)}" if count is None and len(found) > len(prompts) else count or len(found)
+        count = f"more than {len(prompts)}" if len(found) > len(prompts) else len(found)
         raise RewardError(
             f"The reward function {name} returned {count} rewards for {len(prompts)} completions. It must return one "
             "per completion, or None for no reward."
@@ -149,7 +131,7 @@ def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int])
 
     Models, callable objects and coroutine functions are returned unchanged.
     """
-    return _each(partial(_in_chunks, groups=groups, group_size=group_size), reward_funcs)
+    return _each(lambda function: _in_chunks(function, groups, group_size), reward_funcs)
 
 
 def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any:

@@ -1,4 +1,4 @@
-"""Processes that call functions; one that crashes or exceeds the time limit is replaced.
+"""Worker processes that call reward functions; one that crashes or exceeds the time limit is replaced.
 
 Each process imports this module and what its functions need. Nothing here imports PyTorch, which would take every
 process seconds and half a gigabyte.
@@ -6,7 +6,6 @@ process seconds and half a gigabyte.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 import multiprocessing
@@ -15,210 +14,91 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import update_wrapper
-from multiprocessing.connection import Connection, wait
-from multiprocessing.util import Finalize
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from functools import partial, update_wrapper
+from multiprocessing.context import SpawnContext, SpawnProcess
+from queue import SimpleQueue
 from typing import Any
 
 from ebft.errors import ConfigError, RewardError
-from ebft.reward_functions.calls import name_of, outcome, split
+from ebft.reward_functions.calls import call_function, name_of, split
 
 NAME = "ebft reward function"  # of the processes
-_SPAWN = multiprocessing.get_context("spawn")  # forked copies of a process that has threads can deadlock
-_GRACE = 3.0  # seconds in which a process has to end before it is killed
-_POLL = 1.0  # seconds; the end of a process is not reported if children of it keep its connection open
+_DEATHS = 8  # calls after which a function whose process always ended is an error
+_GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
+Rewards = list[float | None]
+RewardFunction = Callable[..., Rewards]
 
 
-@dataclass(frozen=True)
-class Expired:
-    """Takes the place of a result: the process ended with `exit_code`, or at the time limit if that is None.
+class Ended(Exception):
+    """The process of a call ended. `was_called`: False if it could not import the function."""
 
-    was_called: False if it ended before it called the function, for example because it could not import it.
+    def __init__(self, exit_code: int | None, was_called: bool) -> None:
+        self.exit_code, self.was_called = exit_code, was_called
+
+
+class _Worker(SpawnContext):
+    """A process that calls functions in its main thread, one at a time; programs that they start end with it.
+
+    It is spawned, since forked copies of a process that has threads can deadlock, and is replaced when it has ended.
     """
 
-    exit_code: int | None
-    was_called: bool = True
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._process: SpawnProcess | None = None
 
+    def Process(self, **options: Any) -> SpawnProcess:
+        """Return the process of the pool, which calls this."""
+        self._process = SpawnProcess(name=NAME, **options)
+        return self._process
 
-class Processes:
-    """`count` processes, started when they are needed. Each calls functions in its main thread, one at a time.
-
-    Programs that a function has started end with its process. `timeout` is the time limit of a call in seconds, or
-    None. It does not include imports.
-    """
-
-    def __init__(self, count: int, timeout: float | None) -> None:
-        self._all = [_Process(timeout) for _ in range(count)]
-        self._lock = threading.Lock()
-        # Priorities of 0 and above run before the interpreter waits for its processes.
-        self.close = Finalize(self, _close, args=(self._all,), exitpriority=0)
-
-    def map(self, function: Callable[..., Any], calls: list[tuple]) -> list[Any]:
-        """The results of `function(*arguments)` in the order of `calls`, with Expired for those that have none.
-
-        The function must not raise: an exception ends its process. Raises RuntimeError after `close`.
-        """
-        results: list[Any] = [None] * len(calls)
-        waiting, busy = deque(enumerate(calls)), dict[_Process, int]()
-        with self._lock:
-            idle = list(self._all)
-            try:
-                while waiting or busy:
-                    while waiting and idle:
-                        index, arguments = waiting.popleft()
-                        busy[idle[-1]] = index
-                        idle.pop().call(function, arguments)
-                    _wait(busy)
-                    for process in list(busy):
-                        if outcome := process.outcome():
-                            results[busy.pop(process)] = outcome[0]
-                            idle.append(process)
-            finally:
-                _stop(busy)  # after an error: nobody takes their results
-        return results
-
-
-class _Process:
-    """A process and the connection to it.
-
-    The process sends None when it waits for a call, None again when it has imported what the call needs, and then a
-    tuple with the result.
-    """
-
-    def __init__(self, timeout: float | None) -> None:
-        self._timeout = math.inf if timeout is None else timeout
-        self._process: Any = None
-        self._unsent: bytes | None = None
-        self._was_called = False
-        self._has_call = False  # still true after an interruption, when a result may come that nobody waits for
-        self.is_closed = False
-        self.connection: Connection
-        self.deadline = math.inf
-
-    def call(self, function: Callable[..., Any], arguments: tuple) -> None:
-        self._unsent = pickle.dumps((function, arguments))
-        if self._has_call:
-            self.stop()
+    def call(self, timeout: float | None, function: RewardFunction, columns: dict[str, list]) -> Rewards:
+        """Return the rewards. Raises TimeoutError after `timeout` seconds, without imports, and Ended after a crash."""
         if self._process is None or not self._process.is_alive():
-            self._start()
-        self._has_call, self._was_called, self.deadline = True, False, math.inf
-
-    def outcome(self) -> tuple[Any] | None:
-        """A tuple with the result or Expired, or None while there is none."""
+            self.stop()
+            self._pool = ProcessPoolExecutor(1, self, initializer=_begin)
+        is_ready = False
         try:
-            while self.connection.poll():
-                if (message := self.connection.recv()) is not None:
-                    self._has_call = False
-                    return message
-                if self._unsent is None:
-                    self._was_called, self.deadline = True, time.monotonic() + self._timeout
-                else:
-                    call, self._unsent = self._unsent, None
-                    self.connection.send_bytes(call)
-        except (EOFError, OSError):
-            return (Expired(self.stop(_GRACE), self._was_called),)
-        process = self._process
-        if process is None or (not process.is_alive() and not self.connection.poll()):
-            return (Expired(self.stop(), self._was_called),)
-        if time.monotonic() > self.deadline:
-            _stop([self])
-            return (Expired(None),)
-        return None
+            self._pool.submit(name_of, function).result()
+            is_ready = True
+            return self._pool.submit(call_function, function, columns).result(timeout)
+        except TimeoutError:
+            self.stop()
+            raise
+        except BrokenProcessPool:
+            raise Ended(self.stop(), is_ready) from None
 
-    def terminate(self) -> None:
-        if (process := self._process) is not None and not _signal_group(process, signal.SIGTERM):
-            process.terminate()  # it has no group yet
-
-    def stop(self, grace: float = 0.0) -> int | None:
-        """Give the process `grace` seconds to end, kill it if it has not, and return its exit code."""
-        if (process := self._process) is None:
-            return None
-        process.join(grace)
-        if process.is_alive():
+    def stop(self) -> int | None:
+        """Kill the process and the programs that it started, and return its exit code."""
+        process, pool = self._process, self._pool
+        self._process = self._pool = None
+        if process is not None and process.pid is not None:
             process.kill()
+            with suppress(ProcessLookupError, PermissionError):  # no group yet, or on macOS, all of it have ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.join()
-        _signal_group(process, signal.SIGKILL)  # programs that it started
-        self._process, self._has_call = None, False
-        self.connection.close()
-        return process.exitcode
-
-    def _start(self) -> None:
-        if self.is_closed:
-            raise RuntimeError("The processes are closed.")
-        self.stop()
-        self.connection, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(theirs,), name=NAME)
-        try:
-            process.start()
-        finally:
-            theirs.close()  # so that the connection ends with the process
-        self._process = process
+        if pool is not None:
+            pool.shutdown(wait=False)
+        return None if process is None else process.exitcode
 
 
-def _signal_group(process: Any, number: int) -> bool:
-    """Send a signal to a process and to the programs that it started; False if there is no such group."""
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):  # the latter on macOS, if all of them have ended
-        return False
-    return True
-
-
-def _wait(busy: Collection[_Process]) -> None:
-    """Wait until a process has sent something or ended, or the time limit of one is reached."""
-    left = min(process.deadline for process in busy) - time.monotonic()
-    with contextlib.suppress(OSError):  # of a connection that another thread has closed, which outcome() notices
-        wait([process.connection for process in busy], timeout=max(0.0, min(left, _POLL)))
-
-
-def _stop(processes: Collection[_Process]) -> None:
-    for process in processes:
-        process.terminate()
-    end = time.monotonic() + _GRACE
-    for process in processes:
-        process.stop(max(0.0, end - time.monotonic()))
-
-
-def _close(processes: Collection[_Process]) -> None:
-    for process in processes:
-        process.is_closed = True
-    _stop(processes)
-
-
-def _serve(connection: Connection) -> None:
-    """The life of a process, which ends with the one that started it."""
-    # A group of its own, so that programs that it starts can be ended with it. Ctrl-C in a terminal is not sent to it,
+def _begin() -> None:
+    """Begin the life of a process, which ends with the one that started it."""
+    # A separate group, so that programs that it starts can be ended with it. Ctrl-C in a terminal is not sent to it,
     # but schedulers send SIGINT to all processes of a job. The programs do not inherit a handler.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, lambda *_: None)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    own_id = os.getpid()
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            connection.send(None)
-            function, arguments = pickle.loads(connection.recv_bytes())  # imports the module of the function
-            connection.send(None)
-            result = function(*arguments)
-            if os.getpid() != own_id:  # a copy that the function forked
-                os._exit(0)
-            connection.send((result,))
 
 
 def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
-
-
-_DEATHS = 8  # calls after which a function whose process always ended is an error
-_GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
-RewardFunction = Callable[..., list[float | None]]
 
 
 class RewardWorkers:
@@ -232,12 +112,19 @@ class RewardWorkers:
 
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
         self._timeout, self._group_size = timeout, group_size
-        self._processes = Processes(count, timeout)
+        self._workers = [_Worker() for _ in range(count)]
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="ebft-rewards")
         self._has_called = False
         self._warned: set[str] = set()
         self._deaths: Counter[str] = Counter()  # by function, until a call returns
-        self._returned: set[str] = set()
-        self.close = self._processes.close
+
+    def close(self) -> None:
+        """Stop the processes and what they call."""
+        for worker in self._workers:
+            worker.stop()
 
     def parallel(self, function: Any) -> Any:
         """Return a reward function that calls `function` in the processes.
@@ -255,58 +142,68 @@ class RewardWorkers:
                 "at the top level of a module, or set reward_num_workers: 1."
             ) from error
 
-        def call(**given: Any) -> list[float | None]:
+        def call(**given: Any) -> Rewards:
             return self._call(function, given)
 
         return update_wrapper(call, function)
 
-    def _call(self, function: RewardFunction, given: dict[str, Any]) -> list[float | None]:
+    def _call(self, function: RewardFunction, given: dict[str, Any]) -> Rewards:
         """Call the function on all groups. Arguments that are not lists of all completions are not passed on."""
         groups = [columns for columns, _ in split(given, self._group_size())]
-        found = self._processes.map(outcome, [(function, group) for group in groups])
-        again = [i for i, result in enumerate(found) if isinstance(result, Expired) and result.exit_code is not None]
-        for i, result in zip(again, self._processes.map(outcome, [(function, groups[i]) for i in again])):
-            found[i] = result
-        self._has_called = self._has_called or any(not isinstance(each, Expired) or each.was_called for each in found)
-        self._count(function, found)
+        try:
+            found = list(self._threads.map(partial(self._try_twice, function), groups))
+        except BaseException:
+            self.close()  # what still runs has no taker
+            raise
         return [reward for group, result in zip(groups, found) for reward in self._rewards(function, group, result)]
 
-    def _count(self, function: RewardFunction, found: list[Any]) -> None:
-        name, ends = name_of(function), [each for each in found if isinstance(each, Expired)]
-        codes = [end.exit_code for end in ends if end.exit_code is not None and end.was_called]
-        self._deaths[name] += len(codes)
-        if len(ends) < len(found):
-            self._returned.add(name)
-        if codes and name not in self._returned and self._deaths[name] >= _DEATHS:
-            raise RewardError(
-                f"The reward function {name} ended its process in each of its {self._deaths[name]} calls so far (exit "
-                f"code {codes[-1]}; a negative one is a signal), so that it gave no reward. It crashes, or calls "
-                "os._exit() or os.kill(). Call it with known completions in a script of its own."
-            )
+    def _try_twice(self, function: RewardFunction, group: dict[str, list]) -> Rewards | TimeoutError | Ended:
+        """Return the rewards of a group, or why there are none."""
+        worker, name = self._idle.get(), name_of(function)
+        try:
+            for _ in range(2):
+                try:
+                    rewards = worker.call(self._timeout, function, group)
+                    self._has_called, self._deaths[name] = True, -math.inf
+                    return rewards
+                except TimeoutError as error:
+                    self._has_called = True
+                    return error
+                except Ended as error:
+                    ended = error
+                    self._has_called |= error.was_called
+                    self._deaths[name] += error.was_called
+            return ended
+        finally:
+            self._idle.put(worker)
 
-    def _rewards(self, function: RewardFunction, group: dict[str, list], result: Any) -> list[float | None]:
-        size = len(group["prompts"])
-        if not isinstance(result, Expired):
-            rewards, error = result
-            if error is not None:
-                raise error
-            return rewards
-        if result.exit_code is None:
-            return self._without(function, f"took longer than {self._timeout:g} s (reward_timeout)", size)
+    def _rewards(self, function: RewardFunction, group: dict[str, list], result: Any) -> Rewards:
+        size, name = len(group["prompts"]), function.__qualname__
+        if isinstance(result, list):
+            return result
+        if isinstance(result, TimeoutError):
+            return self._without(name, f"took longer than {self._timeout:g} s (reward_timeout)", size)
         if not self._has_called:
             raise ConfigError(
-                f"reward_num_workers: the processes for {function.__qualname__} end with exit code {result.exit_code} "
-                f"before they can call it, since each has to import it from {function.__module__}; they have printed "
-                f"why. {_GUARD} A function of a notebook, or of code without a file, must be moved to a module."
+                f"reward_num_workers: the processes for {name} end with exit code {result.exit_code} before they can "
+                f"call it, since each has to import it from {function.__module__}; they have printed why. {_GUARD} A "
+                "function of a notebook, or of code without a file, must be moved to a module."
             )
-        return self._without(function, f"ended its process twice (exit code {result.exit_code})", size)
+        deaths = self._deaths[name_of(function)]
+        if deaths >= _DEATHS:
+            raise RewardError(
+                f"The reward function {name_of(function)} ended its process in each of its {deaths} calls so far (exit "
+                f"code {result.exit_code}; a negative one is a signal), so that it gave no reward. Call it with known "
+                "completions in a separate script."
+            )
+        return self._without(name, f"ended its process twice (exit code {result.exit_code})", size)
 
-    def _without(self, function: RewardFunction, reason: str, size: int) -> list[None]:
-        if function.__qualname__ not in self._warned:
-            self._warned.add(function.__qualname__)
+    def _without(self, name: str, reason: str, size: int) -> Rewards:
+        if name not in self._warned:
+            self._warned.add(name)
             warnings.warn(
-                f"{function.__qualname__} {reason} for the completions of a prompt, which get no reward from it. "
-                "This warning is given once.",
+                f"{name} {reason} for the completions of a prompt, which get no reward from it. This warning is given "
+                "once.",
                 stacklevel=2,
             )
         return [None] * size

@@ -242,6 +242,7 @@ class HardwareKeys(PrecisionKeys):
     ddp_find_unused_parameters: bool = Field(
         False, description="Let DDP search for parameters without gradients, as some mixture-of-experts models require."
     )
+    ddp_timeout: int = Field(1800, gt=0, description="Seconds for which processes wait for one with slow rewards.")
     deepspeed: str | dict[str, Any] | None = Field(
         None,
         description="DeepSpeed configuration: zero1, zero2, zero3 or another file of `ebft fetch "

@@ -105,7 +105,7 @@ _SAME_NAME = (
     *("learning_rate", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("gradient_accumulation_steps", "max_steps", "seed", "data_seed", "dataloader_num_workers"),
     *("dataloader_pin_memory", "dataloader_prefetch_factor", "neftune_noise_alpha", "torch_compile_backend"),
-    *("torch_compile_mode", "trackio_space_id", "fp16", "torch_compile"),
+    *("torch_compile_mode", "trackio_space_id", "fp16", "torch_compile", "ddp_timeout"),
     *("output_dir", "save_total_limit", "save_only_model", "load_best_model_at_end", "logging_steps"),
     *("hub_model_id", "hub_strategy", "hub_private_repo"),
 )

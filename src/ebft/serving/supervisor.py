@@ -21,9 +21,6 @@ SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # options of Linux's prctl
 
 def main(arguments: list[str]) -> int:
     """Run the command after `--`; returns its exit code, or 128 plus the number of the signal that terminated it."""
-    if len(arguments) < 2 or arguments[0] != "--":
-        print("Usage: python -m ebft.serving.supervisor -- COMMAND... (exits at end of input)", file=sys.stderr)
-        return 2
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: asked.append(received))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
@@ -23,7 +22,7 @@ from ebft.config.options import (
 )
 from ebft.config.rules import validate_options
 from ebft.config.section import with_prefix
-from ebft.config.trl import RolloutOptions, SamplingKeys
+from ebft.config.trl import RolloutOptions
 from ebft.errors import ConfigError
 from ebft.transformers_internals import rename_checkpointing
 
@@ -58,12 +57,6 @@ _NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores",
 STOPS = "stop_token_ids"  # the key of generation_kwargs that all backends support
 
 
-def check_own_kwargs(given: dict[str, Any]) -> None:
-    """Raise ConfigError for keys of generation_kwargs that have a separate option or are set by the trainer."""
-    for key in given.keys() & _OWN_KWARGS.keys():
-        raise ConfigError(f"generation_kwargs: {key} cannot be set here. {_OWN_KWARGS[key]}")
-
-
 def generate_kwargs() -> set[str]:
     """Return the keys of generation_kwargs that are supported with `generate()`."""
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
@@ -71,7 +64,8 @@ def generate_kwargs() -> set[str]:
 
 def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
     """Raise ConfigError for keys that would make sampling differ from scoring or would have no effect."""
-    check_own_kwargs(given)
+    for key in given.keys() & _OWN_KWARGS.keys():
+        raise ConfigError(f"generation_kwargs: {key} cannot be set here. {_OWN_KWARGS[key]}")
     known = _VLLM_KWARGS if use_vllm else generate_kwargs()
     for key in given:
         if key != STOPS and key not in known:
@@ -80,27 +74,6 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
                 f"generation_kwargs: {key!r} is not supported with {backend}. Remove it ({STOPS} is supported with all "
                 "backends)."
             )
-    stops = given.get(STOPS, [])
-    if not isinstance(stops, list) or any(type(stop) is not int for stop in stops):
-        raise ConfigError(f"generation_kwargs: {STOPS} must be a list of token ids, got {stops!r:.60}.")
-
-
-_SAMPLING = ("max_completion_length", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def _check_sampling(args: GRPOConfig) -> None:
-    """Raise ConfigError for values of TRL's sampling arguments out of the bounds that configs have."""
-    for name in _SAMPLING:
-        value, key = getattr(args, name), SamplingKeys.model_fields[name]
-        if value is None and name in ("top_k", "min_p"):
-            continue
-        try:
-            key_type = Annotated[key.annotation, *key.metadata] if key.metadata else key.annotation
-            found = TypeAdapter(key_type).validate_python(value)
-        except ValidationError as error:
-            raise ConfigError(f"{name}: {value!r:.50} is invalid: {error.errors()[0]['msg']}.") from None
-        if found is None:
-            raise ConfigError(f"{name}: None is not supported. Set a value, or leave it out.")
 
 
 @dataclass
@@ -130,7 +103,8 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
             self._set_server(self.vllm_server_base_url)
         super().__post_init__()
         validate_options(GRPORolloutOptions, self)
-        _check_sampling(self)
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature: {self.temperature!r} is invalid: expected a number above 0.")
         check_generation_kwargs(self.generation_kwargs or {}, self.use_vllm)
         # Reward functions read the dataset's columns by name.
         self.remove_unused_columns: bool = False

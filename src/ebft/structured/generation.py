@@ -19,13 +19,13 @@ from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer, longest_reference
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
-from ebft.errors import ConfigError, DataError, RolloutError
+from ebft.errors import ConfigError, DataError
 from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import RolloutGRPOConfig
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import lockstep
-from ebft.structured.rollouts.server import Agents, ServerRollouts, check_ids, run_agents
+from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
 from ebft.structured.rollouts.turns import (
     Backend,
     Completion,
@@ -164,9 +164,6 @@ class Generation:
                 else lockstep(self._trainer.model_wrapped, self._trainer.accelerator)
             ):
                 self.rollouts = job.run()
-        if self.server is not None:
-            for rollout in self.rollouts:
-                check_ids(rollout.prompt_ids + rollout.ids, self._trainer.model)
         self._end(job.backend, job.weights_step, job.seconds)
         fields = {
             "prompt_ids": [rollout.prompt_ids for rollout in self.rollouts],
@@ -204,8 +201,6 @@ class Generation:
     def sample(self, prompt_ids: list[list[int]], max_tokens: int | None = None) -> list[Completion]:
         """See `RolloutGRPOTrainer.sample`."""
         trainer = self._trainer
-        if not all(isinstance(ids, list) and ids for ids in prompt_ids):
-            raise RolloutError("trainer.sample takes a list with the token ids of each prompt, each a non-empty list.")
         if trainer.use_vllm and self.server is None:
             raise ConfigError("trainer.sample is not supported with vllm_mode: colocate. Use vllm_mode: managed.")
         self._evaluate_current_weights()

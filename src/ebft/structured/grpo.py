@@ -24,11 +24,10 @@ from ebft.data.json_files import with_own_calls
 from ebft.errors import ConfigError, NonFiniteLossError
 from ebft.models.causal_lm import backbone_of, frozen_copy, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
-from ebft.models.sharding import check_version, is_sharded, keep_output_dtype
+from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
 from ebft.monitor.budget import forward_flops
 from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
-from ebft.printed import all_printable
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
 from ebft.structured.config import RolloutGRPOConfig
@@ -41,16 +40,7 @@ from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, 
 from ebft.structured.scoring import Scorer
 from ebft.structured.shared_prompt import Padded
 from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
-from ebft.structured.validation import (
-    check_arguments,
-    check_interactive,
-    check_model,
-    check_reward_funcs,
-    check_reward_templates,
-    check_rows,
-    check_tokenizer,
-    checked,
-)
+from ebft.structured.validation import check_arguments, check_interactive, check_rows, checked
 
 
 class RolloutGRPOTrainer(OverTRL):
@@ -85,15 +75,13 @@ class RolloutGRPOTrainer(OverTRL):
     ) -> None:
         args = args if args is not None else self.config_class()
         check_arguments(args, self.config_class)
-        check_reward_funcs(reward_funcs)
         if args.use_vllm and args.vllm_mode == "managed" and server_failure is None:
             raise ConfigError(
                 "vllm_mode: managed is for configs, where `ebft train` starts the server. Start one with `ebft "
                 "vllm-serve`, and set vllm_mode: server."
             )
         model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
-        check_model(model, args)
-        check_tokenizer(kwargs.get("processing_class"))
+        check_whole(model)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         unreachable = rules.full_weights(args.uses_server, syncs_adapter, torch.cuda.is_available(), rules.in_python)
         if unreachable:
@@ -125,7 +113,6 @@ class RolloutGRPOTrainer(OverTRL):
         for scored in (model, self.ref_model):
             if scored is not None:
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
-        check_reward_templates(self.reward_funcs, self.reward_processing_classes, self.train_dataset)
         self._throughput = Throughput(self.budget)
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
         self.scorer: Scorer = Scorer(self)
@@ -300,10 +287,7 @@ class RolloutGRPOTrainer(OverTRL):
             self.log_held_out(logs)
         elif "loss" in logs:
             logs |= self._throughput.drain(self.accelerator)
-        if self.log_completions:  # TRL prints them
-            for entries in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
-                for index in range(len(entries)):
-                    entries[index] = all_printable(entries[index])
+        self.make_logs_printable()
         prints, self.log_completions = self.log_completions, self.log_completions and "train_runtime" not in logs
         super().log(logs, start_time)  # the completions of the last step were printed before the summary of the run
         self.log_completions = prints

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Unpack
@@ -23,7 +22,7 @@ from ebft.config.trl import TRLSection
 from ebft.config.user_functions import find_function
 from ebft.data.conversation import Conversation, Prompt, Renderer, without_end
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, Message
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, told
+from ebft.errors import ConfigError, DataError, NonFiniteLossError, doing
 from ebft.features import FeatureNetwork, pool, token_features
 from ebft.files import ADAPTER_CONFIG
 from ebft.machine import copy_to
@@ -157,8 +156,6 @@ class FeatureMatchingReward:
     ) -> list[tuple[dict[str, Any], Conversation, list[list[int]]]]:
         """Return (row, conversation, token ids of its samples) for every group."""
         n = self.num_generations
-        if completion_ids is None:
-            raise ValueError("completion_ids is required: the reward is computed from token ids, not from text")
         if ground_truth is None:
             raise DataError("the dataset has no column ground_truth with the references of the completions")
         remaining = remaining_turns if remaining_turns is not None else [None] * len(prompts)
@@ -168,24 +165,23 @@ class FeatureMatchingReward:
                 f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references cannot "
                 f"be divided into groups of num_generations = {n}"
             )
-        if not prompts:
-            raise ValueError("there are no prompts to compute rewards for")
-        _warn_of_wider_groups(prompts, ground_truth, n)
+        rows = list(zip(prompts, ground_truth, remaining))
+        fewest = min(len(list(same)) for _, same in groupby(rows))
+        if n > 1 and fewest >= 2 * n:  # the trainer's groups are probably larger
+            warnings.warn(
+                f"FeatureMatchingReward has num_generations {n}, but every prompt occurs at least {fewest} times in a "
+                "row. If this is the trainer's num_generations, pass the same value to FeatureMatchingReward, since "
+                "samples are compared within groups.",
+                stacklevel=3,
+            )
         groups = []
         for start in range(0, len(prompts), n):
             group = slice(start, start + n)
-            if any(prompt != prompts[start] for prompt in prompts[group]):
+            if any(row != rows[start] for row in rows[group]):
                 raise ValueError(
-                    f"completions {start} to {start + n - 1} have different prompts, but completions must be ordered "
-                    f"by group, with {n} (num_generations of this reward) per prompt. Set num_generations of this "
-                    "reward, num_generations of the trainer and num_generations_eval to the same value"
-                )
-            if any(
-                pair != (ground_truth[start], remaining[start]) for pair in zip(ground_truth[group], remaining[group])
-            ):
-                raise ValueError(
-                    f"completions {start} to {start + n - 1} have the same prompt but different references: the "
-                    f"completions of a group ({n}, num_generations of this reward) share one row"
+                    f"completions {start} to {start + n - 1} have different prompts or references, but completions "
+                    f"must be ordered by group, with {n} (num_generations of this reward) per row. Set num_generations "
+                    "of this reward, num_generations of the trainer and num_generations_eval to the same value"
                 )
             reference = ground_truth[start]
             if not isinstance(reference, str) or not reference.strip():
@@ -207,19 +203,6 @@ def reward_of(model: nn.Module, tokenizer: PreTrainedTokenizerBase, trl: Any, op
         stop_token_ids=(trl.generation_kwargs or {}).get("stop_token_ids", ()),
         **{name: getattr(options, name) for name in option_names(RewardOptions)},
     )
-
-
-def _warn_of_wider_groups(prompts: list[Prompt], ground_truth: list[str], n: int) -> None:
-    """Warn if every prompt occurs at least 2 `n` times in a row: the trainer's groups are probably larger than `n`."""
-    rows = list(zip(prompts, ground_truth))
-    runs = [len(list(same)) for _, same in groupby(rows)]
-    if n > 1 and min(runs) >= 2 * n:
-        warnings.warn(
-            f"FeatureMatchingReward has num_generations {n}, but every prompt occurs at least {min(runs)} times in a "
-            "row. If this is the trainer's num_generations, pass the same value to FeatureMatchingReward, since "
-            "samples are compared within groups.",
-            stacklevel=4,
-        )
 
 
 def metrics_of(match: FeatureMatch) -> dict[str, Tensor]:
@@ -350,12 +333,13 @@ def load_reward_model(name: str) -> PreTrainedModel:
     """The reward model in a folder, also of an adapter, or with a Hub id, an entry of `trl.reward_funcs`.
 
     Its weights have the data type that they are saved in; an adapter is merged. Raises ConfigError for a model without
-    exactly one score per text, and ModelError if it, or its tokenizer, cannot be loaded.
+    exactly one score per text.
     """
     problem = reward_problem(name)
     if problem is not None:
         raise ConfigError(problem)
-    with _loading(name) as folder:
+    folder = Path(lasting_name(name))
+    with doing(f"loading the reward model {name} (trl.reward_funcs)"):
         if (folder / ADAPTER_CONFIG).is_file():
             model = _of_adapter(folder)
         else:
@@ -370,27 +354,14 @@ def load_reward_model(name: str) -> PreTrainedModel:
 
 
 def reward_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a reward model, an entry of `trl.reward_funcs`. Raises ModelError if it cannot be loaded."""
-    with _loading(name, passes=()) as folder:
-        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
-
-
-@contextmanager
-def _loading(name: str, passes: tuple[type[Exception], ...] = (ConfigError,)) -> Iterator[Path]:
-    """Context manager whose errors are ModelErrors, except those that pass."""
+    """The tokenizer of a reward model, an entry of `trl.reward_funcs`."""
     folder = Path(lasting_name(name))
-    try:
-        yield folder
-    except passes:
-        raise
-    except Exception as error:  # transformers and PEFT raise many types of errors for unsuitable files
-        raise ModelError(f"trl.reward_funcs: {name!r} cannot be loaded: {told(error)}") from error
+    with doing(f"loading the tokenizer of the reward model {name} (trl.reward_funcs)"):
+        return pretrained_tokenizer(str(folder) if folder.is_dir() else find_model(name, "trl.reward_funcs"))
 
 
 def _of_adapter(folder: Path) -> PreTrainedModel:
     base = read_adapter_config(folder).base_model_name_or_path
-    if not base:
-        raise ModelError(f"{folder / ADAPTER_CONFIG} does not name the base model")
     found = find_model(base, f"base model of {folder}")
     config = pretrained_config(found)
     config.num_labels = SCORE.num_labels

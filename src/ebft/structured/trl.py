@@ -27,6 +27,7 @@ from ebft.machine import copy_to
 from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
+from ebft.printed import all_printable
 from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
 
@@ -244,6 +245,13 @@ class OverTRL(OverTrainer, GRPOTrainer):
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(advantages.tolist())
+
+    def make_logs_printable(self) -> None:
+        """Replace control characters in the texts that TRL prints."""
+        if self.log_completions:
+            for texts in (self._logs["prompt"], self._logs["completion"], *self._logs["extra"].values()):
+                for index in range(len(texts)):
+                    texts[index] = all_printable(texts[index])
 
     def drop_reward_logs(self, prefix: str) -> None:
         """Discard metrics logged by reward functions whose names start with `prefix`."""

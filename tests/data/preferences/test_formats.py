@@ -153,8 +153,7 @@ OF_USER = "column 'chosen' ends with a message of the role 'user'"
     [
         ("chatml.intel", {"prompt": "a", **TEXTS}, "the column 'question' is missing: the row has prompt, chosen"),
         ("chatml.default", TEXTS, "the column 'prompt or input or question or instruction' is missing"),
-        ("chatml.argilla_chat", {**CHATS, "chosen": [ASKED, RIGHT, ASKED, RIGHT]}, "has 4 messages.*argilla_chat"),
-        ("chatml.prompt_pairs", {"prompt": [ASKED], **TEXTS}, "column 'prompt' must contain text, got list"),
+        ("chatml.argilla_chat", {**CHATS, "chosen": [ASKED, RIGHT, ASKED, RIGHT]}, "different messages before their"),
         ("chat_template.default", {"messages": "a", **TEXTS}, "column 'messages' must contain a list of messages"),
         ("passthrough", TEXTS, "the column 'prompt' is missing"),
         *(("chat_template.default", {"messages": [ASKED], "chosen": chosen, "rejected": WRONG}, f"{OF_USER}.*assistant")

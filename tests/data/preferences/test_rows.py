@@ -100,7 +100,7 @@ def test_completions_follow_the_prompt_without_an_added_space(load, scheme):
     (row,) = load([{"prompt": "b\n", "chosen": "c b", "rejected": "Hi"}], tokenizer=tokenizer).train
     shown = {name: tokenizer.convert_ids_to_tokens(ids) for name, ids in row.items()}
     assert shown == {"prompt_ids": ["▁b", "\n"], "chosen_ids": ["c", "▁b", "</s>"], "rejected_ids": ["Hi", "</s>"]}
-    asked = {"prompt": [user("b")], "chosen": [user("c b")], "rejected": [user("Hi")]}
+    asked = {"prompt": [user("b")], "chosen": [assistant("c b")], "rejected": [assistant("Hi")]}
     (row,) = load([asked], tokenizer=tokenizer).train
     whole = tokenizer.apply_chat_template(asked["prompt"] + asked["chosen"], return_dict=True)["input_ids"]
     assert row["prompt_ids"] + row["chosen_ids"] == whole
@@ -110,14 +110,12 @@ NO_NAME = (  # <|im_end|> is special, but has no name
     "{% for m in messages %}{% if m.role == 'assistant' %}A: <|im_start|>{% endif %}{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}A: <|im_end|>{% endif %}"
 )
-LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"]]}
+LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"], *CHAT["rejected"]]}
 
 
 @pytest.mark.parametrize(
     ("row", "method", "template", "message"),
     [
-        ({**PAIR, "chosen": CHAT["chosen"]}, "dpo", None,
-         "rows.jsonl, train: transform 'passthrough', row 0: prompt, chosen and rejected must all be text, or all "),
         ({"prompt": "Hi", "completion": "a", "label": "yes"}, "kto", None,
          "rows.jsonl, train: transform 'passthrough', row 0: label must be true .* or false, got 'yes'"),
         (CHAT, "dpo", NO_NAME, r"writes another text before message 1 \(assistant\) than before a new reply"),

@@ -6,6 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from ebft.config.schema import RunConfig
+from ebft.data import row_counts
 from ebft.data.apply import ConfigView, tokeniser
 from ebft.data.conversation import Renderer
 from ebft.data.preferences import PreferenceRow
@@ -85,7 +86,10 @@ def worse(reply: dict) -> dict:
 
 def rows_of(method: str, name: str, chat: Chat) -> list[Found] | Dropped:
     """The texts of the row of a conversation: one, or for pairs the chosen and the rejected one."""
-    return loaded(method, name, raw_row(method, chat))
+    try:
+        return loaded(method, name, raw_row(method, chat))
+    except row_counts.Dropped as dropped:
+        return Dropped(str(dropped))
 
 
 def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
@@ -93,9 +97,9 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
     config, tokenizer = config_of(method), tokenizer_of(name)
     if method in ("strided", "sft"):
         row = tokeniser(config.datasets[0], config, tokenizer)(raw, 0)
+        if row["reason"]:
+            return Dropped(row["reason"])
         trained = [label != -100 for label in row["labels"]]
-        if not any(trained):
-            return Dropped("no labels")
         wrong = [a for a, b in zip(row["labels"], row["input_ids"]) if a not in (-100, b)]
         assert not wrong, f"labels that are not the tokens: {wrong}"
         return [Found(row["input_ids"], _ranges(trained), True, is_sampled=method == "strided")]
@@ -108,8 +112,7 @@ def loaded(method: str, name: str, raw: dict) -> list[Found] | Dropped:
         return [Found([*row["prompt_ids"], *row[key]], [(start, start + len(row[key]))]) for key in names]
     if method == "reward_model":
         row = transformed(config, tokenizer, raw)
-        texts = [row["chosen_ids"], row["rejected_ids"]]
-        return [Found(ids, []) for ids in texts] if all(texts) else Dropped("no reply")
+        return [Found(row[name], []) for name in ("chosen_ids", "rejected_ids")]
     packed = PromptRow(config, tokenizer)(transformed(config, tokenizer, raw))
     if packed["reason"]:
         return Dropped(packed["reason"])

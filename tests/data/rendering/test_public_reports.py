@@ -94,6 +94,7 @@ def test_nulls_in_arguments_are_kept(load, method, same_keys):
             assert text.count(f'"arguments": {json.dumps(given)}') >= 2
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("template", ["ebft/chatml", "trl/qwen2_5_vl"])
 def test_contents_that_are_not_text(load, method, template):

@@ -20,6 +20,7 @@ MEANT = (
     ("*", "trl/diffusion_gemma", "*", "labels", "<|tool_response> ends a turn with calls, and <|turn>model is written"),
     ("*", "trl/llava_next", "*", "labels", "the space that the template writes after </s> ends the turn"),
     ("reasoning", "*", "earlier_thinking", "text", "thinking of earlier turns is left out, and counted in the report"),
+    ("*", "*", "empty", "dropped", "counted: a chat with a turn that says nothing"),
     (_COMPARED, "*", "last_calls", "dropped", "counted: a call of a tool is not a text that is compared or scored"),
 )
 
@@ -140,6 +141,7 @@ FAST = {re.match(r"\w+/[a-z]+", name)[0]: name for name in CASES}.values()
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_rows(name):
     found = [

@@ -143,7 +143,7 @@ def test_segments(segments, tokenizer):
     [
         ("input_output", {"segments": ["one"]}, "column 'segments', segment 0: expected {text"),
         ("input_output", {"segments": [{"text": "one", "label": "yes"}]}, "segment 0: expected {text"),
-        ("input_output", {"segments": [{"text": 1, "label": True}]}, "segment 0: text must be text, got 1"),
+        ("input_output", {"segments": [{"text": 1, "label": True}]}, "segment 0: expected {text: ..., label"),
         ("input_output", {"text": "one"}, "no column with segments.*Set `field`"),
         ("alpaca", ASKED, "no column with the instruction.*mapping as type: {field_instruction"),
     ],

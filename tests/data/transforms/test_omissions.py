@@ -31,14 +31,14 @@ KINDS = {
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("deepseek_r1_distill", "thinking", "omits the thinking of message 1 .assistant., which is in its content"),
+        ("deepseek_r1_distill", "thinking", "omits the thinking of message 1 .assistant. in its key content"),
         ("deepseek_r1_distill_training", "thinking", None),
         ("qwen3", "thinking in two turns", None),
-        ("qwen2_5", "reasoning_content", "in the key 'reasoning_content'. Set `template_thinking_key: content`"),
+        ("qwen2_5", "reasoning_content", "in its key reasoning_content, .*set `template_thinking_key: content`"),
         ("qwen2_5", "key thinking", "`template_thinking_key: content` and `field_thinking: thinking` of the dataset"),
         ("qwen3", "key thinking", None),  # passed under the key that the template reads
         ("gptoss", "reasoning_content", None),
-        ("qwen2_5", "unknown role", "omits the content of message 1 .critic., .* `roles: {assistant: .critic.}`"),
+        ("qwen2_5", "unknown role", "omits the content of message 1 .critic. .* `roles: {assistant: .critic.}`"),
     ],
 )
 def test_errors(name, kind, message):
@@ -85,18 +85,6 @@ def test_tools_of_sharegpt():
     call = '<tool_call>\n{"name": "f", "arguments": {"a": null}}\n</tool_call><|im_end|>\n'
     result = "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
     assert text.startswith(TALK + call + result) and text.endswith("w8 Zq<|im_end|>\n")
-
-
-@pytest.mark.parametrize("method", ["sft", "strided", "multiturn"])
-@pytest.mark.parametrize(
-    ("weights", "expected"),
-    [((None, None), ["w8 Zq", "w9 Zq"]), ((0, 1), ["w9 Zq"]), ((1.0, 0.0), ["w8 Zq"])],
-)
-def test_a_message_with_weight_0_is_context(method, weights, expected):
-    later = [user("u2 Zq"), assistant("w9 Zq", weight=weights[1])]
-    ((text, trained),) = rows_of(method, "qwen2_5", [ASK, {**SAY, "weight": weights[0]}, *later])
-    assert trained == [reply + "<|im_end|>\n" * (method != "multiturn") for reply in expected]
-    assert text.count("w8 Zq") == 1
 
 
 def test_other_weights_of_messages():

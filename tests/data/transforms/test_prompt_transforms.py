@@ -28,9 +28,8 @@ def run(make_config, chatml):
         config = make_config("unused", type, entry={"field": field}, ebft={"mode": "structured"})
         transform_fn, map_kwargs = find_transform(type)(ConfigView(config), dataset=config.datasets[0])
         assert map_kwargs["remove_columns"] == "__all__"
-        if map_kwargs.get("batched"):
-            row = {column: [value] for column, value in row.items()}
-        return transform_fn(row, tokenizer=chatml)
+        found = transform_fn(row, tokenizer=chatml)
+        return {key: [each[key] for each in found] for key in found[0]} if map_kwargs.get("many") else found
 
     return run
 

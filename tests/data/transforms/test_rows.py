@@ -104,10 +104,3 @@ def test_an_end_that_the_text_has_is_not_added_again(some_tokenizer):
     ids, _ = ids_of(some_tokenizer, "ebft_pretrain.transform", {"text": "<|begin|>x<|end|>"})
     plain = some_tokenizer("x", add_special_tokens=False).input_ids
     assert ids == [some_tokenizer.bos_token_id, *plain, some_tokenizer.eos_token_id]
-
-
-def test_an_empty_prompt_before_a_text_with_bos(tokenizer):
-    """The row starts with the tokens of the prompt, BOS alone."""
-    rows = [{"input": "", "output": text} for text in ("y", "<|begin|>y")]
-    plain, with_bos = tokenised(tokenizer, "ebft_strided_structured.transform", *rows)
-    assert with_bos["input_ids"] == plain["input_ids"] and with_bos["labels"] == plain["labels"]

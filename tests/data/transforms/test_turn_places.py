@@ -2,6 +2,8 @@
 
 import pytest
 
+from ebft.data.rendering import ChatTemplate
+from ebft.data.turns import Places
 from ebft.errors import DataError
 from tests.data.conftest import assistant, tokenised, user
 from tests.structured.conftest import make_chat_tokenizer
@@ -170,3 +172,24 @@ def test_thinking_is_masked():
 def test_turns_that_cannot_be_found(template, entry, message):
     with pytest.raises(DataError, match=message):
         trained(template, TALK, entry)
+
+
+def test_a_chat_of_plain_texts_is_rendered_a_few_times(monkeypatch):
+    tokenizer, calls = make_chat_tokenizer(), []
+    apply = ChatTemplate._apply
+    monkeypatch.setattr(ChatTemplate, "_apply", lambda *given: calls.append(len(given[1])) or apply(*given))
+    chat = [message for number in range(100) for message in (user(f"Q{number}"), assistant(f"A {number}"))]
+    found = Places(ChatTemplate(tokenizer), chat)
+    places = found.turns(range(1, 200, 2))
+    assert [found.text[place.start : place.ends] for place in places] == [f"A {number}" for number in range(100)]
+    assert sum(calls) < 5 * len(chat)
+
+
+def test_what_is_before_a_reply_may_differ_between_turns():
+    template = (
+        "{% for m in messages %}<s>{{ m.role }}\n{{ '(T)' if loop.index0 in (3, 7) }}{{ m.content }}<e>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+    chat = [message for number in range(5) for message in (user(f"Q{number}"), assistant("A"))]
+    found = trained(template, chat)
+    assert found.count("[A<e>\n]") == 3 and found.count("[(T)A<e>\n]") == 2

@@ -59,6 +59,7 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
     assert "logit_bias" not in client._body("model", [1], 2, 1, Sampling(temperature))
 
 
+@pytest.mark.first(20)
 @pytest.mark.parametrize(
     ("family", "shared", "make"),
     [

@@ -5,9 +5,9 @@ A transform is a function `transform(cfg, **kwargs)` that returns `(transform_fn
 `turn_spans` and `attention_mask`, or, for structured mode and `rl: grpo`, `prompt` and `ground_truth`; `map_kwargs` are
 passed to `datasets.Dataset.map`, where `{"remove_columns": "__all__"}` removes all original columns.
 
-To add a built-in transform, add a function to a file of this folder and a line to `TRANSFORMS`: the `type`
-`name.transform_kind` is the function `name_kind` of that file. A bare `name` is short for `name.transform`. Looking a
-name up imports no transform, so that configs are checked quickly; `find_transform` imports the one that is used.
+A built-in transform is a line of `TRANSFORMS`: a format (`formats.py`) says which columns of a row are which part of an
+example, and `rows.py` makes rows of examples. A bare `name` is short for `name.transform`. Looking a name up imports
+neither, so that configs are checked quickly.
 """
 
 import difflib
@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
@@ -46,28 +47,33 @@ _CHAT = (
     *("drop_system_message", "field_messages"),
 )
 _SYSTEM = ("field_system", "system_prompt")
+_OF_PAIRS = (*_SYSTEM, "drop_system_message", "field_tools")
 _LAST_TURN = (*_CHAT, *_SYSTEM)
 _TURNS = (*_LAST_TURN, *LABELS, "field_tools")
-READ_BY_SOME = (*_CHAT[:-1], *_SYSTEM, *LABELS, "field_tools", "field_messages", "user_defined")
+_STEPS = ("step_separator", "max_completion_length", "train_on_last_step_only")
+_REPLIES = ("field_chosen", "field_rejected")
+READ_BY_SOME = (*_CHAT, *_SYSTEM, *LABELS, "field_tools", "user_defined", *_STEPS, *_REPLIES)
 
 
 class BuiltIn(NamedTuple):
-    """A built-in transform: its file in this folder, the rows that it can return, and the keys of a dataset it reads.
+    """A built-in transform: its format, the rows that it can return, and the keys of a dataset that it reads.
 
-    `twin` returns the other one of rows of tokens and of prompts from the same columns, with the same turns trained on.
-    It is used if a run needs that kind, so that one dataset works with every method.
+    `replies` says which replies of a chat are trained on, or in what form. `twin` returns the other one of rows of
+    tokens and of prompts from the same columns, with the same turns trained on. It is used if a run needs that kind, so
+    that one dataset works with every method.
     """
 
-    file: str
+    format: str
     rows: tuple[Rows, ...]
-    reads: tuple[str, ...] = ()  # of `READ_BY_SOME`
+    replies: str = ""
     twin: str | None = None
+    reads: tuple[str, ...] = ("drop_system_message",)  # of `READ_BY_SOME`
 
 
 _TOKENS, _PROMPTS, _PAIRS, _LABELLED = ("tokens",), ("prompts",), ("preferences",), ("labelled",)
 _BOTH = (*_PAIRS, *_LABELLED)
 USER_DEFINED = "preference_columns"  # the name of `type: {field_prompt: ...}`
-_TEXT_FORMATS = {  # of `chatml.*` and `llama3.*`
+_STYLED = {  # functions of `chatml` and `llama3`
     "default": _PAIRS,
     "intel": _BOTH,
     "icr": _PAIRS,
@@ -76,55 +82,70 @@ _TEXT_FORMATS = {  # of `chatml.*` and `llama3.*`
     "prompt_pairs": _BOTH,
     "ultra": _BOTH,
 }
+
+
+def _twins(
+    format: str, tokens: tuple[str, str], prompts: tuple[str, str], reads: tuple[str, ...]
+) -> dict[str, BuiltIn]:
+    """Rows of tokens and of prompts of the same columns; each is given as its name and the replies."""
+    return {
+        tokens[0]: BuiltIn(format, _TOKENS, tokens[1], prompts[0], reads),
+        prompts[0]: BuiltIn(format, _PROMPTS, prompts[1], tokens[0], reads),
+    }
+
+
+_NO_SYSTEM, _COMPARED = ("drop_system_message",), (*_LAST_TURN, "field_tools", *_REPLIES)
+_FIRST = ("ebft_chat_multiturn.transform", "first")
+_LAST = ("ebft_chat_multiturn.transform_last_turn", "last")
+_EACH = ("ebft_chat_multiturn.transform_all_turns", "each")
 TRANSFORMS: dict[str, BuiltIn] = {
-    "ebft_pretrain.transform": BuiltIn("text", _TOKENS),
-    "ebft_strided_structured.transform": BuiltIn("text", _TOKENS, twin="ebft_strided_structured.transform_prompts"),
-    "ebft_strided_structured.transform_prompts": BuiltIn("text", _PROMPTS, twin="ebft_strided_structured.transform"),
-    "ebft_strided_chat.transform": BuiltIn("chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"),
-    "ebft_strided_chat.transform_last_turn": BuiltIn(
-        "chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_last_turn"
+    "ebft_pretrain.transform": BuiltIn("text", _TOKENS, reads=()),
+    **_twins(
+        "texts",
+        ("ebft_strided_structured.transform", ""),
+        ("ebft_strided_structured.transform_prompts", ""),
+        _NO_SYSTEM,
     ),
-    "ebft_strided_chat.transform_all_turns": BuiltIn(
-        "chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"
+    "ebft_strided_chat.transform": BuiltIn("chat", _TOKENS, "all", _EACH[0], _TURNS),
+    **_twins("chat", ("ebft_strided_chat.transform_last_turn", "last"), _LAST, _TURNS),
+    **_twins("chat", ("ebft_strided_chat.transform_all_turns", "each"), _EACH, _TURNS),
+    **_twins("pairs", ("ebft_opencode.transform_strided", "last"), ("ebft_opencode.transform", "last"), _OF_PAIRS),
+    _FIRST[0]: BuiltIn("chat", _PROMPTS, _FIRST[1], "chat_template.transform", _TURNS),
+    **_twins(
+        "chat",
+        ("ebft_reasoning.transform_strided", "rendered"),
+        ("ebft_reasoning.transform", "rendered"),
+        _LAST_TURN,
     ),
-    "ebft_opencode.transform": BuiltIn("chats", _PROMPTS, twin="ebft_opencode.transform_strided"),
-    "ebft_opencode.transform_strided": BuiltIn("chats", _TOKENS, twin="ebft_opencode.transform"),
-    "ebft_chat_multiturn.transform": BuiltIn("chats", _PROMPTS, _TURNS, "chat_template.transform"),
-    "ebft_chat_multiturn.transform_last_turn": BuiltIn(
-        "chats", _PROMPTS, _TURNS, "ebft_strided_chat.transform_last_turn"
-    ),
-    "ebft_chat_multiturn.transform_all_turns": BuiltIn(
-        "chats", _PROMPTS, _TURNS, "ebft_strided_chat.transform_all_turns"
-    ),
-    "ebft_reasoning.transform": BuiltIn("chats", _PROMPTS, _LAST_TURN, "ebft_reasoning.transform_strided"),
-    "ebft_reasoning.transform_answer_only": BuiltIn("chats", _PROMPTS, _LAST_TURN),
-    "ebft_reasoning.transform_split_thinking": BuiltIn("chats", _PROMPTS, _LAST_TURN),
-    "ebft_reasoning.transform_strided": BuiltIn("chats", _TOKENS, _LAST_TURN, "ebft_reasoning.transform"),
-    "completion.transform": BuiltIn("text", _TOKENS),
-    "chat_template.transform": BuiltIn("chats", _TOKENS, _TURNS, "ebft_chat_multiturn.transform_all_turns"),
-    "alpaca.transform": BuiltIn("text", _TOKENS, twin="alpaca.transform_prompts"),
-    "alpaca.transform_prompts": BuiltIn("text", _PROMPTS, twin="alpaca.transform"),
-    "alpaca_chat.transform": BuiltIn("chats", _TOKENS, _SYSTEM, "alpaca_chat.transform_prompts"),
-    "alpaca_chat.transform_prompts": BuiltIn("chats", _PROMPTS, _SYSTEM, "alpaca_chat.transform"),
-    "user_defined.transform": BuiltIn("text", _TOKENS, ("user_defined",), "user_defined.transform_prompts"),
-    "user_defined.transform_prompts": BuiltIn("text", _PROMPTS, ("user_defined",), "user_defined.transform"),
-    "input_output.transform": BuiltIn("text", _TOKENS),
-    "nemo_gym.transform": BuiltIn("chats", _PROMPTS, _CHAT),
-    "bradley_terry.chat_template": BuiltIn("reward", ("comparisons",)),
-    "stepwise_supervised.transform": BuiltIn("reward", ("steps",)),
-    "chat_template.default": BuiltIn("preferences", _PAIRS, _TURNS),
-    "chat_template.argilla_chat": BuiltIn("preferences", _PAIRS, _TURNS),
-    "chat_template.argilla": BuiltIn("preferences", _PAIRS, _TURNS),
-    **{f"chatml.{name}": BuiltIn("preferences", rows) for name, rows in _TEXT_FORMATS.items()},
-    **{f"llama3.{name}": BuiltIn("preferences", rows) for name, rows in _TEXT_FORMATS.items()},
-    "passthrough": BuiltIn("preferences", _BOTH),
-    USER_DEFINED: BuiltIn("preferences", _BOTH),
+    "ebft_reasoning.transform_answer_only": BuiltIn("chat", _PROMPTS, "answer", reads=_LAST_TURN),
+    "ebft_reasoning.transform_split_thinking": BuiltIn("chat", _PROMPTS, "split", reads=_LAST_TURN),
+    "completion.transform": BuiltIn("text", _TOKENS, "ended", reads=()),
+    "chat_template.transform": BuiltIn("chat", _TOKENS, "all", _EACH[0], _TURNS),
+    **_twins("alpaca", ("alpaca.transform", ""), ("alpaca.transform_prompts", ""), _NO_SYSTEM),
+    **_twins("instructions", ("alpaca_chat.transform", "last"), ("alpaca_chat.transform_prompts", "last"), _OF_PAIRS),
+    **_twins("user_defined", ("user_defined.transform", ""), ("user_defined.transform_prompts", ""), ("user_defined",)),
+    "input_output.transform": BuiltIn("segments", _TOKENS),
+    "nemo_gym.transform": BuiltIn("nemo_gym", _PROMPTS, reads=_CHAT),
+    "bradley_terry.chat_template": BuiltIn("any", ("comparisons",), reads=_COMPARED),
+    "stepwise_supervised.transform": BuiltIn("steps", ("steps",), reads=(*_NO_SYSTEM, *_STEPS)),
+    "chat_template.default": BuiltIn("replies", _PAIRS, reads=(*_TURNS, *_REPLIES)),
+    "chat_template.argilla_chat": BuiltIn("chats", _PAIRS, reads=(*_TURNS, *_REPLIES)),
+    "chat_template.argilla": BuiltIn("chats", _PAIRS, reads=(*_TURNS, *_REPLIES)),
+    **{
+        f"{style}.{name}": BuiltIn(f"{style}.{name}", rows, reads=_NO_SYSTEM)
+        for style in ("chatml", "llama3")
+        for name, rows in _STYLED.items()
+    },
+    "passthrough": BuiltIn("as_is", _BOTH, reads=_NO_SYSTEM),
+    USER_DEFINED: BuiltIn("mapping", _BOTH),
 }
-# The first parts of the names, without those of preference data.
+# The first parts of the names, without the formats of preference data.
 MODULES = list(
-    dict.fromkeys(name.partition(".")[0] for name, found in TRANSFORMS.items() if found.file != "preferences")
+    dict.fromkeys(
+        name.partition(".")[0] for name, found in TRANSFORMS.items() if not {*found.rows} & {"preferences", "labelled"}
+    )
 )
-_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # those of text without a chat format
+_PLAIN_TEXT = ("ebft_pretrain", "ebft_strided_structured", "completion")  # text without a chat format
 
 # Names of transforms in axolotl that are different here.
 OTHER_TYPES = {
@@ -211,10 +232,7 @@ def find_transform(name: Type) -> Callable:
     found = built_in(name)
     if found is None:
         return own_transform(name)
-    module = importlib.import_module(f"{__name__}.{TRANSFORMS[found].file}")
-    if TRANSFORMS[found].file == "preferences":
-        return module.format_transform(name)
-    return getattr(module, found.replace(".transform", "", 1).replace(".", "_"))
+    return partial(importlib.import_module(f"{__name__}.rows").built_in_transform, found)
 
 
 def built_in(name: Type) -> str | None:

@@ -1,81 +1,404 @@
-"""Functions shared by the built-in transforms: reading a text column, tokenising, and the fields of a row.
+"""Rows of each kind that methods train on, made of examples, and the functions of texts that they share.
 
-A row that cannot be trained on (no text, no prompt, no reference) is returned without tokens or without labels; it is
-then counted and dropped.
+- Tokens, `{input_ids, labels, prompt_length, turn_spans}`, for SFT and strided mode: all tokens of raw text are labels,
+  of a pair the tokens of the completion, of a chat the tokens of the turns that are trained on. Special
+  tokens are those that the tokenizer adds; documents longer than `sequence_len` are later cut into windows.
+- Prompts, `{prompt, ground_truth}`, for structured mode and `rl: grpo`, with a reply as the reference.
+- Preferences, `{prompt, chosen, rejected}` or `{prompt, completion, label}`.
+- Comparisons, `{chosen_ids, rejected_ids, margin}`, for reward models: whole conversations.
+- Steps, `{input_ids, labels}`, for process reward models.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable
+from itertools import accumulate, groupby
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ebft.data.tokens import LONGEST, ids_after, mask_after, thinking_spans, token_ids
+from ebft.data import messages as chats
+from ebft.data.columns import first_present, text_of, value_of
+from ebft.data.messages import Message, says_something
+from ebft.data.omissions import Omissions
+from ebft.data.rendering import ChatTemplate
+from ebft.data.row_counts import EMPTY, NO_PROMPT, NO_REFERENCE, NO_REPLY, Dropped
+from ebft.data.tokens import (
+    LONGEST,
+    THINKING,
+    Tokens,
+    ids_after,
+    mask_after,
+    split_thinking,
+    thinking_spans,
+    token_ids,
+    with_thinking,
+)
+from ebft.data.transforms import TRANSFORMS, PreferenceColumns
+from ebft.data.transforms.formats import Example, Row, reader
+from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels
 from ebft.errors import DataError
+from ebft.nemo_gym.keys import path_in
 
 IGNORE = -100  # label of tokens that are ignored in the loss
+COMPLETIONS = {
+    "preferences": ("chosen", "rejected"),
+    "labelled": ("completion",),
+    "comparisons": ("chosen", "rejected"),
+}
+_ALL: dict[str, Any] = {"remove_columns": "__all__"}
+Transform = tuple[Callable, dict[str, Any]]
 
 
-def has_column(example: Mapping[str, Any], name: str) -> bool:
-    """Whether a row has a column, or a message a key; `a.b` is the key b of a, which may be missing as a whole."""
-    try:
-        value_of(example, name)
-    except KeyError:
-        return False
-    return True
+def built_in_transform(name: str, cfg: Any, dataset: Any, **kwargs: Any) -> Transform:
+    """The built-in transform `name` of a dataset, to the rows that the run trains on if it makes several kinds."""
+    found = TRANSFORMS[name]
+    if found.format == "steps":
+        return _steps(dataset)
+    if found.format == "segments":
+        return _segments(cfg, dataset)
+    if found.format == "nemo_gym":
+        return _nemo_gym(cfg, dataset)
+    kind = cfg.required_rows.kind if cfg.required_rows.kind in found.rows else found.rows[0]
+    read = reader(found.format, dataset, COMPLETIONS.get(kind, ()))
+    if kind in ("preferences", "labelled"):
+        return _preferences(dataset, read, kind)
+    if kind == "comparisons":
+        return _comparisons(cfg, dataset, read)
+    if kind == "prompts":
+        return _prompts(dataset, read, found.replies)
+    if found.format in ("texts", "alpaca", "user_defined"):
+        return _pair_tokens(cfg, read)
+    return (
+        _text_tokens(read, found.replies) if found.format == "text" else _chat_tokens(cfg, dataset, read, found.replies)
+    )
 
 
-def value_of(example: Mapping[str, Any], name: str) -> Any:
-    """The value of a column; `a.b` is the key b of column a, unless a column has this name. Raises KeyError."""
-    if name in example:
-        return example[name]
-    value: Any = example
-    for key in name.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise KeyError(name)
-        value = value[key]
-    return value
+def _text_tokens(read: Callable[[Row], Example], replies: str) -> Transform:
+    """Raw text, with EOS at the end of each document if `replies` is "ended"."""
+
+    def transform_fn(example, tokenizer=None):
+        (text,) = read(example).replies
+        ids, eos = encode(tokenizer, text, special=True) if text.strip() else [], tokenizer.eos_token_id
+        return text_row([*ids, eos] if replies == "ended" and ids and eos not in (None, ids[-1]) else ids)
+
+    return transform_fn, _ALL
 
 
-def text_of(example: Mapping[str, Any], column: str) -> str:
-    """The text in a column, empty for a missing value. Raises DataError if it is not text."""
-    value = value_of(example, column)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise DataError(f"column {column!r} must contain text, got {type(value).__name__}")
-    return value
+def _pair_tokens(cfg: Any, read: Callable[[Row], Example]) -> Transform:
+    """A text that continues another."""
+
+    def transform_fn(example, tokenizer=None):
+        found = read(example)
+        prompt, (completion,) = found.prompt, found.replies
+        if not prompt.strip():
+            raise Dropped(NO_PROMPT)
+        if not completion.strip():
+            raise Dropped(NO_REFERENCE)
+        prompt_ids = continued_ids(tokenizer, prompt)
+        completion_ids = with_eos(tokenizer, ids_after(tokenizer, prompt, completion))
+        row = segments_row([(prompt_ids, False), (completion_ids, True)], cfg.train_on_inputs)
+        if not cfg.ebft.mask_thinking_ce:
+            return row
+        row["turn_spans"] = [[row["prompt_length"], len(row["input_ids"])]]  # thinking is sampled too
+        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
+        masked = [False] * len(prompt_ids) + thought
+        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
+
+    return transform_fn, _ALL
 
 
-def optional_text(example: dict[str, Any], column: str) -> str:
-    """The text in a column, empty if the row does not have it."""
-    return text_of(example, column) if has_column(example, column) else ""
+def _chat_tokens(cfg: Any, entry: Any, read: Callable[[Row], Example], replies: str) -> Transform:
+    """Chats: `replies` are the turns that are trained on, "all" that the dataset selects, "last", or each in a row.
 
-
-def first_text(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
-    """The text in `first_present`."""
-    return text_of(example, first_present(example, columns, wanted, fix))
-
-
-def first_present(example: dict[str, Any], columns: list[str], wanted: str, fix: str) -> str:
-    """The first of `columns` that the row has. Raises DataError with what is `wanted` and how to `fix` it."""
-    found = first_shape(example, [(column,) for column in columns])
-    if found is None:
-        raise DataError(
-            f"no column with {wanted}: expected {', '.join(columns)}, but the row has {', '.join(example)}. {fix}"
-        )
-    return found[0]
-
-
-def first_shape(example: dict[str, Any], shapes: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The first of `shapes`, names of columns, that the row has; one with values before others, None if there is none.
-
-    Rows of a source can have different shapes: then each has the columns of all, without values.
+    Messages after the last turn that is trained on are removed, and `prompt_length` is the start of that turn.
+    `turn_spans` are the token ranges of all turns that are trained on, with their ends. `ebft.mask_thinking_ce` removes
+    the labels of thinking blocks in assistant turns.
     """
-    found = [names for names in shapes if all(has_column(example, name) for name in names)]
-    filled = (names for names in found if all(value_of(example, name) is not None for name in names))
-    return next(filled, found[0] if found else None)
+    render = _Chats(cfg, entry, turn_labels(cfg, entry) if replies == "all" else None, with_reply=replies == "rendered")
+    if replies != "each":
+        return lambda example, tokenizer=None: render(example, read(example).prompt, tokenizer), _ALL
+
+    def each(example, tokenizer=None):
+        messages = read(example).prompt
+        turns = chats.each_answer(messages) or [len(messages) - 1]
+        return [render(example, messages[: turn + 1], tokenizer) for turn in turns]
+
+    return each, {**_ALL, "many": True}
+
+
+class _Chats:
+    """Makes rows of tokens of chats; without `labels`, the last reply is trained on, as references of prompts are."""
+
+    def __init__(self, cfg: Any, entry: Any, labels: TurnLabels | None, with_reply: bool) -> None:
+        self.cfg, self.entry, self.labels, self.with_reply = cfg, entry, labels, with_reply
+        self.template = cfg.chat_template or "of the tokenizer"
+        self.known: dict[str, ChatTemplate] = {}  # by the text of the template
+        self.omissions = Omissions(self.template)
+
+    def __call__(self, example: Row, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        if tokenizer.chat_template is None:
+            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
+        turns = self._turns(messages)
+        if not turns:
+            raise Dropped(NO_REFERENCE if messages else EMPTY)  # templates may fail to render such a chat
+        chats.check_turns(messages)
+        last = messages[turns[-1]]
+        messages = [*messages[: turns[-1]], rendered_reply(last, tokenizer) if self.with_reply else last]
+        first = next((turn for turn in turns if turn and messages[turn]["role"] == "assistant"), turns[-1])
+        if messages[first]["role"] == "assistant" and not any(map(says_something, messages[:first])):
+            raise Dropped(NO_PROMPT)
+        if tokenizer.chat_template not in self.known:
+            template = ChatTemplate(tokenizer, self.template, self.cfg.chat_template_kwargs)
+            self.known[tokenizer.chat_template] = template
+        kwargs = chats.row_kwargs(example, self.entry.chat_template_kwargs)
+        template = self.known[tokenizer.chat_template].with_tools(chats.tools_of(example, self.entry), kwargs)
+        messages = self.omissions.with_known_roles(messages, template)
+        return self._row(messages, turns, template)
+
+    def _turns(self, messages: list[Message]) -> list[int]:
+        """The turns to train on; the model does not learn to say nothing."""
+        if self.labels is None:  # calls cannot be compared with a reference
+            return [turn for turn in chats.replies(messages)[-1:] if says_something(messages[turn])]
+        learned = [says_something(message) or bool(message.get("tool_calls")) for message in messages]
+        return [turn for turn in self.labels.turns(messages) if learned[turn]]
+
+    def _row(self, messages: list[Message], turns: list[int], template: ChatTemplate) -> dict[str, Any]:
+        found, eos = Places(template, messages), "turn" if self.labels is None else self.labels.eos
+        self.omissions.check(messages, template, turns, found.text)
+        places = found.turns(turns)
+        trained, ends = trained_ranges(found, places, eos)
+        if eos != "none":
+            for index, place in zip(turns, places, strict=True):
+                self.omissions.check_end(messages[index], found.text[place.ends : place.stop])
+        tokens = Tokens(template.tokenizer, found.text)
+        is_on = [True] * len(tokens.ids) if self.cfg.train_on_inputs else tokens.mask([*trained, *ends])
+        off = [not on for on in is_on]
+        if self.cfg.ebft.mask_thinking_ce:
+            replied = (place for index, place in zip(turns, places) if messages[index]["role"] == "assistant")
+            thoughts = [span for place in replied for span in thinking_spans(found.text, place.start, place.stop)]
+            off = [left or right for left, right in zip(off, tokens.mask(thoughts), strict=True)]
+        row = text_row(tokens.ids) | {"prompt_length": tokens.before(places[-1].start)}
+        spans = tokens.ranges_of([(place.start, place.stop) for place in places if place.start < place.stop])
+        return {**without_labels(row, off), "turn_spans": spans}
+
+
+def _prompts(entry: Any, read: Callable[[Row], Example], replies: str) -> Transform:
+    """Prompts; `replies` says which reply of a chat is the reference, and in what form."""
+
+    def transform_fn(example, tokenizer=None):
+        found = read(example)
+        if found.replies:
+            return {"prompt": found.prompt, "ground_truth": found.replies[0]}
+        columns = chats.template_columns(example, entry)
+        if replies == "each":
+            messages = found.prompt
+            turns = chats.each_answer(messages)
+            rows = [_prompt(messages[:index], messages[index]) for index in turns] or [_prompt(messages, None)]
+            return [row | columns for row in rows]
+        return {**_REFERENCES[replies](found.prompt, tokenizer), **columns}
+
+    return transform_fn, {**_ALL, "many": True} if replies == "each" else _ALL
+
+
+def _prompt(prompt: list[Message], reply: Message | None) -> dict[str, Any]:
+    text = None if reply is None else reply.get("content", "")
+    return {"prompt": prompt, "ground_truth": text, **chats.reply_column(reply)}
+
+
+def _last(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The last answer; a chat without one is a prompt without a reference."""
+    return _prompt(*chats.before_last_answer(messages))
+
+
+def _first(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The first answer, and what follows up to the last one as `remaining_turns`.
+
+    A turn that only calls a tool has no text; it is part of the prompt of the first turn that has text.
+    """
+    turns = chats.answers(messages)
+    first = next((index for index in turns if says_something(messages[index])), None)
+    if first is None:
+        return {**_last(messages, tokenizer), "remaining_turns": []}
+    return {**_prompt(messages[:first], messages[first]), "remaining_turns": messages[first + 1 : turns[-1] + 1]}
+
+
+def _reasoned(
+    change: Callable[[Message, PreTrainedTokenizerBase], Message],
+    in_prompt: Callable[[Message], Message] = lambda message: message,
+) -> Callable[[list[Message], PreTrainedTokenizerBase], dict[str, Any]]:
+    """The last answer, which `change` converts, with its thinking, after replies that `in_prompt` converts."""
+
+    def reference(messages, tokenizer):
+        prompt, reply = chats.before_last_answer(messages)
+        prompt = [in_prompt(message) if message["role"] == "assistant" else message for message in prompt]
+        if reply is None:
+            return _prompt(prompt, None)
+        reply = change(reply, tokenizer)
+        return {**_prompt(prompt, reply), "ground_truth": with_thinking(reply)["content"]}
+
+    return reference
+
+
+def rendered_reply(reply: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
+    """The reply with its thinking where the chat template renders it: in a key of its own, or else in the content."""
+    has_key = any(reply.get(key) for key in THINKING)
+    return reply if has_key and ChatTemplate(tokenizer).thinking_keys else with_thinking(reply)
+
+
+def _answer_only(reply: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
+    return {"role": "assistant", "content": split_thinking(reply.get("content", ""))[1]}
+
+
+def _apart(reply: Message) -> Message:
+    """The reply with its thinking in `reasoning_content` and only the answer in the content."""
+    thinking, answer = split_thinking(reply.get("content", ""))
+    return {**reply, "content": answer, **({"reasoning_content": thinking} if thinking else {})}
+
+
+_REFERENCES = {
+    "first": _first,
+    "last": _last,
+    "rendered": _reasoned(rendered_reply),
+    "answer": _reasoned(_answer_only),
+    # The template may render or omit the thinking of earlier turns; the reference keeps its own, in <think> tags.
+    "split": _reasoned(lambda reply, tokenizer: rendered_reply(_apart(reply), tokenizer), in_prompt=_apart),
+}
+
+
+def _preferences(entry: Any, read: Callable[[Row], Example], kind: str) -> Transform:
+    """Replies that are compared, or one with a label."""
+    label = entry.type.field_label if isinstance(entry.type, PreferenceColumns) else None
+
+    def transform_fn(example, tokenizer=None):
+        found = read(example)
+        row = {"prompt": found.prompt, **dict(zip(COMPLETIONS[kind], found.replies))}
+        if kind == "labelled":
+            column = first_present(example, [label or "label"], "the label", "Name it in field_label of a mapping.")
+            row["label"] = value_of(example, column)
+        return row if isinstance(found.prompt, str) else row | chats.template_columns(example, entry)
+
+    return transform_fn, _ALL
+
+
+def _comparisons(cfg: Any, entry: Any, read: Callable[[Row], Example]) -> Transform:
+    """Whole conversations that end with the replies that are compared, for reward models."""
+    omissions = Omissions(cfg.chat_template or "of the tokenizer")
+
+    def transform_fn(example, tokenizer=None):
+        given = chats.row_kwargs(example, entry.chat_template_kwargs, cfg.chat_template_kwargs)
+        template = ChatTemplate(tokenizer, cfg.chat_template, given, chats.tools_of(example, entry), closed=False)
+        found, row = read(example), {}
+        for name, reply in zip(COMPLETIONS["comparisons"], found.replies):
+            if not reply or not (says_something(reply[-1]) or reply[-1].get("tool_calls")):
+                raise Dropped(NO_REPLY)
+            chats.check_turns([*found.prompt, *reply])
+            chat = omissions.with_known_roles([*found.prompt, *reply], template)
+            tokens = Tokens(tokenizer, template(chat))
+            omissions.check(chat, template, {len(chat) - 1}, tokens.text)
+            row[f"{name}_ids"] = tokens.ids
+        return {**row, "margin": value_of(example, "margin")} if "margin" in example else row
+
+    return transform_fn, _ALL
+
+
+_STEP_FIX = "Rename the columns, or use a custom transform that returns input_ids and labels."
+
+
+def _steps(entry: Any) -> Transform:
+    """A prompt with labelled steps, each with the separator after it, whose last token has the class of the step.
+
+    Prompt, steps and separators are tokenised separately, so the position of a label does not depend on the text
+    around it. All other tokens have the label -100.
+    """
+
+    def transform_fn(example, tokenizer=None):
+        for column in ("prompt", "completions", "labels"):
+            first_present(example, [column], column, _STEP_FIX)
+        steps, classes = (value_of(example, column) or [] for column in ("completions", "labels"))
+        if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+            raise DataError("column 'completions' must contain a list with the text of each step.")
+        if not isinstance(classes, list) or not all(isinstance(label, int) for label in classes):
+            raise DataError(
+                "column 'labels' must contain a list with the class of each step (true, false or an integer)."
+            )
+        if len(steps) != len(classes):
+            raise DataError(f"the row has {len(steps)} steps in 'completions' and {len(classes)} in 'labels'.")
+        separator = encode(tokenizer, entry.step_separator, special=False)
+        completion, labels = [], []
+        for number, (step, label) in enumerate(zip(steps, classes)):
+            ids = [*encode(tokenizer, step, special=False), *separator]
+            is_trained = not entry.train_on_last_step_only or number == len(steps) - 1
+            completion += ids
+            labels += [*[IGNORE] * (len(ids) - 1), int(label) if is_trained else IGNORE]
+        kept, prompt = slice(entry.max_completion_length), encode(tokenizer, text_of(example, "prompt"), special=False)
+        if tokenizer.bos_token_id not in (None, *prompt[:1]):  # not with `special`, which could end it with EOS as well
+            prompt = [tokenizer.bos_token_id, *prompt]
+        return {"input_ids": [*prompt, *completion[kept]], "labels": [*[IGNORE] * len(prompt), *labels[kept]]}
+
+    return transform_fn, _ALL
+
+
+def _segments(cfg: Any, entry: Any) -> Transform:
+    """Segments, `{text, label}`: those with `label: true` are trained on; each is tokenised on its own.
+
+    No special tokens are added, so that the segments contain all tokens.
+    """
+    columns = [entry.field] if entry.field else ["segments"]
+
+    def transform_fn(example, tokenizer=None):
+        column = first_present(example, columns, "segments", "Set `field` of the entry to its name.")
+        segments = value_of(example, column) or []
+        for number, segment in enumerate(segments):
+            is_one = isinstance(segment, dict) and isinstance(segment.get("label"), bool)
+            if not is_one or not isinstance(segment.get("text"), str | None):
+                raise DataError(f"column {column!r}, segment {number}: expected {{text: ..., label: true or false}}.")
+        parts = [(encode(tokenizer, each["text"] or "", special=False), each["label"]) for each in segments]
+        groups = groupby((part for part in parts if part[0]), key=lambda part: part[1])
+        joined = [([token for ids, _ in group for token in ids], label) for label, group in groups]
+        row = segments_row(joined or [([], True)], cfg.train_on_inputs)
+        ends = list(accumulate(len(ids) for ids, _ in joined))
+        row["turn_spans"] = [[end - len(ids), end] for end, (ids, label) in zip(ends, joined) if label]
+        if joined and not joined[-1][1] and len(joined) > 1:
+            row["prompt_length"] -= len(joined[-2][0])  # the last segment is not trained on
+        return row
+
+    return transform_fn, _ALL
+
+
+def _nemo_gym(cfg: Any, dataset: Any) -> Transform:
+    """Rows of NeMo Gym, as lines."""
+    names = {path_in(cfg.nemo_gym_dir, entry.path): entry.server_name for entry in cfg.nemo_gym_datasets}
+    server_name = names.get(path_in(".", dataset.path))
+
+    def transform_fn(example, tokenizer=None):
+        line = value_of(example, "line")
+        row = json.loads(line)
+        server = (row.get("agent_ref") or {}).get("name") or server_name
+        if not server:
+            raise DataError("the row has no agent_ref with a name. Set server_name in nemo_gym_datasets.")
+        messages = _messages(row["responses_create_params"])
+        return {"prompt": messages, "nemo_gym_row": line, "nemo_gym_server": server}
+
+    return transform_fn, _ALL
+
+
+def _messages(params: dict[str, Any]) -> list[Message]:
+    """The messages of a request of the Responses API, as a chat template expects them."""
+    given = params["input"]
+    given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    messages = [{"role": "system", "content": params["instructions"]}] if params.get("instructions") else []
+    for item in given:
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "function_call":
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": call}]})
+        elif kind == "function_call_output":
+            messages.append({"role": "tool", "content": item.get("output")})
+        elif kind in (None, "message") and isinstance(item, dict) and "role" in item:
+            messages.append({"role": item["role"], "content": item.get("content")})
+        elif kind != "reasoning":  # templates leave out earlier reasoning
+            raise DataError(f"responses_create_params.input contains {item!r:.80}, which is not a supported message.")
+    return messages
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list[int]:
@@ -133,11 +456,6 @@ def text_row(input_ids: list[int]) -> dict[str, Any]:
     }
 
 
-def row_without_prompt() -> dict[str, Any]:
-    """Fields of a pair or a chat in which nothing precedes the reference."""
-    return {**text_row([]), "prompt_length": None}
-
-
 def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
     """Fields of a row that consists of (token ids, trained on) segments, the last of which is the reference.
 
@@ -159,73 +477,7 @@ def without_labels(row: dict[str, Any], masked: list[bool]) -> dict[str, Any]:
     return {**row, "labels": labels}
 
 
-Pair = Callable[[dict[str, Any]], tuple[str, str]]  # prompt and completion of a row
-
-PAIRS = (
-    ("input", "output"),
-    ("prompt", "completion"),
-    ("prompt", "response"),
-    ("question", "answer"),
-    ("prompt", "answer"),
-    ("instruction", "output"),
-    ("instruction", "response"),
-    ("problem", "solution"),
-)
-
-
-def prompt_and_completion(example: dict[str, Any]) -> tuple[str, str]:
-    """The two texts of the first of `PAIRS` that the row has. Raises DataError if it has none of them.
-
-    With `input` and `output`, an `instruction` is put before the input, separated by an empty line.
-    """
-    found = first_shape(example, PAIRS)
-    if found is None:
-        known = ", ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS)
-        raise DataError(
-            f"no prompt and completion columns: supported pairs are {known}, but the row has {', '.join(example)}. "
-            "Rename the columns, or write a custom transform."
-        )
-    prompt, completion = (text_of(example, name) for name in found)
-    if found[0] == "input":
-        prompt = "\n\n".join(part for part in (optional_text(example, "instruction"), prompt) if part)
-    return prompt, completion
-
-
-def each_row(read: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[Callable, dict]:
-    """Transform that needs no tokenizer; `read` returns the fields of a row."""
-    return (lambda example, tokenizer=None: read(example)), {"remove_columns": "__all__"}
-
-
-def pair_prompts(read: Pair) -> tuple[Callable, dict]:
-    """Transform to rows of prompts whose prompt is continued as plain text; `read` returns prompt and completion."""
-    return each_row(lambda example: dict(zip(("prompt", "ground_truth"), read(example))))
-
-
-def pair_tokens(cfg: Any, read: Pair) -> tuple[Callable, dict]:
-    """Transform to rows of tokens; `read` returns prompt and completion."""
-    train_on_inputs = cfg.train_on_inputs
-    mask_thinking = cfg.ebft.mask_thinking_ce
-
-    def transform_fn(example, tokenizer=None):
-        prompt, completion = read(example)
-        if not prompt.strip():
-            return row_without_prompt()
-        if not completion.strip():
-            return segments_row([(encode(tokenizer, prompt, special=True), False), ([], True)], False)
-        prompt_ids = continued_ids(tokenizer, prompt)
-        completion_ids = ids_after(tokenizer, prompt, completion)
-        row = segments_row([(prompt_ids, False), (_with_eos(tokenizer, completion_ids), True)], train_on_inputs)
-        if not mask_thinking:
-            return row
-        row["turn_spans"] = [[row["prompt_length"], len(row["input_ids"])]]  # thinking is sampled too
-        thought = mask_after(tokenizer, prompt, completion, thinking_spans(completion))
-        masked = [False] * len(prompt_ids) + thought
-        return without_labels(row, masked + [False] * (len(row["labels"]) - len(masked)))  # its EOS is trained on
-
-    return transform_fn, {"remove_columns": "__all__"}
-
-
-def _with_eos(tokenizer, ids: list[int]) -> list[int]:
+def with_eos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """A reference ends with EOS, so that the model learns where to stop."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no EOS token to end a completion with. Set special_tokens.eos_token.")

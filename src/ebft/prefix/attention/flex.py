@@ -113,9 +113,8 @@ def pass_mask(tokens: Tokens, pattern) -> BlockMask:
         return (prefix | own) & pattern.allowed(position[query], position[key])
 
     x = len(position)
-    return create_block_mask(
-        seen, B=None, H=None, Q_LEN=x, KV_LEN=x, device=str(device), _compile=device.type == "cuda"
-    )
+    create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return create(seen, B=None, H=None, Q_LEN=x, KV_LEN=x, device=str(device))
 
 
 @cache

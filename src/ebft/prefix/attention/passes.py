@@ -245,17 +245,11 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
         parts = ((query, key, value),) if len(spans) == 1 else zip(*(x.split(lengths, -2) for x in (query, key, value)))
         for of_query, of_key, of_value in parts:
             of_query, of_key, of_value = of_query.flatten(0, 1)[None], of_key[None], of_value[None]
-            if q > 1 and not takes_grouped_heads(of_query, of_key, of_value, scores.dropout):
-                # For the memory-efficient kernel: the remaining one stores S x S scores.
+            if q > 1 and not takes_grouped_heads(of_query, of_key, of_value, scores.dropout):  # else S x S scores
                 of_key, of_value = (x.repeat_interleave(q, 1) for x in (of_key, of_value))
+            gqa = of_query.shape[1] != of_key.shape[1]
             part = F.scaled_dot_product_attention(
-                of_query,
-                of_key,
-                of_value,
-                dropout_p=scores.dropout,
-                is_causal=True,
-                scale=scores.scaling,
-                enable_gqa=of_query.shape[1] != of_key.shape[1],
+                of_query, of_key, of_value, None, scores.dropout, is_causal=True, scale=scores.scaling, enable_gqa=gqa
             )
             documents.append(part.squeeze(0).transpose(0, 1))
         return documents[0] if len(documents) == 1 else torch.cat(documents)

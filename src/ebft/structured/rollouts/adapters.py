@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from ebft.errors import RolloutError
+from ebft.errors import RolloutError, told
 from ebft.files import allow_readers
 from ebft.models.sharding import reshard, whole_trained_weights
 from ebft.structured.rollouts.client import VLLMClient
@@ -68,7 +68,13 @@ class AdapterSync:
             try:
                 outcome = [self._publish(step, whole)]
             except Exception as error:  # any error: the other processes wait for the outcome
-                outcome = [_as_rollout_error(error, self._root)]
+                outcome = [
+                    RolloutError(
+                        f"The adapter cannot be sent to vLLM: {told(error)}. The server must have access to "
+                        f"{self._root} under the same path, run with LoRA enabled (`ebft vllm-serve` enables it), and "
+                        "support this adapter's rank (--max-lora-rank)."
+                    )
+                ]
         broadcast_object_list(outcome)  # a failure on the main process is raised on every process
         if isinstance(outcome[0], RolloutError):
             raise outcome[0]
@@ -191,17 +197,3 @@ class AdapterSync:
         """Unload the version, then delete its folder, which may be needed to reload it until then."""
         self._client.unload_adapter(version.name)
         shutil.rmtree(version.path, ignore_errors=True)
-
-
-def _as_rollout_error(error: Exception, root: Path) -> RolloutError:
-    if isinstance(error, RolloutError):
-        return RolloutError(
-            f"{error} The adapter is in {root}. The server must have access to this folder under the same path, run "
-            "with LoRA enabled (`ebft vllm-serve` enables it), and support this adapter's rank (--max-lora-rank)."
-        )
-    if not isinstance(error, OSError):
-        return RolloutError(f"Cannot save the adapter for vLLM ({type(error).__name__}: {error}).")
-    return RolloutError(
-        f"Cannot write the adapter for vLLM to {root} ({error}). Free disk space or set output_dir to a writable "
-        "folder, then resume training with resume_from_checkpoint."
-    )

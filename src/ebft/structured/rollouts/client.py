@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from ebft.errors import RolloutError
+from ebft.errors import RolloutError, doing, shortened, told
 from ebft.printed import say
 from ebft.serving.keys import base_url
 from ebft.structured.rollouts.turns import Completion, Sampling
@@ -22,7 +22,6 @@ _ATTEMPTS = 5  # for a request that fails with a server error (5xx)
 _BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
 CONNECT_TIMEOUT = 5.0
 _CONCURRENT = 256  # requests at the same time
-_LARGEST = 2**30  # bytes of a response
 _POLL = 0.5  # seconds between health checks of a server that is not running
 
 
@@ -62,11 +61,7 @@ class VLLMClient:
 
     def models(self) -> list[dict[str, Any]]:
         """Return the server's models and adapters, as listed by /v1/models."""
-        path = "/v1/models"
-        entries = self._list_in(self._run(self._request("GET", path)), "data", path, dict)
-        if not all(isinstance(entry.get("id"), str) for entry in entries):
-            raise self._unusable(path, entries)
-        return entries
+        return self._run(self._list("data", "GET", "/v1/models"))
 
     def base_model(self) -> dict[str, Any]:
         """Return the entry of the base model: `id`, `root` (the name or path it was loaded from), `max_model_len`."""
@@ -78,7 +73,7 @@ class VLLMClient:
     def tokenize(self, model: str, text: str) -> list[int]:
         """Return the token ids of a text from the server's tokenizer, without special tokens."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
-        return self._list_in(self._run(self._request("POST", "/tokenize", body)), "tokens", "/tokenize", int)
+        return self._run(self._list("tokens", "POST", "/tokenize", body))
 
     def load_adapter(self, name: str, path: str) -> None:
         """Load the adapter in folder `path` as `name`; does nothing if that name is already loaded."""
@@ -118,44 +113,28 @@ class VLLMClient:
             raise
 
     async def _complete(self, body: dict[str, Any]) -> list[Completion]:
-        path = "/v1/completions"
         for _ in range(2):  # an aborted request returns no tokens, so it is repeated once
-            answer = await self._request("POST", path, body)
-            choices = self._list_in(answer, "choices", path, dict)
-            completions = [self._completion(choice, path) for choice in choices]
+            choices = await self._list("choices", "POST", "/v1/completions", body)
+            completions = [self._completion(choice) for choice in choices]
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
-        reasons = sorted({str(choice.get("finish_reason")) for choice in choices})
         raise RolloutError(
             f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
-            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}, {len(choices)} "
-            f"choices, finish_reason {', '.join(reasons) or 'none'}). See the server's log."
+            f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}). See the server's log."
         )
 
-    def _completion(self, choice: dict[str, Any], path: str) -> Completion:
-        logprobs = choice.get("logprobs") or {}
-        ids = self._list_in(choice | {"token_ids": choice.get("token_ids") or []}, "token_ids", path, int)
-        logps = (logprobs.get("token_logprobs") or []) if isinstance(logprobs, dict) else None
-        if not isinstance(logps, list) or not all(isinstance(logp, int | float | None) for logp in logps):
-            raise self._unusable(path, choice)
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        ids, logps = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
         if len(ids) != len(logps):
             raise RolloutError(f"The vLLM server returned {len(ids)} tokens but {len(logps)} log-probabilities.")
         return Completion(ids, [float("nan") if logp is None else logp for logp in logps])
 
-    def _list_in(self, answer: Any, name: str, path: str, kind: type) -> list[Any]:
-        """The list `name` in a response. Raises RolloutError if there is none, or its items are of another type."""
-        found = answer.get(name) if isinstance(answer, dict) else None
-        if not isinstance(found, list) or not all(type(item) is kind for item in found):
-            raise self._unusable(path, answer)
-        return found
-
-    def _unusable(self, path: str, answer: object) -> RolloutError:
-        return RolloutError(
-            f"The server at {self.address} does not respond to {path} as vLLM does: {shortened(str(answer))!r}. Set "
-            "trl.vllm_server_host and trl.vllm_server_port to the address of a vLLM server."
-        )
-
     # Requests
+
+    async def _list(self, name: str, method: str, path: str, body: dict[str, Any] | None = None) -> list[Any]:
+        """Return the list `name` in the JSON response."""
+        with doing(f"reading {name} in what the server at {self.address} responds to {path}"):
+            return (await self._request(method, path, body))[name]
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON response; waits for a server that is not running and retries 5xx up to `_ATTEMPTS` times."""
@@ -171,13 +150,8 @@ class VLLMClient:
             except httpx2.TransportError:  # refused, reset or closed: the server is not running or still starting
                 await self._wait_until_up(last)
                 continue
-            except httpx2.RequestError as error:  # such as a damaged compression
-                raise self._unusable(path, error) from error
             if response.status_code == 200:
-                try:
-                    return response.json() if "json" in response.headers.get("content-type", "") else response.text
-                except (ValueError, RecursionError) as error:
-                    raise self._unusable(path, response.text) from error
+                return response.json() if "json" in response.headers.get("content-type", "") else response.text
             if response.status_code == 404 and body is not None and "model" in body:
                 raise ModelNotServed(f"The vLLM server at {self.address} does not serve {body['model']!r}.")
             if response.status_code < 500:
@@ -190,8 +164,6 @@ class VLLMClient:
                 f"The vLLM server at {self.address} failed {_ATTEMPTS} times on {path}; see its log. Last response: "
                 f"{last}"
             )
-        if response.status_code == 404:
-            await self._refuse_server_of_trl()
         raise RolloutError(
             f"The vLLM server at {self.address} rejected {path} ({response.status_code}): {shortened(response.text)}"
         )
@@ -222,28 +194,13 @@ class VLLMClient:
         try:
             response = await self._http.whole("GET", "/health", CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
-            return described(error)
-        if response.status_code in (307, 404):  # TRL's server redirects to /health/
-            await self._refuse_server_of_trl()
-        if response.status_code == 404:
+            return told(error)
+        if response.status_code in (307, 404):  # the server of `trl vllm-serve` redirects to /health/
             raise RolloutError(
-                f"The server at {self.address} is not a vLLM server (no /health endpoint). Set trl.vllm_server_host "
-                "and trl.vllm_server_port to the address of a vLLM server."
+                f"The server at {self.address} is not vLLM's (no /health endpoint). Start one with `ebft vllm-serve "
+                "CONFIG`, and set trl.vllm_server_host and trl.vllm_server_port to its address."
             )
         return None if response.status_code == 200 else f"/health returns status {response.status_code}"
-
-    async def _refuse_server_of_trl(self) -> None:
-        """Raise RolloutError if the server has an endpoint that only that of earlier versions of TRL has."""
-        try:
-            response = await self._http.whole("GET", "/get_world_size/", CONNECT_TIMEOUT)
-        except httpx2.RequestError:
-            return
-        if response.status_code == 200 and "world_size" in response.text:
-            raise RolloutError(
-                f"The server at {self.address} was started with `trl vllm-serve` of an earlier TRL, which has neither "
-                "vLLM's endpoints nor adapters. Start it with `ebft vllm-serve CONFIG` instead, or set trl.vllm_mode: "
-                "managed, with which training starts it."
-            )
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
@@ -282,18 +239,8 @@ def _body(model: str, prompt: list[int], max_tokens: int, n: int, sampling: Samp
     return {**body, **sampling.extra}
 
 
-def shortened(text: str, length: int = 500) -> str:
-    """The first characters of a response, for messages."""
-    return text if len(text) <= length else f"{text[:length]} ..."
-
-
-def described(error: Exception) -> str:
-    """The type of an error, and what it says, if anything."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 class HTTPClient(httpx2.AsyncClient):
-    """Sends JSON and receives whole responses, within a limit of time and of size."""
+    """Sends JSON and receives whole responses, within a limit of time."""
 
     def __init__(self, base_url: str = "") -> None:
         super().__init__(
@@ -306,18 +253,12 @@ class HTTPClient(httpx2.AsyncClient):
 
     async def whole(self, method: str, url: str, timeout: float, body: Any = None) -> httpx2.Response:
         """The response. Raises ReadTimeout if it does not end within `timeout` seconds."""
-        content = bytearray()
         async with self._free:
             try:
-                async with asyncio.timeout(timeout), self.stream(method, url, json=body) as response:
-                    async for part in response.aiter_bytes():
-                        content += part
-                        if len(content) > _LARGEST:
-                            raise httpx2.DecodingError(f"the response has more than {_LARGEST:,} bytes")
+                async with asyncio.timeout(timeout):
+                    return await self.request(method, url, json=body)
             except TimeoutError:
                 raise httpx2.ReadTimeout(f"no complete response within {timeout:g} s") from None
-        kind = response.headers.get("content-type", "")
-        return httpx2.Response(response.status_code, headers={"content-type": kind}, content=bytes(content))
 
 
 T = TypeVar("T")

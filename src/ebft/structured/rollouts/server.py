@@ -9,7 +9,7 @@ import atexit
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -249,12 +249,10 @@ def check_server(
             f"{who}: their tokenizers differ (a test text is encoded to different ids, {len(theirs)} and {len(ours)} "
             "tokens). Start the server with the config of this run: `ebft vllm-serve CONFIG`."
         )
-    _check_vocabulary(client, entry["id"], tokenizer, sampling, who)
     if not compare_weights:
         return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
     [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
-    check_ids(completion.ids, model)
     tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
     sampled = torch.tensor(completion.logps, dtype=torch.float64)
     difference = (sampled - tempered).abs().mean().item()
@@ -272,33 +270,6 @@ def check_server(
         f"{difference:.2f} nats on average (tolerance: {limit}). Start the server with the config of this run: `ebft "
         "vllm-serve CONFIG`."
     )
-
-
-def check_ids(ids: Iterable[int], model: Any) -> None:
-    """Raise RolloutError for a token id that the model does not have."""
-    size = unwrap_adapter(model).config.get_text_config().vocab_size
-    wrong = next((token for token in ids if not 0 <= token < size), None)
-    if wrong is not None:
-        raise RolloutError(
-            f"The server of the rollouts returned the token id {wrong}, but the model that is trained has {size} "
-            "tokens. Start the server with the config of this run: `ebft vllm-serve CONFIG`."
-        )
-
-
-def _check_vocabulary(
-    client: VLLMClient, model: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, who: str
-) -> None:
-    """Raise RolloutError if the server's model has no embedding for the last token id of the tokenizer."""
-    try:
-        client.complete(model, [[len(tokenizer) - 1]], [1], sampling)
-    except RolloutError as error:
-        if "vocabulary" not in str(error):
-            raise
-        raise RolloutError(
-            f"{who}, whose tokenizer has {len(tokenizer)} tokens, more than the vocabulary of the server's model. "
-            "Tokens added by special_tokens are not in the base model. Save a base model that contains them, and use "
-            "it for training and serving."
-        ) from error
 
 
 def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:

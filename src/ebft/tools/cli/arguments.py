@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ebft.catalog import MODELS, lasting_name, locate
+from ebft.catalog import MODELS, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
 from ebft.config.checks.processes import FETCH
 from ebft.config.reference import choices_of, option_groups, takes_text
@@ -139,7 +139,7 @@ def complete_fetched(incomplete: str) -> list[str]:
 
 
 def complete_term(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Terms of rewards in the run whose folder is given, or those of all runs."""
+    """Terms of rewards in the run whose folder is given, or of all runs."""
     # An option without its value ends the parsing, so FOLDER is still among the unparsed arguments.
     folder = ctx.params.get("folder") or next((Path(word) for word in ctx.args if Path(word).is_dir()), None)
     samples = islice(all_samples(folder), _SAMPLES_READ) if folder is not None else ()
@@ -230,19 +230,14 @@ def read_source(
 ) -> tuple[RunConfig | None, Path]:
     """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`.
 
-    A folder may also be the name of a fetched model. Raises ConfigError if it is neither, or for a folder with options
-    that require a config, and ModelError for a model that is not fetched.
+    A folder may also be the name of a fetched model. Raises ConfigError for a folder with options that need a config.
     """
     is_name = not source.exists() and str(source) in MODELS
     if source.is_dir() or is_name:
         if overrides or lora_model_dir:
             given = "--lora-model-dir requires" if lora_model_dir else "overrides require"
             raise ConfigError(f"{source} is a folder: {given} a config.")
-        if is_name:
-            locate(str(source), "model", "FOLDER")
-        return None, Path(lasting_name(str(source))) if is_name else source
-    if not source.exists() and source.suffix not in _CONFIGS:
-        raise ConfigError(f"{source} is neither a config file nor a folder with a model or an adapter.")
+        return None, (locate(str(source), "model", "FOLDER") or source) if is_name else source
     config = load_config(source, overrides or [])
     return config, Path(lora_model_dir or config.output_dir).expanduser()
 

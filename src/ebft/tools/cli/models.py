@@ -94,7 +94,7 @@ def merge_lora(
             lambda done, total: progress.update(task, completed=done, total=total),
         )
     peak = peak_resident()
-    again = f" ({result.resumed} of them from the interrupted merge)" if result.resumed else ""
+    again = f" ({result.resumed} from the interrupted merge)" if result.resumed else ""
     shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
     say(f"{shards}{again}, {as_mib(result.total_size)}, the largest {as_mib(result.largest_shard)}")
     say(f"Peak memory: {as_mib(peak)}, {as_mib(peak - before)} more than before the merge")
@@ -277,7 +277,7 @@ def fetch(
     """
     output = renamed(renamed(output, former_to, "--output", "--to"), dest, "--output", "--dest")
     if folder is not None and output is not None:
-        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one of them.")
+        raise FetchError(f"{folder} and --output {output} both set the destination folder. Keep one.")
     to = folder or output
     if name is None:
         for model, pinned in MODELS.items():

@@ -5,9 +5,8 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.padding import Padding
@@ -298,33 +297,20 @@ def _show(config, tokenizer, rows, is_new: bool, number: int, in_terminal: bool,
         say(f"Rows written to {html}")
 
 
-class Method(StrEnum):
-    """What --method accepts."""
-
-    EBFT = "ebft"
-    SFT = "sft"
-
-
-class Size(StrEnum):
-    """What --scale accepts; `test` takes seconds, for the tests."""
-
-    FULL = "full"
-    TEST = "test"
-
-
 @polite
 def quickstart(
     model: Annotated[
         str, typer.Option(help="smollm2 (a download of 115 MB), tiny (no download), or a model folder or hub id.")
     ] = "smollm2",
     method: Annotated[
-        Method, typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate.")
-    ] = Method.EBFT,
+        Literal["ebft", "sft"],
+        typer.Option(help="Method of fine-tuning; sft uses the same rows, steps and learning rate."),
+    ] = "ebft",
     seed: Annotated[int, typer.Option(help="Seed of fine-tuning and measurement.")] = 0,
     output: Annotated[
         Path | None, option("--output", "DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
     ] = None,
-    scale: Annotated[Size, typer.Option(hidden=True)] = Size.FULL,
+    scale: Annotated[Literal["full", "test"], typer.Option(hidden=True)] = "full",  # test: seconds, for the tests
 ) -> None:
     """Fine-tune a language model on two CPU cores in a few minutes, and measure it before and after.
 
@@ -348,7 +334,7 @@ def quickstart(
     from ebft.tools.quickstart.main import quickstart
 
     try:
-        quickstart(model, output, seed, scale.value, method.value)
+        quickstart(model, output, seed, scale, method)
     except KeyboardInterrupt as stop:
         # Not the message of training, which says how to resume a run of `ebft train`.
         stop.args = ("Stopped. Run the same command to start again; complete data and base models are kept.",)

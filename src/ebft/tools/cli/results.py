@@ -1,6 +1,5 @@
 """Commands that show what a run has produced: `ebft show`, `ebft report`, `ebft evaluate`, `ebft inference`."""
 
-import difflib
 import json
 import os
 import sys
@@ -108,9 +107,7 @@ def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
         return f"{folder} has no rollouts yet, or its files cannot be read."
     if step is not None and step not in steps:
         return f"{folder} has no rollouts of step {step}. It has steps {min(steps)} to {max(steps)}."
-    near = difflib.get_close_matches(str(sort), terms, n=1)
-    meant = f"Did you mean {near[0]!r}? " if near else ""
-    return f"--sort: no rollout has a term {sort!r}. {meant}Choose from {', '.join(terms)}."
+    return f"--sort: no rollout has a term {sort!r}. Choose from {', '.join(terms)}."
 
 
 @polite
@@ -207,7 +204,7 @@ def _is_evaluation(path: Path) -> bool:
     return "models" in (read_object(path) or {})
 
 
-FEWEST_WHITENED = 4  # samples of which rewards after whitening say more than an order
+FEWEST_WHITENED = 4  # samples; the whitened rewards of fewer say only an order
 
 
 @listing

@@ -123,7 +123,7 @@ def _asked(asks: bool, name: str, question: str) -> str:
 
 
 def _choose(fitting: dict[str, "Method"], default: str) -> str:
-    """The method that the user selects among those that fit the rows."""
+    """The method that the user selects among the methods that fit the rows."""
     say("Methods that fit these rows:")
     for name, method in fitting.items():
         say(f"  {name:24}{method.name}")

@@ -1,4 +1,4 @@
-"""`ebft train CONFIG [key=value ...]`, its sweeps and its dashboard, which is also that of `ebft tui FOLDER`."""
+"""`ebft train CONFIG [key=value ...]`, its sweeps, and its dashboard, which `ebft tui FOLDER` shows, too."""
 
 import os
 import shlex
@@ -256,9 +256,8 @@ def train_here(run_config: RunConfig, config: Path, overrides: list[str]) -> Non
             raise
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     if is_main_process():
-        folder = Path(result.output_dir)
-        command = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
-        say_result(result.describe_outcome(command), run_config, folder, as_typed(config, overrides))
+        typed, evaluate = after_training(run_config, config, overrides)
+        say_result(result.describe_outcome(evaluate), run_config, Path(result.output_dir), typed)
     leave_process_group()
 
 
@@ -266,15 +265,13 @@ def train_in_ray(run_config: RunConfig, config: Path, overrides: list[str]) -> N
     """Train in Ray workers with the settings of the file `config` and `overrides`, and print what to do next."""
     from ebft.tools.launch.ray_driver import train_with_ray
 
-    folder = Path(run_config.output_dir)
     command = typed_command(["ebft", "train", str(config), *overrides])
-    values = read_values(config, overrides)
-    evaluate = evaluate_command(config, overrides, folder) if run_config.method.can_be_compared else None
-    outcome, _ = train_with_ray(run_config, values, command, evaluate)
+    typed, evaluate = after_training(run_config, config, overrides)
+    outcome, _ = train_with_ray(run_config, read_values(config, overrides), command, evaluate)
     if outcome.status:
         say(outcome.message, err=True)
         raise typer.Exit(outcome.status)
-    say_result(outcome.learned, run_config, folder, as_typed(config, overrides))
+    say_result(outcome.learned, run_config, Path(run_config.output_dir), typed)
 
 
 def say_result(learned: str, config: RunConfig, folder: Path, typed: list[str]) -> None:
@@ -285,14 +282,12 @@ def say_result(learned: str, config: RunConfig, folder: Path, typed: list[str]) 
         say(line, err=True)
 
 
-def evaluate_command(config: Path, overrides: list[str], folder: Path) -> str:
-    """The command that compares the trained model with the base model, for the report of the run in `folder`."""
-    return shlex.join(["ebft", "evaluate", *as_typed(config, overrides), "--output", str(folder / EVALUATION)])
-
-
-def as_typed(config: Path, overrides: list[str]) -> list[str]:
-    """The config and the overrides of a run, as arguments of commands on its result."""
-    return [str(config), *(override for override in overrides if not override.startswith("resume_from_checkpoint="))]
+def after_training(run_config: RunConfig, config: Path, overrides: list[str]) -> tuple[list[str], str | None]:
+    """The config and overrides for commands on the result; the command that compares the model with its base model."""
+    typed = [str(config), *(each for each in overrides if not each.startswith("resume_from_checkpoint="))]
+    output = str(Path(run_config.output_dir) / EVALUATION)
+    can_be_compared = run_config.method.can_be_compared
+    return typed, shlex.join(["ebft", "evaluate", *typed, "--output", output]) if can_be_compared else None
 
 
 def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loading of the models to evaluate, and of the feature network that all of them share."""
+"""Loading of the models to evaluate, and of the feature network that all models share."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
 
 
 def check_positions(config: RunConfig, names: list[str], longest: int | None) -> None:
-    """Raise ConfigError if a document, of which the longest has `longest` tokens, exceeds the positions of a model."""
+    """Raise ConfigError if the longest document, of `longest` tokens, exceeds the positions of a model."""
     for name in (config.base_model, *names):
         adapter = None if _same_model(config, name) else _adapter_of(name)
         base = name if adapter is None else adapter.base_model_name_or_path
@@ -127,13 +127,13 @@ def keeps_base(adapter: PeftConfig | None) -> bool:
 
 
 def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if the model was saved with a different tokenizer than that of the config's base model."""
+    """Raise ModelError if the model was saved with another tokenizer than the config's base model."""
     if not is_gguf(name) and not _has_tokenizer(name):
         return  # an adapter without tokenizer files, or a hub id
     own = pretrained_tokenizer(name)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
         raise ModelError(
-            f"--model {name}: its tokenizer differs from that of the config's base_model, so the models cannot be "
+            f"--model {name}: its tokenizer differs from the tokenizer of base_model, so the models cannot be "
             "compared on the same tokens. Evaluate it with a config that uses its own base_model."
         )
 
@@ -164,8 +164,6 @@ def _adapter_of(name: str) -> PeftConfig | None:
             found = PeftConfig.from_pretrained(str(folder))
         except (ValueError, TypeError, KeyError):
             return None  # PEFT raises ValueError if a hub repository has no adapter
-    if not found.base_model_name_or_path:
-        raise ModelError(f"--model {name}: base_model_name_or_path is missing in its {ADAPTER_FILE}.")
     return found
 
 

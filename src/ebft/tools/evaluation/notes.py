@@ -76,8 +76,8 @@ def _trained_on(
         selected = ", or were left out by a weight below 1" if in_part else ""
         return (
             f"--model {name}: {len(found):,} of the {len(evaluated):,} evaluated documents are training documents of "
-            f"its run ({', '.join(sources)}){selected}, so its results on them are not "
-            "those of unseen data. Evaluate on other documents (test_datasets)."
+            f"its run ({', '.join(sources)}){selected}, so its results on these "
+            "documents are not results on unseen data. Evaluate on other documents (test_datasets)."
         )
     if problems:
         return f"--model {name}: whether it was trained on evaluated documents is not known: {problems[0]}"
@@ -85,7 +85,7 @@ def _trained_on(
 
 
 def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]) -> Iterator[dict[str, Any]]:
-    """The raw rows that the run with this run.json and config was trained on; those of val_set_size are not.
+    """The raw rows that the run with this run.json and config was trained on, without the rows of val_set_size.
 
     Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine.
     Raises DataError if one cannot be read or has changed since the run, or if there are too many documents.
@@ -109,7 +109,7 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
 
 
 def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
-    """Raise DataError if the files of an entry are not those that were recorded when the run began."""
+    """Raise DataError if the files of an entry differ from the recorded ones of the beginning of the run."""
     recorded = (read_object(path) or {}).get("data_digests")
     if not isinstance(recorded, list) or len(recorded) != len(entries):  # run.json of another program or version
         return

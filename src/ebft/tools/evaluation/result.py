@@ -267,7 +267,7 @@ _STYLES = ("-", "--", ":")
 
 
 def save_plots(evaluation: Evaluation, path: str | Path) -> None:
-    """Plot the four panels into one image; raises ConfigError if matplotlib is missing."""
+    """Plot the four panels into one image; raises ImportError without matplotlib."""
     plt = _pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(17, 9), layout="constrained")
     losses, features = axes[0]
@@ -291,7 +291,7 @@ def save_plots(evaluation: Evaluation, path: str | Path) -> None:
 
 
 def check_plots(path: Path) -> None:
-    """Raise ConfigError before the evaluation if matplotlib is missing or does not support the format of `path`."""
+    """Raise ConfigError before the evaluation if matplotlib does not support the format of `path`."""
     figure = _pyplot().figure()
     known = figure.canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in known:
@@ -299,10 +299,8 @@ def check_plots(path: Path) -> None:
 
 
 def _pyplot() -> Any:
-    try:
+    with doing("importing matplotlib for --plot (pip install 'ebft[plots]')"):
         import matplotlib
-    except ImportError as error:
-        raise ConfigError("--plot requires matplotlib: pip install 'ebft[plots]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot
 

@@ -35,7 +35,7 @@ from ebft.rewards import unbiased_cfm_loss
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure
-from ebft.structured.config import check_own_kwargs, generate_kwargs
+from ebft.structured.config import check_generation_kwargs, generate_kwargs
 from ebft.structured.reward import continuation_features, pool_sequence
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
@@ -334,9 +334,10 @@ class Completions:
 
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
-    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for those that only vLLM supports."""
-    check_own_kwargs(kwargs)
+    """Return the `trl.generation_kwargs` that `generate` supports, with a warning for keys of vLLM only."""
     known = generate_kwargs()
+    read = {key: value for key, value in kwargs.items() if key in known}
+    check_generation_kwargs(read, use_vllm=False)
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
     left += ["vllm_guided_decoding_regex"] if regex is not None else []
     if left:
@@ -345,7 +346,7 @@ def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
             "support it.",
             stacklevel=2,
         )
-    return {key: value for key, value in kwargs.items() if key in known}
+    return read
 
 
 TOKENS_PER_PASS = 4096

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import LoraConfig, PeftModel, PeftType, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import ModulesToSaveWrapper
@@ -71,7 +71,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")
     config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
-    if not isinstance(config, LoraConfig):
+    if config.peft_type != PeftType.LORA:  # that of AdaLoRA is a LoraConfig too
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith((*REWRITE_BASE, "mica")):
@@ -231,7 +231,7 @@ def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
 
 
 def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
-    """Remove the ties of weights that differ after merging, because only one of them is changed.
+    """Remove the ties of weights that differ after merging, because the adapter changes only one.
 
     Weights of embeddings that were resized without being trained are the same for both, and with `ensure_weight_tying`
     PEFT trains one change for both, which is merged once.
@@ -249,7 +249,7 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
 
 
 def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
-    """Whether the layer of an output layer repeats that of the embedding, transposed, or is not saved."""
+    """Whether the layer of an output layer repeats the layer of the embedding, transposed, or is not saved."""
     if output is None or embedding is None:
         return True
     pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]

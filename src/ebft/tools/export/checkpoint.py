@@ -28,7 +28,7 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}  # of dtypes in safeten
 
 
 class DequantisedFiles(WeightFiles):
-    """Weights of which those that are stored in MXFP4 are read in bfloat16, which can represent all of their values."""
+    """Weight files whose weights in MXFP4 are read in bfloat16, which represents all values exactly."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__(paths)
@@ -102,7 +102,7 @@ PROGRESS = "merge_progress.json"  # in a folder of shards until it is complete: 
 
 
 def begin(folder: Path, identity: str) -> None:
-    """Create a folder for shards; if it has those of an interrupted merge of the same `identity`, they stay.
+    """Create a folder for shards; shards of an interrupted merge of the same `identity` stay.
 
     Raises ModelError if it contains anything else.
     """

@@ -218,7 +218,7 @@ class Merge:
     """The merge of an adapter into the weights of a checkpoint, one part at a time.
 
     `model` is the base model on the meta device, without adapter. Raises ModelError if the checkpoint has no weight
-    that the adapter changes, or if transformers cannot convert weights back to those of the checkpoint.
+    that the adapter changes, or if transformers cannot convert weights back to the weights of the checkpoint.
     """
 
     def __init__(

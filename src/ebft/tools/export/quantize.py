@@ -114,7 +114,7 @@ def torchao_settings(wanted: QuantizationSection, device: torch.device) -> Any:
 
 
 def _for_model(settings: Any, wanted: QuantizationSection, model: PreTrainedModel) -> TorchAoConfig:
-    """The settings for the layers of a model. Raises ModelError for those that it does not fit."""
+    """The settings for the layers of a model. Raises ModelError for layers that do not fit."""
     size = wanted.group_size or (GROUP_SIZE if wanted.weight_dtype == "int4" else None)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     linear = {
@@ -151,13 +151,10 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
 
 
 def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
-    """The first `max_tokens` tokens of a text file, in windows. Raises DataError if it is too short."""
+    """The first `max_tokens` tokens of a text file, in windows."""
     ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
-    found = [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
-    if not found:
-        raise DataError(f"{path} has fewer than two tokens. Use a longer text.")
-    return found
+    return [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
 
 
 def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:

@@ -38,7 +38,7 @@ class Merged:
 def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None, shard_size: str = "50GB") -> Merged:
     """Write the model or adapter of a checkpoint in parts to `to` (default: `merged` in it), and return what it has.
 
-    `base` names the model whose config and tokenizer are used if the checkpoint has none, as those of other programs.
+    `base` names the model whose config and tokenizer are used if the checkpoint of another program has none.
     The whole model must fit in memory. Raises ModelError for folders without parts and for a folder that is in use.
     """
     limit = parse_size(shard_size)

@@ -101,7 +101,7 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     """The model or adapter in a folder, or of `ebft fetch`.
 
     `base` replaces the base model that the adapter, or the card of a full model, names. The options of the reward are
-    those of the run that trained the model, if its run.json is there. Raises ModelError for a folder without a model.
+    taken from the run that trained the model, if its run.json is there. Raises ModelError for a folder without a model.
     """
     folder = Path(lasting_name(name))
     _check_model(folder, "Give a config file, or the folder of a model or an adapter.")

@@ -14,8 +14,7 @@ from datasets import Dataset
 
 from ebft.data.messages import ANSWERS, ROW_KWARGS
 from ebft.data.transforms import TRANSFORMS, Rows, built_in, equivalent_transform
-from ebft.data.transforms.preferences import STYLES
-from ebft.data.transforms.rows import PAIRS
+from ebft.data.transforms.formats import PAIRS, STYLES
 from ebft.errors import DataError, shortened
 
 RAW_TEXT = "ebft_pretrain.transform"
@@ -80,7 +79,14 @@ def shape_of_type(entry: dict[str, Any]) -> Shape:
     name = built_in(kind)
     kinds: Iterable[Rows] = ("tokens", "prompts") if name is None else TRANSFORMS[name].rows
     twins = [other for other in ("tokens", "prompts") if name and equivalent_transform(name, other) is not None]
-    is_chat = name is not None and (TRANSFORMS[name].file == "chats" or name.startswith("chat_template."))
+    is_chat = name is not None and TRANSFORMS[name].format in (
+        "chat",
+        "pairs",
+        "instructions",
+        "nemo_gym",
+        "replies",
+        "chats",
+    )
     return Shape(f"read as type: {kind}", dict.fromkeys((*kinds, *twins), entry), is_chat)
 
 
@@ -245,5 +251,5 @@ def _first(names: Iterable[str], among: list[str]) -> str | None:
 
 def _style(template: str | None) -> str | None:
     """The format of preference data whose marks are those of a chat template."""
-    marks = {name: style.user.partition("user")[0] for name, style in STYLES.items()}
+    marks = {name: style.header.partition("{}")[0] for name, style in STYLES.items()}
     return next((name for name, mark in marks.items() if template and mark in template), None)

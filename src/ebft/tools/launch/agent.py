@@ -53,7 +53,7 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         command = processes.typed_command(["ebft", *words, *plan.options.words()])
         (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
         variables = environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
-        os.environ |= variables  # also that of new processes
+        os.environ |= variables  # new processes get them, too
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
             with processes.received_signals() as received:
@@ -127,7 +127,7 @@ def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
 
 
 def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> int:
-    """The exit status of the processes, from how the launcher ended; prints the traceback that one of them left."""
+    """The exit status of the processes, from how the launcher ended; prints the traceback that a process left."""
     if error is None:
         return 0
     if isinstance(error, CalledProcessError):  # of accelerate, for one process
@@ -155,7 +155,7 @@ def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]
     """The rank and exit status that the others follow from: of a killed process, or else the first that has reported.
 
     The launcher stops all processes when one ends, also the first that reported, if another ended before it: then the
-    status is that of the other, which failed for the same reason.
+    other one has the status, since it failed for the same reason.
     """
     earliest = min(failure.timestamp for failure in failures.values())
     for rank, failure in failures.items():

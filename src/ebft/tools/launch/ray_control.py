@@ -53,7 +53,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerAttempt:
-    """A start of the workers: the number of earlier ones, whether one of them began to train, and a signal so far.
+    """A start of the workers: the number of earlier ones, whether an earlier one began to train, and a signal so far.
 
     `reason` says why the one before it failed.
     """

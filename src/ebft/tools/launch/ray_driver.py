@@ -24,7 +24,7 @@ DEBUG = "EBFT_DEBUG"
 FOLDER = "ray"  # in output_dir: what Ray stores about the run
 # Read by Ray when it is imported or started; values that the user has set are kept.
 _ENVIRONMENT = {
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of the config are those of the command
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths of the config start at the folder of the command
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # which turns output that packages capture into log messages
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for the next check, by default up to 2 seconds
 }
@@ -111,7 +111,7 @@ def _connect(config: RunConfig) -> None:
 
 
 def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str, float]:
-    """The resources of a worker. Raises ConfigError if a local Ray, which does not grow, has too few of them."""
+    """The resources of a worker. Raises ConfigError if a local Ray, which does not grow, has too few."""
     resources = config.resources_per_worker
     if resources is None:
         resources = {"GPU": 1.0} if available.get("GPU") else {"CPU": 1.0}
@@ -135,7 +135,7 @@ def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str
 def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> Any:
     from ray.train import FailureConfig, LoggingConfig, ScalingConfig
     from ray.train import RunConfig as RayRunConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.torch import TorchConfig, TorchTrainer
 
     variables = dict.fromkeys(_BARS, "1")  # workers have no terminal
     if DEBUG in os.environ:
@@ -144,6 +144,7 @@ def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> A
         variables["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs visible to workers without one
     return TorchTrainer(
         function,
+        torch_config=TorchConfig(timeout_s=config.ddp_timeout),
         scaling_config=ScalingConfig(
             num_workers=config.ray_num_workers, use_gpu=bool(resources.get("GPU")), resources_per_worker=resources
         ),

@@ -126,7 +126,7 @@ def _mark(values: dict[str, Any]) -> str:
 
 RESULTS = "sweep.json"
 EVALUATION = "evaluation.json"
-# Keys and sections that define what is measured, not only what is trained: those of the config apply to all runs.
+# Keys and sections that define what is measured, not only what is trained: the config's values apply to all runs.
 _MEASURE = ("rl", "ebft", "trl", "evaluation")
 _METRICS = ("ce_loss", "cfm_loss", "alignment", "diversity")
 _UNRANKED = ("diversity",)  # low values are better only at the same alignment
@@ -297,11 +297,7 @@ class Sweep:
 
     def _earlier(self) -> dict[str, dict[str, Any]]:
         """The runs that an earlier sweep has stored, by name."""
-        try:
-            runs = json.loads((self.folder / RESULTS).read_text(encoding="utf-8"))["runs"]
-            return {run["name"]: run for run in runs}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}
+        return {run["name"]: run for run in (read_object(self.folder / RESULTS) or {}).get("runs", [])}
 
     def _save(self) -> None:
         names = {run.name for run in self.runs}

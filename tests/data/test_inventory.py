@@ -1,0 +1,283 @@
+"""Rows of every shape through every method: what must be in the tokens, what is trained on, and what is dropped."""
+
+import re
+import warnings
+
+import pytest
+
+from ebft.data.conversation import Renderer
+from ebft.errors import DataError
+from tests.data.conftest import assistant, config_of, user
+from tests.structured.conftest import make_chat_tokenizer
+
+TOKENIZER = make_chat_tokenizer()
+S, Q, A, B = {"role": "system", "content": "S"}, user("Q"), assistant("A"), assistant("B")
+MORE = [user("Q0"), assistant("A0")]
+REPLIES = {"chosen": "A", "rejected": "B"}
+METHODS = {
+    "sft": {},
+    "strided": {"rl": "ebft", "ebft": {"mode": "strided", "context_length": 2, "generate_max_len": 2}},
+    "structured": {"rl": "ebft"},
+    "grpo": {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}},
+    **{rl: {"rl": rl} for rl in ("dpo", "ipo", "orpo", "simpo")},
+    "kto": {"rl": "kto", "micro_batch_size": 2},
+    "reward_model": {"reward_model": True},
+    "process_reward_model": {"process_reward_model": True},
+}
+PAIRED = ("dpo", "ipo", "orpo", "simpo")  # which load rows with the same functions
+CHATS = {  # the type that reads chats
+    "sft": "chat_template",
+    "strided": "ebft_strided_chat",
+    "structured": "ebft_chat_multiturn",
+    "grpo": "ebft_chat_multiturn.transform_last_turn",
+    **dict.fromkeys(PAIRED, "chat_template.default"),
+    "kto": "passthrough",
+    "reward_model": "bradley_terry.chat_template",
+}
+
+
+@pytest.fixture
+def load(write_jsonl):
+    """`load(method, type, row, **entry)`: the first text of a row of a file as `words`, and what was reported."""
+
+    def loaded(method, type, row, **entry):
+        keys = {"output_dir": "out", "sequence_len": 400, "shuffle_merged_datasets": False, **METHODS[method]}
+        with warnings.catch_warnings(action="ignore"):
+            config = config_of(type, entry, write_jsonl([row, FILL[method](type)]), **keys)
+            rows = config.method.load_rows(config, TOKENIZER)
+        return words(rows.train[0]) if len(rows.train) > 1 else None, str(rows.reports[0])
+
+    return loaded
+
+
+def of_chat(method, messages, other="B"):
+    """The row of a chat that ends with a reply."""
+    if method in PAIRED:
+        return {"messages": messages[:-1], "chosen": messages[-1], "rejected": assistant(other)}
+    if method == "kto":
+        return {"prompt": messages[:-1], "completion": messages[-1:], "label": True}
+    if method == "reward_model":
+        return {"chosen": messages, "rejected": [*messages[:-1], assistant(other)]}
+    return {"messages": messages}
+
+
+def words(row):
+    """The turns of a text as `role:content`, or its words; what is trained on or compared ends with *."""
+    if "prompt" in row:
+        talk = Renderer(TOKENIZER).of_row(row, compares=row.get("ground_truth") is not None)
+        parts = [(ids, on) for turn in talk.turns for ids, on in ((turn.lead_ids, False), (turn.reference_ids, True))]
+    elif "labels" in row:
+        parts = [([token], label != -100) for token, label in zip(row["input_ids"], row["labels"])]
+    else:
+        names = ("prompt_ids", "chosen_ids", "completion_ids")
+        parts = [(row[name], name != "prompt_ids" and "prompt_ids" in row) for name in names if name in row]
+    text = "".join(TOKENIZER.decode(ids) for ids, _ in parts)
+    flags = [on for ids, on in parts for on in [on] * len(TOKENIZER.decode(ids))]
+    turn = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|$)", re.DOTALL)
+    found = [(f"{m[1]}:{m[2]}", flags[m.start(2) : m.end(2)]) for m in turn.finditer(text)]
+    found = found or [
+        (m[0], flags[m.start() : m.end()]) for m in re.finditer(r"\S+", text.replace("<|endoftext|>", " " * 13))
+    ]
+    return " ".join(f"{said}{'*' * all(on)}" if len(set(on)) < 2 else f"{said}?" for said, on in found)
+
+
+# Another row that every type can read, so that a row that is dropped leaves one.
+def filling(method):
+    def row(type):
+        texts = {name: "x" for name in ("input", "output", "instruction", "prompt", "question", "answer", "text")}
+        if method == "process_reward_model":
+            return {"prompt": "x", "completions": ["x"], "labels": [True]}
+        replies = dict.fromkeys(("chosen", "rejected"), [user("x"), assistant("x")])
+        if type.startswith(("chatml", "llama3")) and not type.endswith(("ultra", "argilla_chat")):
+            replies = dict.fromkeys(("chosen", "rejected"), "x")
+        if method in PAIRED:
+            return {**texts, "messages": [user("x")], **replies}
+        if method == "kto":
+            completion = [assistant("x")] if type == "passthrough" else "x"
+            completion = [user("x"), assistant("x")] if type.endswith("argilla_chat") else completion
+            return {
+                **texts,
+                "prompt": [user("x")] if type == "passthrough" else "x",
+                "completion": completion,
+                "label": True,
+            }
+        if method == "reward_model":
+            return replies
+        return {**texts, "messages": [user("x"), assistant("x")]}
+
+    return row
+
+
+FAST = [pytest.param(name, marks=pytest.mark.slow) if name in PAIRED[1:] else name for name in CHATS]
+FILL = {method: filling(method) for method in METHODS}
+TRAINS_ALL = ("sft", "strided", "structured")
+
+
+def right(method, *turns):
+    """The expected words; * are the replies, of which methods compare all or the last one."""
+    said = [turn.rstrip("*") for turn in turns]
+    marked = [turn.endswith("*") and method != "reward_model" for turn in turns]
+    if method not in TRAINS_ALL:
+        marked = [on and number == len(turns) - 1 for number, on in enumerate(marked)]
+    if method == "grpo":
+        marked[-1] = True
+    return " ".join(f"{turn}{'*' * on}" for turn, on in zip(said, marked))
+
+
+@pytest.mark.parametrize("method", FAST)
+@pytest.mark.parametrize(
+    ("chat", "others", "entry", "turns"),
+    [
+        ([Q, A], {}, {}, ["user:Q", "assistant:A*"]),
+        ([S, Q, A], {}, {}, ["system:S", "user:Q", "assistant:A*"]),
+        ([Q, A], {"system": "S"}, {}, ["system:S", "user:Q", "assistant:A*"]),
+        ([S, Q, A], {"system": "other"}, {}, ["system:S", "user:Q", "assistant:A*"]),
+        ([*MORE, Q, A], {"system": "S"}, {}, ["system:S", "user:Q0", "assistant:A0*", "user:Q", "assistant:A*"]),
+        ([assistant("Hi"), Q, A], {}, {}, ["assistant:Hi", "user:Q", "assistant:A*"]),
+        ([{"role": "developer", "content": "S"}, Q, A], {}, {}, ["developer:S", "user:Q", "assistant:A*"]),
+    ],
+)
+def test_chats(load, method, chat, others, entry, turns):
+    found, _ = load(method, CHATS[method], {**of_chat(method, chat), **others}, **entry)
+    assert found == right(method, *turns)
+
+
+@pytest.mark.parametrize("method", FAST)
+@pytest.mark.parametrize("key", ["weight", "loss_mask", "loss", "loss_weight", "train", "masked"])
+def test_marks_of_context(load, method, key):
+    """A turn that is marked as context is read and not trained on, and the last one of a row is no reference."""
+    mark = {"masked": True, "loss": False, "train": False, "loss_weight": 0.0}.get(key, 0)
+    other = {"masked": False, "loss": True, "train": True, "loss_weight": 1.0}.get(key, 1)
+    chat = [user("Q0"), assistant("A0", **{key: mark}), Q, assistant("A", **{key: other})]
+    found, _ = load(method, CHATS[method], of_chat(method, chat))
+    assert found == right(method, "user:Q0", "assistant:A0", "user:Q", "assistant:A*")
+
+
+SAME, NOTHING, NO_QUESTION = "two turns of the same role in a row", "an empty turn", "without a prompt"
+
+
+@pytest.mark.parametrize("method", FAST)
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([user("Q0"), Q, A], SAME),
+        ([*MORE, user("Q0"), Q, A], SAME),
+        ([user("Q0"), assistant("A0"), assistant("A1"), Q, A], SAME),
+        ([user("Q0"), assistant(" "), Q, A], NOTHING),
+        ([*MORE, user(""), A], NOTHING),
+        ([assistant("Hi"), A], NO_QUESTION),
+        ([S, A], NO_QUESTION),
+        ([user(" "), A], NO_QUESTION),
+    ],
+)
+def test_chats_that_are_dropped_and_counted(load, method, chat, reason):
+    found, report = load(method, CHATS[method], of_chat(method, chat))
+    assert found is None
+    assert re.search(r"dropped 1 (with|without a prompt).*", report) and reason in report
+
+
+QA, SQA = ["user:Q", "assistant:A"], ["system:S", "user:Q", "assistant:A"]
+MULTI = ["user:Q0", "assistant:A0", "user:Q", "assistant:A"]
+CHOSEN = {"chosen": [*MORE, Q, A], "rejected": [*MORE, Q, B]}
+
+
+def listed(*messages):
+    return {"chosen": [*messages, A], "rejected": [*messages, B]}
+
+
+@pytest.mark.parametrize(
+    ("method", "type", "row", "turns"),
+    [
+        # formats of question and answer that a chat template renders
+        *((method, "alpaca_chat", {"instruction": "Q", "output": "A", **more}, turns)
+          for method in TRAINS_ALL for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        *((method, "ebft_opencode" + end, {"input": "Q", "output": "A", **more}, turns)
+          for method, end in (("sft", ".transform_strided"), ("structured", ".transform"))
+          for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        # prompt and completion as messages, and a text as completion
+        *((method, CHATS[method], {"prompt": [Q], "completion": answer, **more}, turns)
+          for method in TRAINS_ALL for answer in ("A", [A])
+          for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        # ShareGPT
+        *((method, CHATS[method], {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}],
+                                   "system": "S"}, SQA) for method in TRAINS_ALL),
+        *((method, "chat_template.argilla_chat", {**listed(Q), **more}, turns)
+          for method in PAIRED[:1] for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        *((method, "chat_template.argilla", {**listed(*MORE, Q)}, MULTI) for method in PAIRED[:1]),
+        *((method, "passthrough", {"prompt": [Q], "chosen": [A], "rejected": [B], **more}, turns)
+          for method in PAIRED[:1] for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        # texts with the marks of a style
+        *((method, f"chatml.{name}", {column: "Q", **REPLIES, "system": "S"}, SQA)
+          for method in PAIRED[:1]
+          for name, column in (("default", "instruction"), ("intel", "question"), ("icr", "input"),
+                               ("prompt_pairs", "prompt"))),
+        *(("kto", f"chatml.{name}", {column: "Q", "completion": "A", "label": True, "system": "S"}, SQA)
+          for name, column in (("argilla", "instruction"), ("intel", "question"), ("ultra", "prompt"),
+                               ("prompt_pairs", "prompt"))),
+        *((method, "chatml.ultra", {"prompt": "Q", **listed(Q), **more}, turns)
+          for method in PAIRED[:1] for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        *((method, "chatml.ultra", {"prompt": "Q0", **listed(*MORE, Q)}, MULTI) for method in PAIRED[:1]),
+        *((method, "chatml.argilla_chat", {**listed(*MORE, Q)}, MULTI) for method in PAIRED[:1]),
+        *((method, "chatml.argilla_chat", {**listed(S, Q)}, SQA) for method in PAIRED[:1]),
+        ("kto", "chatml.argilla_chat", {"completion": [Q, A], "label": True, "system": "S"}, SQA),
+        # reward models: the question in any column, the replies as texts or messages
+        *(("reward_model", CHATS["reward_model"], {name: asked, **replies, **more}, turns)
+          for name, asked in (("input", "Q"), ("input", [Q]), ("messages", [Q]), ("prompt", "Q"), ("prompt", [Q]))
+          for replies in (REPLIES, listed(), listed(Q), {"chosen": A, "rejected": B})
+          for more, turns in (({}, QA), ({"system": "S"}, SQA))),
+        ("reward_model", CHATS["reward_model"], {"messages": [*MORE, Q], **listed()}, MULTI),
+        ("reward_model", CHATS["reward_model"], {"input": "Q0", **listed(*MORE, Q)}, MULTI),
+        ("reward_model", CHATS["reward_model"], {"input": "Q", **listed(S, Q)}, SQA),
+    ],
+)  # fmt: skip
+def test_shapes(load, method, type, row, turns):
+    found, _ = load(method, type, row)
+    assert (
+        found == right(method, *turns[:-1], f"{turns[-1]}*")
+        or method in TRAINS_ALL
+        and found == right(method, *turns, "*")
+    )
+
+
+IMAGES = {"image": "x.png", "images": ["x.png"], "audio": {"path": "x"}, "videos": ["x.mp4"]}
+
+
+@pytest.mark.parametrize("method", FAST)
+@pytest.mark.parametrize("column", IMAGES)
+def test_images_are_not_lost(load, method, column):
+    with pytest.raises(DataError, match=rf"row 0: column '{column}' .* models are trained on text only"):
+        load(method, CHATS[method], {**of_chat(method, [Q, A]), column: IMAGES[column]})
+    found, _ = load(method, CHATS[method], {**of_chat(method, [Q, A]), column: None, "audios": [], "id": 1})
+    assert found == right(method, "user:Q", "assistant:A*")
+
+
+@pytest.mark.parametrize(
+    ("method", "type", "row"),
+    [
+        *((method, "alpaca", {"instruction": "Q", "output": "A"}) for method in TRAINS_ALL),
+        *((method, "ebft_strided_structured", {"input": "Q", "output": "A"}) for method in TRAINS_ALL),
+        *((method, "passthrough", {"prompt": "Q", **REPLIES}) for method in PAIRED[:1]),
+        *((method, {"field_prompt": "prompt"}, {"prompt": "Q", **REPLIES}) for method in PAIRED[:1]),
+        ("kto", "passthrough", {"prompt": "Q", "completion": "A", "label": True}),
+        ("sft", "input_output", {"segments": [{"text": "Q", "label": False}, {"text": "A", "label": True}]}),
+        ("process_reward_model", "stepwise_supervised", {"prompt": "Q", "completions": ["A"], "labels": [True]}),
+    ],
+)
+def test_a_system_message_without_a_place(write_jsonl, method, type, row):
+    def texts(system, **entry):
+        keys = {"output_dir": "out", "sequence_len": 400, "shuffle_merged_datasets": False, **METHODS[method]}
+        with warnings.catch_warnings(action="ignore"):
+            config = config_of(type, entry, write_jsonl([{**row, "system": system}] * 2), **keys)
+            return list(config.method.load_rows(config, TOKENIZER).train)
+
+    with pytest.raises(DataError, match=r"row 0: column 'system' .* has no place for a system message"):
+        texts("S")
+    assert texts("") and texts("S", drop_system_message=True) == texts(None)
+
+
+@pytest.mark.parametrize("method", [*CHATS, "process_reward_model"])
+def test_columns_that_are_not_read_are_named_once(load, write_jsonl, capsys, method):
+    row = of_chat(method, [Q, A]) if method in CHATS else {"prompt": "Q", "completions": ["A"], "labels": [True]}
+    load(method, CHATS.get(method, "stepwise_supervised"), {**row, "id": 1, "score": 0.5})
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not read" in line]
+    assert len(lines) == 1 and re.search(r"columns that are not read: .*\bid, score", lines[0])
