@@ -108,8 +108,6 @@ OF_TRAINERS: dict[type, dict[str, str]] = {
         "_tokenizer": "the tokenizer inside processing_class",
         **shared("_get_num_items_in_batch", "_get_train_sampler", "_logs", "_metrics", "_prepare_inputs", "_step"),
     },
-    RolloutGRPOTrainer: shared("_logs"),
-    EBFTTrainer: shared("_get_num_items_in_batch"),
     RewardModelTrainer: shared("_metrics", "_total_train_tokens"),
     SDFTTrainer: {
         "_forward_logits": "(model, ...) -> the logits of student or teacher in the loss, over the temperature",

@@ -63,13 +63,13 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     settings = yield from _attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}")
     devices = f"devices {', '.join(this_machine().devices)}"
     machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
-    packages = yield from _attempt("packages of this config", _check_packages, config, ok=_named, errors=(ImportError,))
+    packages = yield from _attempt("packages of this config", _check_packages, config, ok=_named)
     model = yield from _attempt("model", _find_model, config, step, ok=lambda found: found[0])
     tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
     if not (tokenizer.failed or settings.failed):
         given = config, tokenizer.result, None if model.failed else model.result[1]
-        data = yield from _attempt("data", _load_data, *given, ok=_Data.described, errors=(ImportError,))
+        data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
         if not data.failed:
             yield from sequence_len_checks(config, data.result.longest, data.result.counts)
             yield from _step_size_checks(config, data.result.count)
@@ -85,8 +85,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
         return
-    given, errors = (config, model.result[1], data.result.longest), (ValueError, RuntimeError, AttributeError)
-    memory = Attempt("memory", _estimated, *given, errors=errors)
+    memory = Attempt("memory", _estimated, config, model.result[1], data.result.longest)
     needed, exceeded = memory.result, False
     if memory.failed:
         yield Check("warning", "memory", f"cannot be estimated for this model: {memory.checks[-1].message}")
@@ -231,9 +230,8 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         err=True,
     )
     memory = PhaseMemory()
-    # torch.OutOfMemoryError is a RuntimeError.
-    given, errors = (config, tokenizer, data.longest.data, memory), (RuntimeError, ValueError, OSError, ImportError)
-    attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows", errors=errors)
+    given = config, tokenizer, data.longest.data, memory
+    attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")
     if attempt.failed:
         *others, error = attempt.checks
         hint = ""
