@@ -1,4 +1,4 @@
-"""Our step in other ways, in turn in one process: what each saves or costs. benchmarks/what-we-tried.md cites the results.
+"""Our step in other ways, in turn in one process: what each saves or costs. benchmarks/what-we-tried.md cites it.
 
     python -m benchmarks.variants [--length 1024] [--repeats 5]
 

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from ebft.catalog import locate, looks_local
+from ebft.catalog import locate
 from ebft.data.keys import DatasetEntry
 from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
@@ -31,11 +31,6 @@ def hub(monkeypatch):
         return asked
 
     return install
-
-
-def test_names_of_paths_and_of_the_hub():
-    assert all(map(looks_local, ["./x", "../x", "/x", "~/x", "a/b/c", "rows.jsonl", "a\\b"]))
-    assert not any(map(looks_local, ["gpt2", "owner/name", "meta-llama/Llama-3.2-1B", "Qwen/Qwen3.5-4B"]))
 
 
 def test_paths_are_not_looked_up(tmp_path, monkeypatch, hub):

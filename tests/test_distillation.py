@@ -120,21 +120,6 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"sdft": {"teacher_prompt_template": "{prompt}"}}, "must contain {prompt} and {privileged_context}"),
-    ({"sdft": {"teacher_prompt_template": "{prompt} {privileged_context} {x"}}, "is not a format string"),
-    ({"sdft": {"teacher_prompt_template": "{prompt!r} {privileged_context}"}}, "and no other braces"),
-    ({"sdft": {"num_loss_tokens_to_skip": 8}}, "leaves nothing of completions of up to 8 tokens"),
-    ({"sdft": {"distillation_mode": "sampled_token"}}, "needs sdft.distillation_alpha: 1"),
-    ({"trl": {"use_vllm": True}}, "samples with generate()"),
-    ({"lora_model_dir": "some/adapter"}, "would be the base model without this adapter"),
-    ({"fsdp": True}, "not supported by rl: sdft"),
-])  # fmt: skip
-def test_contradictions_are_errors(changes, words, tmp_path):
-    with pytest.raises(ConfigError, match=words.replace("{", r"\{").replace("(", r"\(").replace(")", r"\)")):
-        config_of(tmp_path, **changes)
-
-
 def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
     with pytest.warns(UserWarning, match="trl.beta, log_rollouts: all, sample_packing: true: no effect with rl: sdft"):
         config_of(tmp_path, log_rollouts="all", sample_packing=True, trl={"beta": 0.1})
@@ -148,7 +133,6 @@ def test_what_has_no_effect_is_said_and_what_would_be_lost_is_refused(tmp_path):
         (ConfigError, "eval_batch_size: 3 is not a multiple", {"eval_batch_size": 3}),
         (ConfigError, "'foo' is not supported", {"trl": {"generation_kwargs": {"foo": 1}}}),
         (ConfigError, "temperature cannot be set here", {"trl": {"generation_kwargs": {"temperature": 2.0}}}),
-        (ConfigError, "must be a list of token ids, got 7", {"trl": {"generation_kwargs": {"stop_token_ids": 7}}}),
         (DataError, "training row 0 has several turns", {"rows": turns}),
         (DataError, "3 prompts are fewer than the 4", {"rows": TEXTS[:3]}),
         (DataError, "row 0: the .* positions of the model",

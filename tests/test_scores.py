@@ -7,14 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from ebft.config.schema import RunConfig
-from ebft.errors import NonFiniteLossError
 from ebft.rewards import alignment_rewards, diversity_rewards
 from ebft.scores import (
     Scores,
     best_of,
-    curve_lengths,
-    feature_score_names,
     feature_scores,
     interval,
     small_sample_factor,
@@ -54,15 +50,6 @@ def test_feature_scores_by_hand():
         assert found["reward_pass@4"][m].item() == pytest.approx(reward.max().item(), abs=1e-5)
     assert torch.equal(found["alignment"], alignment_rewards(phi, phi_ref).mean(-1))
     assert torch.equal(found["diversity"], diversity_rewards(phi).mean(-1))
-
-
-def test_names_are_those_that_configs_know():
-    ebft = {"mode": "strided", "n_samples_per_prompt": 3}
-    datasets = [{"path": "p", "type": "ebft_pretrain"}]
-    config = RunConfig.from_dict({"base_model": "m", "rl": "ebft", "ebft": ebft, "datasets": datasets})
-    known = {name for name in config.method.held_out_metrics(config) if not name.startswith(("ce_", "perplexity"))}
-    assert known == set(feature_score_names(3, [1, 3]))
-    assert [curve_lengths(n) for n in (1, 8, 11)] == [[1], [1, 2, 4, 8], [1, 2, 4, 8, 11]]
 
 
 def scores_of(values):
@@ -134,12 +121,3 @@ def test_intervals_cover_the_mean_as_often_as_they_say(count, spread):
         plain += abs(mean) <= max(mean - low, high - mean) / factor
     assert hits / trials == pytest.approx(0.955, abs=0.025)
     assert plain / trials < 0.935
-
-
-def test_numbers_that_are_none():
-    with pytest.raises(NonFiniteLossError, match="ce_loss is not finite"):
-        Scores().add("ce_loss", [0, 1], torch.tensor([1.0, float("nan")]))
-    phi, phi_ref = embeddings()
-    phi[1, 0] = float("inf")
-    with pytest.raises(NonFiniteLossError, match="feature network returned NaN"):
-        feature_scores(phi, phi_ref, alignment_coef=1.0, diversity_coef=1.0, pass_at=[1])

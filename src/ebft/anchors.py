@@ -1,7 +1,7 @@
 """Where the blocks of a document are, shared by data loading, layout and token counts.
 
 A text is a stopped process: it ends at its end token, and so does a rollout. A block exists at an anchor if the text
-has not ended there, whatever follows; blocks that required a full reference would be those of the texts that go on,
+has not ended there, whatever follows; blocks that required a full reference would be the blocks of texts that go on,
 and training on them teaches a model not to end.
 """
 

@@ -71,7 +71,7 @@ def cached_folder(name: str) -> Path:
 
 
 def is_fetched(folder: Path, model: PinnedModel) -> bool:
-    """Whether `folder` is a finished conversion of `model`, of which no file is missing or cut off."""
+    """Whether `folder` is a finished conversion of `model` in which no file is missing or cut off."""
     sizes = fetched_sizes(folder, model)
     is_whole = lambda path, size: path.is_file() and size in (None, path.stat().st_size)
     return sizes is not None and all(is_whole(folder / name, size) for name, size in sizes.items())
@@ -102,7 +102,7 @@ def fetched_sizes(folder: Path, model: PinnedModel) -> dict[str, int | None] | N
 
 
 def is_gguf(name: str) -> bool:
-    """Whether the name of a model is that of a GGUF file. A folder may end in .gguf, too, as those of a sweep do."""
+    """Whether the name of a model names a GGUF file. A folder may end in .gguf, too, as in a sweep."""
     return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
 
 
@@ -152,8 +152,6 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     path = _path(name)
     if exists(path):
         check_regular(path, error, f"{key}: {name}")
-        if kind == "model" and name in MODELS:
-            _check_shadowing(path, name, key)
         return path
     if kind == "model" and name in MODELS:
         folder = fetched_folder(name)
@@ -166,7 +164,7 @@ def locate(name: str, kind: Literal["dataset", "model"], key: str) -> Path | Non
     if looks_local(name):
         raise error(
             f"{key}: the local path {shortened(name)!r} does not exist "
-            f"(working directory: {Path.cwd()}). {_advice(name, kind)}"
+            f"(working directory: {Path.cwd()}). Correct the path, or use a Hub id such as owner/name."
         )
     _ask_hub(name, kind, key, error)
     return None
@@ -201,28 +199,6 @@ def looks_local(name: str) -> bool:
     if has_magic(name) or "$" in name or name != name.strip():
         return True
     return Path(name).suffix.lower() in {".json", ".jsonl", ".parquet", ".csv", ".tsv", ".txt", ".arrow", ".gguf"}
-
-
-def _advice(name: str, kind: str) -> str:
-    """What to change in a path that does not exist."""
-    if name != name.strip():
-        return "It starts or ends with white space. Remove it."
-    if "$" in name:
-        return "Environment variables in a config are not replaced. Write the path itself."
-    if kind == "dataset" and has_magic(name):
-        folder, pattern = os.path.split(name)
-        return f"For a pattern, name the folder and the pattern: `path: {folder or '.'}`, `data_files: {pattern!r}`."
-    return "Correct the path, or use a Hub id such as owner/name."
-
-
-def _check_shadowing(path: Path, name: str, key: str) -> None:
-    """Raise ModelError if a folder that is no model takes precedence over a model of `ebft fetch`."""
-    is_model = any((path / file).is_file() for file in ("config.json", "tokenizer.json")) or any(path.glob("*.gguf"))
-    if not is_model:
-        raise ModelError(
-            f"{key}: the folder {path.absolute()} takes precedence over the model {name} of `ebft fetch`, but contains "
-            "no model. Rename or remove the folder, or start the command in another one."
-        )
 
 
 def _ask_hub(name: str, kind: str, key: str, error: type[EBFTError]) -> None:

@@ -44,7 +44,7 @@ def teacher_prompt(template: str, prompt: Any, reference: str) -> Any:
 
 
 class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
-    """TRL's SDFTTrainer on rows `prompt` and `ground_truth`, which are rendered as those of the other methods.
+    """TRL's SDFTTrainer on rows `prompt` and `ground_truth`, which are rendered as for the other methods.
 
     `template_kwargs`: arguments of the chat template. Prompts are not cut; one that is too long for the model with its
     completion is a DataError. A completion ends with a token that ends a reply, or one of `stop_token_ids` in
@@ -95,10 +95,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
             self._check_positions(name, rows or [])
 
     def _check_positions(self, name: str, rows: Any) -> None:
-        """Raise DataError for a row whose prompt, of student or teacher, has no room for a completion.
-
-        Of the rows with the most characters.
-        """
+        """Raise DataError for a row with most characters whose longest prompt has no room for a completion."""
         limit = positions_of(self.model)
         size = lambda numbered: len(str(numbered[1]["prompt"])) + len(numbered[1]["ground_truth"])
         for number, row in nlargest(_LONGEST, enumerate(rows), key=size) if limit is not None else []:
@@ -150,7 +147,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
     # Evaluation
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with torch.random.fork_rng():  # completions of an evaluation must not change those of training after it
+        with torch.random.fork_rng():  # completions of an evaluation must not change training after it
             torch.manual_seed(self.args.seed)
             return super().evaluate(*args, **kwargs)
 
@@ -164,7 +161,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Return transformers' result with the loss as a mean over completions.
 
-        transformers counts the rows, each of which is there once for each of its completions.
+        transformers counts the rows, which are there once for each completion.
         """
         self._held_out = []
         output = super().evaluation_loop(*args, **kwargs)

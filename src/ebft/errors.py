@@ -88,7 +88,7 @@ class ServerError(EBFTError):
 
 
 class LaunchError(EBFTError):
-    """The processes of a run cannot be started, or one of them was killed; `status` is the exit status for it."""
+    """The processes of a run cannot be started, or a process was killed; `status` is the exit status for it."""
 
     def __init__(self, message: str, status: int = 2) -> None:
         super().__init__(message)

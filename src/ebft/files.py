@@ -131,7 +131,7 @@ def checksum(path: Path) -> int:
 def allow_readers(folder: Path) -> None:
     """Give safetensors files below the new `folder` the permissions that the umask gives to other new files.
 
-    safetensors 0.8 creates them for their owner only, so that no other user, such as that of a server, can read them.
+    safetensors 0.8 creates them for their owner only, so that no other user, such as a server, can read them.
     """
     mode = folder.stat().st_mode & 0o666  # the umask itself cannot be read without changing it for all threads
     for path in folder.rglob("*.safetensors"):
@@ -254,13 +254,10 @@ LARGEST_HASHED = 2**30  # bytes; reading larger files at the start of every run 
 
 def file_fingerprint(path: Path) -> str:
     """The hash of a file's content; of a file above `LARGEST_HASHED` bytes, its path, size and modification time."""
-    try:
-        stat = path.stat()
-        if stat.st_size > LARGEST_HASHED:
-            return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
-        return file_hash(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
+    stat = path.stat()
+    if stat.st_size > LARGEST_HASHED:
+        return f"{path.resolve()}, {stat.st_size} bytes, modified {stat.st_mtime_ns}"
+    return file_hash(path)
 
 
 def file_hash(path: Path) -> str:
@@ -349,7 +346,7 @@ def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
 
 
 def tokenizer_hashes(folder: Path) -> dict[str, str]:
-    """The hash of each file of the tokenizer in `folder`; of JSON files, that of their contents."""
+    """The hash of each file of the tokenizer in `folder`; of JSON files, the hash of their contents."""
     paths = {path for pattern in _TOKENIZER for path in folder.glob(pattern) if path.is_file()}
     return {path.name: _settings_hash(path) for path in sorted(paths)}
 

@@ -118,70 +118,40 @@ def go_on_without_output() -> None:
 
 
 def open_streams() -> None:
-    """Replace sys.stdout and sys.stderr with streams that do not raise OSError, and open those that are closed.
-
-    Files that are opened later would otherwise get the numbers of closed streams, and contain what is printed.
-    """
-    closed = [number for number in range(3) if not _is_open(number)]
-    for number in closed:
-        _discard(number)
-    if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for the whole process)
+    """Replace sys.stdout and sys.stderr with streams that do not raise OSError."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         buffer = getattr(stream, "buffer", None)
-        if stream is None or isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # unbuffered, it has no `raw`
-            setattr(sys, name, _opened(number, stream, number in closed))
-
-
-def _opened(number: int, stream: io.TextIOWrapper | None, was_closed: bool) -> io.TextIOWrapper:
-    options: dict[str, Any] = {"encoding": "utf-8"}
-    if stream is not None:
+        if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # unbuffered, it has no `raw`
+            continue
         stream.flush()
-        options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
-    raw = _Lasting(number, was_closed)
-    # Names of files and texts can contain characters that the encoding of the terminal lacks.
-    buffer = raw if options.get("write_through") else io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, errors="backslashreplace", **options)
+        raw = _Lasting(number, "w", closefd=False)
+        # Names of files and texts can contain characters that the encoding of the terminal lacks.
+        made = io.TextIOWrapper(
+            raw if stream.write_through else io.BufferedWriter(raw),
+            errors="backslashreplace",
+            **{option: getattr(stream, option) for option in ("encoding", "line_buffering", "write_through")},
+        )
+        setattr(sys, name, made)
 
 
 class _Lasting(io.FileIO):
-    """A stream of the process that is discarded from the first error on, such as that of a closed pipe."""
-
-    def __init__(self, number: int, was_closed: bool) -> None:
-        super().__init__(number, "w", closefd=False)
-        self._was_closed = was_closed
+    """A stream of the process that is discarded from the first error on, such as a closed pipe."""
 
     def write(self, data: Any) -> int | None:
         try:
-            if self._was_closed:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             return super().write(data)
         except OSError as error:
-            self._was_closed = False
-            _discard(self.fileno())
+            # What libraries and processes write to the descriptor directly is lost, too.
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            os.set_inheritable(self.fileno(), True)
             if self.fileno() == 1 and not _goes_on:
                 raise OutputError(error) from None
             if self.fileno() == 1:
                 say(f"Warning: {OutputError(error)} The command continues without it.", err=True)
             return len(memoryview(data).cast("B"))
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
-def _discard(number: int) -> None:
-    """Let what is written to a descriptor be lost, also by libraries and processes that use it directly."""
-    null = os.open(os.devnull, os.O_RDWR)
-    if null != number:
-        os.dup2(null, number)
-        os.close(null)
-    os.set_inheritable(number, True)
 
 
 REMOVED = "(removed)"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "EBFT_LAUNCH_FOLDER"  # environment variable: the folder that the processes of one machine share
-TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if not those of the process
+TYPED = "EBFT_TYPED_COMMAND"  # environment variable: the words that the user typed, if not the process's words
 PARENT = "EBFT_PARENT"  # environment variable: the id of the command that started this one, and stops it when it ends
 COMMAND = "command.json"  # file in it: the words of the command that started the launch
 FAILED = "failed"  # file in it: the rank of the first process that reported an error
@@ -66,7 +66,7 @@ def is_ray_worker() -> bool:
 
 
 def launch_command(words: Sequence[str]) -> list[str] | None:
-    """The words of the command that started this process: `words`, or those of the `ebft train` that launched it.
+    """The words of the command that started this process: `words`, or the words of the `ebft train` that launched it.
 
     None if another launcher did, whose command is unknown.
     """
@@ -76,7 +76,7 @@ def launch_command(words: Sequence[str]) -> list[str] | None:
 
 
 def typed_command(words: Sequence[str]) -> list[str]:
-    """The words that the user typed: `words`, unless another command, such as that of a dashboard, passed them on."""
+    """The words that the user typed: `words`, unless another command, such as a dashboard, passed them on."""
     return list(words if _typed is None else _typed)
 
 

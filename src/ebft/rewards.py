@@ -1,6 +1,6 @@
 """Whitening, rewards, feature-matching losses and advantages: pure functions on tensors, one per formula.
 
-Equation numbers are those of Jelassi et al. 2026 (arXiv 2603.12248). Shapes, in every function:
+Equation numbers refer to Jelassi et al. 2026 (arXiv 2603.12248). Shapes, in every function:
 
     ...  any leading dimensions (documents, blocks, prompt groups)
     N    samples of one group, D  feature dimension
@@ -196,7 +196,7 @@ def compute_advantages(
 
     Advantages of `rloo` and `group_norm` are exactly 0 where the formula gives 0 because all rewards (and diversity
     terms) of a group are equal; their rounding errors would be scaled up by Adam. With the default baseline and N = 2,
-    the advantages of equal samples are `-d_j`, which makes both of them less likely.
+    the advantages of equal samples are `-d_j`, which makes both less likely.
 
     Raises ValueError for an unknown estimator or baseline, and for `rloo` or `group_norm` with a single sample.
     """

@@ -150,7 +150,7 @@ def read_all(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """The files with the rollouts of a run, oldest first; those of other processes than the main one at the end."""
+    """The files with the rollouts of a run, oldest first; files of other processes than the main one last."""
     found = [path for path in folder.glob("rollouts*.jsonl*") if _ROLLOUTS.fullmatch(path.name) and path.is_file()]
     return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
 
@@ -229,7 +229,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def settings_in_effect(run: dict[str, Any]) -> dict[str, Any]:
-    """The options of a run that differ from their defaults, and those of which a checkpoint restored another value.
+    """The options of a run that differ from their defaults, and options whose value a checkpoint restored.
 
     The latter have a note with the value of the config, which has no effect. `run`: the content of run.json.
     """

@@ -169,9 +169,9 @@ class Scores:
     ) -> dict[str, np.ndarray]:
         """Return the means of `resamples` bootstrap samples of `documents`, by name: (R,) each.
 
-        The bootstrap samples depend only on the seed and the documents, so those of different models are paired. Their
-        deviations from the mean of all documents are multiplied by `small_sample_factor`. NaN for metrics that apply to
-        a single document.
+        The bootstrap samples depend only on the seed and the documents, so samples of different models are paired.
+        Their deviations from the mean of all documents are multiplied by `small_sample_factor`. NaN for metrics that
+        apply to a single document.
         """
         rng = np.random.default_rng(seed)
         times_RD = rng.multinomial(len(documents), [1 / len(documents)] * len(documents), size=resamples)

@@ -1,8 +1,9 @@
 """All use of undocumented and private interfaces of transformers.
 
 Undocumented names are imported in this file only, and private attributes are accessed in this file only;
-tests/test_contracts.py checks both against the installed release.
+tests/test_contracts.py checks both against the installed release. Some names are imported for other files.
 """
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -47,28 +48,6 @@ from transformers.utils import (
 )
 from transformers.utils.quantization_config import QuantizationMethod
 
-# Names that this file imports for others.
-__all__ = [
-    "Conv1D",
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "ModelOutput",
-    "QuantizationMethod",
-    "WeightGroup",
-    "apply_rotary_pos_emb",
-    "build_alibi_tensor",
-    "build_mpt_alibi_tensor",
-    "causal_mask_function",
-    "convert_moe_packed_tensors",
-    "get_keys_to_not_convert",
-    "is_flash_attn_2_available",
-    "is_flash_attn_3_available",
-    "is_torch_tf32_available",
-    "read_gguf_metadata",
-    "rotate_half",
-    "unset_hf_deepspeed_config",
-]
-
 rms_norm_of_llama = LlamaRMSNorm.forward
 
 
@@ -102,11 +81,7 @@ def seeded_groups(sampler: Any, seed: int) -> Any:
 
 
 class _SeededLengthGroups(LengthGroupedSampler):
-    """A LengthGroupedSampler whose order follows from the seed and the epoch.
-
-    transformers draws it from the global generator, which a resumed run, or a process with its own dropout, has in
-    another state.
-    """
+    """A LengthGroupedSampler whose order follows from seed and epoch, not from the state of the global generator."""
 
     def __init__(self, plain: LengthGroupedSampler, seed: int) -> None:
         super().__init__(plain.batch_size, lengths=plain.lengths)
@@ -132,7 +107,7 @@ def load_weights(trainer: Trainer, folder: str) -> None:
 
 
 def end_progress_bars() -> None:
-    """Close all progress bars, also those of other libraries; tqdm has no public list of them."""
+    """Close all progress bars, also of other libraries; tqdm has no public list of them."""
     for bar in list(tqdm._instances):
         bar.close()
 
@@ -242,7 +217,7 @@ TEXT_NAMES = {
 
 
 def forget_text_names(model: PreTrainedModel) -> bool:
-    """Let `model` be saved under its own names; returns whether it was loaded from others, those of `TEXT_NAMES`."""
+    """Let `model` be saved under its own names; returns whether it was loaded from other names, `TEXT_NAMES`."""
     before = getattr(model, "_weight_conversions", None) or []  # absent in models that were not loaded
     kept = [entry for entry in before if not TEXT_NAMES.keys() & set(entry.source_patterns)]
     if len(kept) < len(before):

@@ -112,7 +112,7 @@ def in_shell(words, redirection=""):
 @pytest.mark.parametrize(("redirection", "status", "unbuffered"), [  # with the exit status of a listing command
     ("| head -1", 141, ""), ("> /dev/full", 1, "1"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (">&-", 1, ""), ("2> /dev/full", 0, "1"), ("> /dev/full", 1, ""), ("2>&-", 0, ""), ("<&-", 0, ""))),
+        ("2> /dev/full", 0, "1"), ("> /dev/full", 1, ""))),
 ])  # fmt: skip
 def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffered, monkeypatch):
     monkeypatch.setitem(ENVIRONMENT, "PYTHONUNBUFFERED", unbuffered)
@@ -122,7 +122,7 @@ def test_listings_end_quietly_if_nobody_reads_them(redirection, status, unbuffer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&- <&-", "> /dev/full 2>&1"])
+@pytest.mark.parametrize("redirection", ["| head -1", "> /dev/full 2>&1"])
 def test_training_goes_on_without_its_output(run_file, tmp_path, redirection):
     keys = ["max_steps=3", "save_strategy=steps", "save_steps=2", f"output_dir={tmp_path / 'out'}"]
     done = in_shell(["train", str(run_file), *keys], redirection)
@@ -131,10 +131,3 @@ def test_training_goes_on_without_its_output(run_file, tmp_path, redirection):
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) >= 3
     if redirection == "| head -1":
         assert done.stderr.count("Broken pipe. The command continues without it.") == 1
-
-
-def test_files_do_not_get_the_descriptors_of_closed_streams(tmp_path):
-    code = "from ebft.printed import open_streams; open_streams(); "
-    code += f"open({str(tmp_path / 'f')!r}, 'w').fileno() > 2 or 1/0"
-    command = f"{sys.executable} -c {shlex.quote(code)} >&- 2>&- <&-"
-    assert subprocess.run(["bash", "-c", command], env=ENVIRONMENT).returncode == 0

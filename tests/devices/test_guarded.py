@@ -22,7 +22,6 @@ GUARDED = {  # "file function", or a folder or file -> how
     "machine.py total_memory": "tests/devices/test_cuda.py",
     "machine.py copy_to": "strided_lora",
     "models/load.py usable_attention": "tests/models/test_base.py",
-    "models/load.py _exists": "tests/models/test_base.py",
     "models/load.py spare_gpu": "tests/models/test_placement.py",
     "models/load.py weights_dtype": "tests/models/test_base.py",
     "models/load.py usable_quantisation": "tests/models/test_base.py",

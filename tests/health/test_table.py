@@ -107,12 +107,6 @@ def test_a_condition_is_recognised_and_a_near_miss_is_not(name):
     assert list(CASES) == [condition.name for condition in CONDITIONS]
 
 
-def test_the_first_step_is_that_of_the_change():
-    name = "samples become identical"
-    sighting = seen(CASES[name][0])[name]
-    assert sighting.since == 11 and "from 1.776" in sighting.saw and "2.000" in sighting.saw
-
-
 @pytest.mark.parametrize(
     "samples, whitened, level, is_collapse",
     [(4, True, 0.4, True), (8, True, 0.2, True), (8, True, 0.1, False), (4, False, 0.4, False), (4, None, 1.99, False)],
@@ -185,25 +179,6 @@ def test_whitened_feature_losses_of_training_are_not_compared():
     rising = entries(ebft__cfm_loss=noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20))
     assert "feature matching diverges" in seen(rising, whitened=False)
     assert "feature matching diverges" not in seen(rising, whitened=True)
-
-
-def test_runs_of_the_study_are_healthy_unless_without_the_cross_entropy_term():
-    """Without it, next-token prediction becomes worse, on both tasks, as the report's tables say."""
-    checked = 0
-    for path in sorted((ROOT / "studies" / "smollm2" / "results").rglob("*.json")):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        logged = content.get("log") if isinstance(content, dict) else None
-        if not logged:
-            continue
-        steps = {}
-        for name, pairs in logged.items():
-            for step, value in pairs:
-                steps.setdefault(step, {"step": step})[name] = value
-        whitened, damaged = "unwhitened" not in path.stem, "ce_0-" in path.stem
-        found = seen([steps[step] for step in sorted(steps)], whitened=whitened)
-        assert list(found) == ["cross-entropy diverges"] * damaged, path
-        checked += 1
-    assert checked >= 6
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.name)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.monitor.budget import StopAtBudget, limit_reached, spent_at
+from ebft.monitor.budget import StopAtBudget, spent_at
 from ebft.run.keys import BudgetSection
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
@@ -79,11 +79,3 @@ def test_a_limit_ends_training(tmp_path, capsys, limits, step):
     assert f"Stopping at step {step}: budget.{name} {limit:,} is reached ({spent[f'budget/{name}']:,})" in said
     assert "loss" in spent or "loss" in entries(trainer)[-2]
     assert (tmp_path / f"checkpoint-{step}").is_dir()
-
-
-def test_which_limit_was_reached():
-    spent = {"documents": 10, "generated_tokens": 100, "flops": 1e9}
-    assert limit_reached(BudgetSection(), spent) is None
-    assert limit_reached(BudgetSection(documents=11, generated_tokens=100), spent) == "generated_tokens"
-    assert limit_reached(BudgetSection(flops=2e9), spent) is None
-    assert limit_reached(BudgetSection(flops=1e9), {}) is None

@@ -57,10 +57,3 @@ def test_times_and_evaluations_are_printed_without_a_terminal(capsys, monkeypatc
     console.on_step_end(args, state, SimpleNamespace(should_evaluate=True))
     console.on_log(args, state, None, logs={"eval_loss": 2.0})
     assert capsys.readouterr() == ("held out | step 20/40 | loss 2.0000\n", "evaluating held-out rows ...\n")
-
-
-@pytest.mark.parametrize(("main", "lines"), [(True, 2), (False, 0)])
-def test_only_the_main_process_prints(main, lines, capsys):
-    state = SimpleNamespace(is_world_process_zero=main, global_step=1, max_steps=2)
-    ConsoleMetrics().on_log(None, state, None, logs=LOGS)
-    assert len(capsys.readouterr().out.splitlines()) == lines

@@ -5,19 +5,16 @@ from math import prod
 import pytest
 import torch
 import trl
-from datasets import Dataset
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from ebft.monitor.budget import FlopMeter, forward_flops
-from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
+from ebft.monitor.budget import FlopMeter
 from ebft.transformers_internals import checkpointing_argument
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 from tests.strided.test_trainer import make as make_strided
 from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import arguments, rows
 from tests.structured.trainers import make as make_structured
 
 
@@ -120,19 +117,6 @@ def test_layers_that_are_not_linear(family):
     assert meter.flops <= linear + stacked
 
 
-def test_nothing_counts_outside(tmp_path):
-    model, meter = tiny_model("llama"), FlopMeter()
-    ids = torch.ones(1, 5, dtype=torch.long)
-    with meter.watching([model, model]):
-        model(input_ids=ids)
-        assert meter.flops == 0
-        with meter.counting():
-            model(input_ids=ids)
-        once = meter.flops
-    model(input_ids=ids)
-    assert meter.flops == once == forward_flops(model, tokens=5, scored=5)
-
-
 def test_what_a_server_generates_is_counted_from_its_tokens(chat_tokenizer, tmp_path):
     """Prompt and completion through the decoder once for each sample, the head where a token was sampled."""
     model = lora(chat_model(chat_tokenizer))
@@ -148,19 +132,3 @@ def test_what_a_server_generates_is_counted_from_its_tokens(chat_tokenizer, tmp_
     assert trainer.budget.meter.flops == 2 * (decoder * (28 + 10) + head * 5)
     trainer.budget.gather(trainer.accelerator)
     assert trainer.budget.totals["documents"] == 2 and trainer.budget.totals["generated_tokens"] == 10 + 5
-
-
-def test_grpo_counts_prompts_and_sampled_tokens(chat_tokenizer, tmp_path):
-    met = []
-
-    def short(completion_ids, **columns):
-        met.extend(map(len, completion_ids))
-        return [float(len(ids)) for ids in completion_ids]
-
-    args = arguments(tmp_path, RolloutGRPOConfig, num_iterations=2, max_steps=4)
-    data = {"train_dataset": Dataset.from_list(list(rows(multi_turn=False))), "processing_class": chat_tokenizer}
-    trainer = RolloutGRPOTrainer(chat_model(chat_tokenizer), short, args, **data)
-    trainer.train()
-    last = [entry for entry in trainer.state.log_history if "budget/documents" in entry][-1]
-    # Four steps are two generations of twelve completions, four of each prompt.
-    assert (last["budget/documents"], last["budget/generated_tokens"]) == (6, sum(met)) and len(met) == 24

@@ -1,18 +1,12 @@
 """The log of rollouts: what both modes write, and a folder that cannot be written."""
 
-import copy
 import json
-import warnings
-from importlib import resources
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import TrainerCallback
 
 from ebft import RunFilesCallback
-from ebft.errors import ConfigError
-from ebft.monitor.run_files import RolloutLog
 from ebft.run_files import ROLLOUTS, samples_rollouts
 from ebft.tools.dashboard.live import LiveRun
 from ebft.tools.dashboard.panels import rollouts
@@ -68,22 +62,6 @@ def test_strided_rollouts_are_those_of_the_step(tmp_path):
     assert found == [] and checked > 20
 
 
-def test_prompts_with_tool_calls_are_printed(chat_tokenizer, tmp_path, capsys):
-    """Arrow gives each message the keys of all others, and TRL's table of completions reads `tool_calls: None`."""
-    tokenizer = copy.copy(chat_tokenizer)
-    tokenizer.chat_template = (resources.files("trl") / "chat_templates" / "qwen3.jinja").read_text(encoding="utf-8")
-    called = {"function": {"name": "add", "arguments": '{"a": 2}'}}
-    calls = {"role": "assistant", "content": None, "tool_calls": [called]}
-    answered = [[], [calls, {"role": "tool", "content": "2"}]]
-    prompts = [[{"role": "user", "content": f"add {number}"}, *answered[number % 2]] for number in range(12)]
-    rows = Dataset.from_list([{"prompt": prompt, "ground_truth": "two"} for prompt in prompts])
-    keys = {"log_completions": True, "max_steps": 1, "per_device_train_batch_size": 8}
-    model = lora(chat_model(tokenizer, max_position_embeddings=4096))
-    make_structured(model, tokenizer, tmp_path, rows, **keys).train()
-    assert "add(a=2)" in capsys.readouterr().out
-    assert {len(entry["prompt"]) for entry in entries(tmp_path)} == {1, 3}
-
-
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -124,13 +102,6 @@ def test_the_files_of_a_run_of_a_trainer_in_python(chat_tokenizer, tmp_path, mod
     assert (tmp_path / "previous" / "1").is_dir()
 
 
-def test_options_of_the_log_that_contradict_each_other(tmp_path):
-    with pytest.raises(ConfigError, match="log_rollouts: none contradicts log_completions: true"):
-        make_strided(tmp_path, log_rollouts="none", log_completions=True)
-    with pytest.raises(ConfigError, match="log_rollouts: .*'few', 'all' or 'none'"):
-        make_strided(tmp_path, log_rollouts="some")
-
-
 def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, log_completions=True)
     received = []
@@ -153,14 +124,3 @@ def test_structured_rollouts_with_their_rewards(chat_tokenizer, tmp_path):
     assert advantages.shape[1] == n and advantages.std() > 0
     assert all({"prompt", "ground_truth"} <= entry.keys() for entry in last)
     assert any("remaining_turns" in entry for entry in last)
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    (tmp_path / "run" / ROLLOUTS).mkdir(parents=True)
-    for folder in (tmp_path / "file", tmp_path / "run"):
-        log = RolloutLog(folder)
-        with pytest.warns(UserWarning, match="cannot be written .*, so it lacks rollouts"):
-            log.write([{"step": 0}])
-        with warnings.catch_warnings(action="error"):
-            log.write([{"step": 1}])

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -142,34 +141,11 @@ def test_a_run_that_is_killed_while_it_prefetches_is_resumed(agent, make, tmp_pa
     assert logged(trainer, "rollouts/staleness") == [0, 1, 0]
 
 
-def test_an_interrupt_does_not_wait_for_running_agents(agent, make):
-    # The second batch is prefetched.
-    agent.before = lambda body: time.sleep(20) if len(agent.seen) >= 8 else None
-    began = time.monotonic()
-    train(make({"async_prefetch": True}, max_steps=1))
-    assert time.monotonic() - began < 15
-
-
 def test_a_model_server_that_requests_the_base_model_is_an_error_before_training(gym, agent, make):
     gym.model(model="tiny")
     with pytest.raises(ConfigError, match="requests the model 'tiny', which is not trained. Set model: ebft-policy"):
         train(make())
     assert agent.seen == []
-
-
-def test_the_number_of_turns_is_that_of_the_agent(gym, agent, make):
-    with pytest.raises(ConfigError, match="nemo_gym_max_turns: 4, but the agent .* has max_steps: None .*Set max_st"):
-        train(make(nemo_gym_max_turns=4))
-    gym.config["tools_simple_agent"]["responses_api_agents"]["implementation"]["max_steps"] = 4
-    assert train(make(nemo_gym_max_turns=4, max_steps=1)).metrics["nemo_gym/failed"] == 0.0
-
-
-def test_without_agents_single_replies_are_scored(gym, make, vllm):
-    server = gym.resources("tools", lambda body: len(json.dumps(body["response"])) % 7)
-    with pytest.warns(UserWarning, match="NeMo Gym has none: replies are single, and /verify of the resources"):
-        result = train(make(max_steps=1))
-    assert len(server.requests) == 8 and result.metrics["rewards/nemo_gym_verify/mean"] > 0
-    assert server.requests[0]["response"]["model"] == result.trainer.model.base_model.model.config.name_or_path
 
 
 def test_an_agent_that_samples_from_other_weights_is_noticed(agent, make, vllm):

@@ -8,7 +8,7 @@ import pytest
 from ebft.config.load import parse_yaml
 from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError
-from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.checks import Machine, check_machine
 from ebft.serving.command import server_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -70,16 +70,6 @@ def test_a_config_with_several_turns(tmp_path):
     assert config.nemo_gym_multi_turn and config.nemo_gym_verify_timeout == 120 and config.uses_server
 
 
-def test_datasets_and_the_reward_can_be_omitted(tmp_path):
-    given = values(SINGLE, datasets=None, nemo_gym_dir=str(tmp_path))
-    del given["trl"]["reward_funcs"]
-    given["nemo_gym_datasets"] = [{"path": "a.jsonl"}, {"path": "/elsewhere/b.jsonl"}]
-    config = RunConfig.from_dict(given)
-    assert [entry.path for entry in config.datasets] == [str(tmp_path / "a.jsonl"), "/elsewhere/b.jsonl"]
-    assert {entry.type for entry in config.datasets} == {"nemo_gym.transform"}
-    assert config.trl.reward_funcs == ["nemo_gym_verify"]
-
-
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
@@ -113,30 +103,6 @@ def test_contradictions(text, changes, message):
         RunConfig.from_dict(values(text, **changes))
 
 
-def test_keys_without_effect_give_a_warning():
-    def warned(**changes):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            RunConfig.from_dict(values(SINGLE, **changes))
-        [message] = [str(warning.message) for warning in caught]
-        return message
-
-    message = warned(nemo_gym_enabled=None, trl={"reward_funcs": ["feature_matching"]})
-    assert "nemo_gym_head_port" in message and message.endswith("no effect without nemo_gym_enabled: true.")
-    message = warned(nemo_gym_auto_clone=True)
-    assert message.startswith("nemo_gym_auto_clone: true has no effect: the repository is never downloaded")
-
-
-def test_keys_of_the_other_mode_give_a_warning():
-    for text, key, value in (
-        (SINGLE, "nemo_gym_run_timeout", 60),
-        (SINGLE, "nemo_gym_max_turns", 4),
-        (MULTI, "nemo_gym_model_name", "a"),
-    ):
-        with pytest.warns(UserWarning, match=f"{key}: no effect with nemo_gym_multi_turn: {text == MULTI}".lower()):
-            RunConfig.from_dict(values(text, **{key: value}))
-
-
 def test_several_processes_are_refused_for_agents(tmp_path):
     config, _ = load(tmp_path, MULTI)
     check_machine(config, Machine(True, True))
@@ -154,13 +120,3 @@ def test_the_vllm_server_of_agents(tmp_path):
     assert slots[1] == slots[0] + 2
     assert ["--override-generation-config" in command for command in flags.values()] == [False, True]
     assert all("--enable-auto-tool-choice" in command for command in flags.values())
-
-
-@pytest.mark.parametrize("name", ["nemo_gym", "nemo_gym_agents"])
-def test_the_examples_are_complete(name, monkeypatch):
-    monkeypatch.setattr("ebft.methods.grpo.find_spec", lambda name: name)  # a managed server needs vLLM
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = load_config(EXAMPLES / f"{name}.yaml")
-    check_runnable(config)
-    assert config.nemo_gym_multi_turn == (name == "nemo_gym_agents")

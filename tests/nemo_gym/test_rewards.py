@@ -65,13 +65,6 @@ def test_the_row_arrives_unchanged_with_a_response(gym, client):
     assert item["content"] == [{"type": "output_text", "text": "4", "annotations": []}]
 
 
-def test_tool_calls_of_a_reply_are_items_of_the_response():
-    function = {"name": "f", "arguments": {"x": 1}}
-    [item] = response_of([{"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}])["output"]
-    assert (item["type"], item["name"], item["arguments"]) == ("function_call", "f", '{"x": 1}')
-    assert [item["type"] for item in response_of("text")["output"]] == ["message"]
-
-
 def test_a_failed_request_gives_no_reward_and_one_warning(gym, client):
     gym.resources("math", lambda body: (400, {"detail": "bad"}) if text_in(body) == "no" else 1.0)
     metrics = {}
@@ -83,13 +76,6 @@ def test_a_failed_request_gives_no_reward_and_one_warning(gym, client):
         assert reward(**given) == [1.0, None]
         assert reward(**given) == [1.0, None]
     assert len([w for w in caught if w.category is UserWarning]) == 1 and metrics == {FAILED: 0.5}
-
-
-def test_an_error_if_all_requests_of_a_batch_fail(gym, client):
-    server = gym.resources("math", lambda body: (500, {"detail": "broken"}))
-    message = f"All 2 requests.* math at http://127.0.0.1:{server.port}/verify: status 500"
-    with pytest.raises(RolloutError, match=message):
-        call(client, ["a", "b"], [row("?")] * 2, ["math"] * 2)
 
 
 @pytest.mark.parametrize("answer", [{"score": 1}, {"reward": "1"}, {"reward": None}, [1]])

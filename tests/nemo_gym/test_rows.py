@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.data.prompts import load_prompts
 from ebft.errors import DataError
 from tests.nemo_gym.servers import config_of, row
@@ -87,12 +86,6 @@ def test_rows_that_are_not_of_nemo_gym(tmp_path, load, line, message):
         load({"path": str(path), "server_name": "s"})
 
 
-def test_rows_can_be_held_out(write_rows, load):
-    path = write_rows([row(f"{number}") for number in range(10)])
-    train, held = load({"path": str(path), "server_name": "s"}, val_set_size=3)
-    assert (len(train), len(held)) == (7, 3)
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_the_first_rows_of_a_file(write_rows, load, listed):
     own, other = (write_rows([row(f"{name}{n}") for n in range(4)], f"{name}.jsonl") for name in "ab")
@@ -100,14 +93,3 @@ def test_the_first_rows_of_a_file(write_rows, load, listed):
     entries = {"path": str(own), "server_name": "s", "max_samples": 2}, {"path": str(other), "server_name": "s"}
     rows, _ = load(*entries, **({"datasets": datasets} if listed else {}))
     assert [prompt[-1]["content"] for prompt in rows["prompt"]] == ["a0", "a1", "b0", "b1", "b2", "b3"]
-
-
-def test_a_dotted_path_selects_messages_of_any_row(write_rows, tokenizer):
-    path = write_rows([{"chat": {"turns": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}}])
-    dataset = {"path": str(path), "type": "ebft_chat_multiturn.transform", "field_messages": "chat.turns"}
-    plain = {"base_model": "unused", "rl": "grpo", "trl": {"reward_funcs": ["feature_matching"]}}
-    rows, _ = load_prompts(RunConfig.from_dict({**plain, "datasets": [dataset]}), tokenizer)
-    assert rows[0]["prompt"] == [{"role": "user", "content": "q"}] and rows[0]["ground_truth"] == "a"
-    dataset["field_messages"] = "chat.turn"
-    with pytest.raises(DataError, match="no column with messages: expected chat.turn, but the row has chat"):
-        load_prompts(RunConfig.from_dict({**plain, "datasets": [dataset]}), tokenizer)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ebft import train
-from ebft.errors import ConfigError, RolloutError
+from ebft.errors import ConfigError
 from tests.nemo_gym.servers import config_of, row, text_in
 
 TRL = {"num_generations": 4, "max_completion_length": 8, "temperature": 1.0, "reward_funcs": ["nemo_gym_verify"]}
@@ -80,21 +80,6 @@ def test_a_completion_without_a_reward_is_left_out_of_the_baseline(gym, make, tm
         train(make())
     count, rewards = check_advantages(tmp_path)
     assert count - len(rewards) == 2
-
-
-@pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_and_the_checkpoint_stays(gym, make, tmp_path):
-    server = gym.resources("math", lambda body: len(text_in(body)))
-    answer = server.answer
-    server.answer = lambda path, body: answer(path, body) if len(server.requests) <= 8 else None  # in the second step
-    message = "All 8 requests.*math at http.*/verify.*resume training from the last checkpoint"
-    with pytest.raises(RolloutError, match=message):
-        train(make(max_steps=3))
-    checkpoint = tmp_path / "out" / "checkpoint-1"
-    assert (checkpoint / "trainer_state.json").is_file() and not (tmp_path / "out" / "checkpoint-2").exists()
-    server.answer = answer
-    result = train(make(max_steps=3, resume_from_checkpoint=str(checkpoint)))
-    assert result.trainer.state.global_step == 3
 
 
 def test_an_unknown_server_is_an_error_before_the_model_is_loaded(gym, make):

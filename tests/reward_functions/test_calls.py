@@ -10,7 +10,6 @@ from torch import nn
 
 from ebft.errors import RewardError
 from ebft.reward_functions.calls import _own, checked_functions, run_in_chunks
-from tests.reward_functions.functions import one_too_few
 
 
 class Judge:
@@ -80,14 +79,6 @@ def test_each_function_gets_its_own_lists():
     assert given == before and environments[0] == deque([1]), "objects are the user's own"
 
 
-def test_a_function_that_shortens_its_prompts_is_found_out():
-    def consuming(prompts, **columns):
-        return [1.0 for _ in range(len(prompts) - 1) if prompts.pop()]
-
-    with pytest.raises(RewardError, match="returned 1 rewards for 2 completions"):
-        checked_functions(consuming)(prompts=["a", "b"])
-
-
 @pytest.mark.parametrize(("groups", "sizes"), [(1, [4, 4, 4]), (2, [8, 4]), (5, [12])])
 def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
     calls = []
@@ -103,9 +94,3 @@ def test_functions_are_called_with_some_groups_at_a_time(groups, sizes):
     given = {"prompts": ["x"] * 12, "answer": list(range(12)), "log_metric": metrics.__setitem__}
     assert function(**given, flag="one for all") == list(range(12))
     assert calls == sizes and metrics == {"mean": pytest.approx(5.5)}
-
-
-def test_chunks_with_a_wrong_number_of_rewards_are_an_error():
-    function = run_in_chunks(one_too_few, 1, lambda: 4)
-    with pytest.raises(ValueError, match="one_too_few returned 3 rewards for 4 completions"):
-        function(prompts=["x"] * 8)

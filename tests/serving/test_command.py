@@ -10,8 +10,7 @@ import pytest
 from ebft.catalog import MODELS, cached_folder, mark_fetched
 from ebft.errors import ConfigError, ModelError
 from ebft.serving.command import adapter_slots, device_environment, find_interpreter, max_lora_rank, server_command
-from ebft.serving.keys import base_url, check_free
-from tests.serving.processes import free_port
+from ebft.serving.keys import base_url
 
 PYTHON = "/env/bin/python"
 
@@ -102,16 +101,6 @@ def test_a_server_that_others_can_change_gives_a_warning(make_config, host):
     command(make_config(vllm={"host": host}))  # its weights cannot be changed
 
 
-def test_switches_that_are_off(make_config):
-    config = make_config(vllm={"enable_prefix_caching": False, "enforce_eager": False, "enable_reasoning": False})
-    words = command(config).command
-    assert "--no-enable-prefix-caching" in words and "--enforce-eager" not in words
-    config = make_config(vllm={"enable_reasoning": False, "reasoning_parser": "qwen3"})
-    assert "--reasoning-parser" not in command(config).command
-    with pytest.raises(ConfigError, match="vllm.reasoning_parser, for example to qwen3"):
-        command(make_config(vllm={"enable_reasoning": True}))
-
-
 def test_where_it_is_reached(make_config):
     made = command(make_config(vllm={"host": "0.0.0.0"}, trl={"vllm_server_port": 8001}))
     assert made.url == "http://127.0.0.1:8001" and value(made, "--host") == "0.0.0.0" and made.port == 8001
@@ -144,31 +133,6 @@ def test_the_users_environment_wins(make_config):
     config = make_config(vllm={"env": {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}})
     assert command(config).environment == {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_LOGGING_LEVEL": "DEBUG"}
     assert command(make_config(), environ={"VLLM_CPU_KVCACHE_SPACE": "8"}).environment == {}
-
-
-def test_the_device(make_config):
-    made = command(make_config(vllm={"device": "cpu"}), gpus=2)
-    assert "--gpu-memory-utilization" not in made.command and made.environment["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(ConfigError, match="vllm.device: cuda requires a GPU, but none is available"):
-        command(make_config(vllm={"device": "cuda"}))
-
-
-def test_a_key_without_effect_is_one_warning(make_config):
-    with pytest.warns(UserWarning) as caught:
-        server_command(make_config(vllm={"device": "tpu"}).server_settings, PYTHON, 0, {})
-    assert len(caught) == 1 and str(caught[0].message).startswith("vllm.device: tpu has no effect")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1", ""])
-def test_a_free_port(host):
-    check_free(host, free_port())
-
-
-@pytest.mark.parametrize("host", ["192.0.2.77", "no-such-host.invalid"])
-def test_an_address_of_another_machine(host):
-    with pytest.raises((OSError, UnicodeError)) as caught:
-        check_free(host, free_port())
-    assert caught.value.__notes__[0].startswith(f"while trying to listen on vllm.host {host}, vllm.port")
 
 
 def test_addresses_for_clients():

@@ -106,20 +106,6 @@ def test_it_serves_and_ends_with_ctrl_c(serve, model):
     assert alive(serving.pids) == []
 
 
-def test_it_loads_adapters_while_it_runs(serve, model, tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    adapter = LoraConfig(r=12, lora_alpha=16, target_modules="all-linear")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter).save_pretrained(tmp_path / "adapter")
-    serving = serve()
-    serving.post("/v1/load_lora_adapter", lora_name="version-1", lora_path=str(tmp_path / "adapter"))
-    answer = serving.post("/v1/completions", model="version-1", prompt=PROMPT, max_tokens=2)
-    assert json.loads(answer)["model"] == "version-1"
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        serving.post("/v1/completions", model="version-2", prompt=PROMPT, max_tokens=2)
-
-
 @pytest.mark.parametrize("killed", ["command", "supervisor", "API server", "command and supervisor"])
 def test_whatever_is_killed_nothing_is_left(serve, killed):
     serving = serve()
@@ -145,13 +131,3 @@ def test_it_knows_every_flag_and_rank(make_config):
         flags = [word for word in command if word.startswith("--")]
         assert [flag for flag in flags if not re.search(rf"^\s+(--\S+,? )*{flag}\b", page, re.MULTILINE)] == []
     assert f"--max-lora-rank {{{','.join(map(str, RANKS))}}}" in page
-
-
-def test_a_model_that_vllm_cannot_load(tmp_path):
-    (tmp_path / "nothing").mkdir()
-    path = write_config(tmp_path, tmp_path / "nothing")
-    overrides = [f"vllm.python={PYTHON}", f"vllm.port={free_port()}"]
-    command = [sys.executable, "-m", "ebft", "vllm-serve", path, *overrides]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=READY_WITHIN)
-    assert result.returncode == 1 and result.stdout == ""
-    assert "vLLM exited before it was ready" in result.stderr and "vllm.log" in result.stderr

@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from ebft.errors import ConfigError, ServerError
-from ebft.serving import server as module
 from ebft.serving.server import TAIL_LINES, ServerLog
 from tests.serving.conftest import STAND_IN
 from tests.serving.processes import alive, eventually, free_port, pids_in
@@ -65,14 +63,6 @@ def test_an_early_end_is_told_at_once_with_the_end_of_the_log(make_server):
     assert "$ " not in message
 
 
-def test_waiting_has_an_end(make_server):
-    server = make_server("--silent")
-    with pytest.raises(ServerError, match="Start it"):
-        server.wait_until_healthy(1)
-    with server, pytest.raises(ServerError, match="trl.vllm_server_timeout"):
-        server.wait_until_healthy(1)
-
-
 def test_wait_tells_an_end_by_itself_and_returns_after_stop(make_server, pids):
     with make_server() as server:
         server.wait_until_healthy(20)
@@ -120,22 +110,6 @@ def test_watching_gives_up(make_server, capfd):
             server.wait_until_healthy(60)
         assert "3 times" in server.failure
     assert capfd.readouterr().err.count("is restarted") == 3
-
-
-def test_restarts_long_ago_do_not_count(make_server, monkeypatch):
-    monkeypatch.setattr(module, "RESTART_WINDOW", 0.01)
-    with make_server("--exit", "3") as server:
-        server.watch()
-        assert eventually(lambda: server.log.path.read_text().count("no memory left") > module.MAX_RESTARTS + 1)
-        assert server.failure is None
-
-
-def test_a_callback_that_fails_is_the_failure(make_server, pids):
-    with make_server() as server:
-        server.wait_until_healthy(20)
-        server.watch(on_restart=Mock(side_effect=OSError("no adapter")))
-        os.kill(pids_in(pids)[0], signal.SIGKILL)
-        assert eventually(lambda: server.failure == "OSError: no adapter")
 
 
 PROGRAM = """

@@ -28,7 +28,7 @@ from tests.structured.tool_model import (
     tool_model,
     tool_tokenizer,
 )
-from tests.structured.trainers import USER, make, one_step, rows
+from tests.structured.trainers import USER, make, one_step
 
 example_modules()
 from calculator import Calculator, answers, prompts  # noqa: E402
@@ -194,11 +194,6 @@ def test_a_rollout_function_samples_from_the_policy(using):
         one_step(using(rollout_func=lambda prompts, trainer: []))
 
 
-def test_feature_matching_takes_a_rollout_function(build):
-    loss, gradients, rollouts, _ = one_step(build(None, rows(multi_turn=False), rollout_func=own_rollouts))
-    assert math.isfinite(loss) and all(len(rollout.replies) == 2 for rollout in rollouts)
-
-
 FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": None}
 
 
@@ -242,11 +237,6 @@ def test_refused(using, changes, error, message):
         using(**changes)
 
 
-def test_features_are_not_compared_with_calls(build):
-    with pytest.raises(ConfigError, match="environment_factory is incompatible with the feature-matching reward"):
-        build(None, rows(multi_turn=False), environment_factory=Calculator)
-
-
 def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, using):
     policy = chat_model(tokenizer)  # 512 positions, fewer than the presentation of the tool takes
     with pytest.raises(DataError, match="leaves no space for a completion"):
@@ -284,16 +274,3 @@ def test_evaluation_alone_does_not_run_tools(folder):
     given = {**BASE, "micro_batch_size": 8, "base_model": str(folder), "trl": CALCULATOR, "test_datasets": held_out}
     with pytest.raises(ConfigError, match="samples completions without trl.environment_factory"):
         evaluate(RunConfig.from_dict(given))
-
-
-def test_the_calculator():
-    calculator = Calculator()
-    calculator.reset(answer="14")
-    assert calculator.get_reward() == 0
-    assert calculator.calculate("(3 + 4) * 2") == "14" and calculator.get_reward() == 0.5
-    assert calculator.calculate("-8 / 4 - 1") == "-3" and calculator.get_reward() == 0
-    for expression in ("__import__('os')", "2 ** 9", "x", "1" * 300):
-        with pytest.raises(ValueError, match="supported|characters"):
-            calculator.calculate(expression)
-    said = [[{"role": "assistant", "content": text}] for text in ("It is 1,400.", "no", "")]
-    assert answers(said, ["1400", "1400", "1400"]) == [1.0, 0.0, 0.0]

@@ -12,7 +12,7 @@ from ebft.models.adapter import freeze_except
 from tests.strided.families import tiny_model
 from tests.structured import oracle
 from tests.structured.conftest import chat_model, lora
-from tests.structured.trainers import USER, compare_step, logged, one_step
+from tests.structured.trainers import USER, compare_step, logged
 
 FEW_ROWS = {"steps_per_generation": 6, "gradient_accumulation_steps": 6, "per_device_train_batch_size": 2}
 
@@ -59,16 +59,6 @@ def test_ratios_of_stale_samples_have_a_floor_and_a_cap(build, mode, bounds):
     tokens = [[math.exp(a - b) for a, b in zip(*rows)] for rows in zip(now.tolist(), then.tolist())]
     wanted = [[weight(r) for r in (row if mode.startswith("token") else [math.prod(row)])] for row in tokens]
     torch.testing.assert_close(trainer.importance_ratio(now - then), torch.tensor(wanted))
-
-
-def test_rollouts_reward_and_cross_entropy_share_one_rendering(build, monkeypatch):
-    trainer, rendered = build(ce_coef=0.3), []
-    kind = type(trainer.generation.renderer)
-    trainer.generation.renderer._rendered.clear()  # of looking for the longest reference
-    plain = kind._conversation
-    monkeypatch.setattr(kind, "_conversation", lambda *given: rendered.append(given[1:]) or plain(*given))
-    *_, batch = one_step(trainer)
-    assert len(rendered) == len(batch) // trainer.args.num_generations > 1
 
 
 SOME_LAYERS = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0, 2]}

@@ -118,15 +118,6 @@ def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def test_logs_its_terms(model, chat_tokenizer):
-    prompts, truths, ids = groups_of(chat_tokenizer, 2, "text")
-    logged, reward = {}, FeatureMatchingReward(model, chat_tokenizer, 2)
-    rewards = reward(prompts, None, ids, ground_truth=truths, log_metric=logged.__setitem__)
-    assert logged["ebft/mean_reward"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-6)
-    assert logged["ebft/alignment"] - logged["ebft/diversity"] == pytest.approx(logged["ebft/mean_reward"], abs=1e-5)
-    assert logged["ebft/cfm_loss"] > 0
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -273,15 +264,6 @@ def test_running_states_are_not_shared(family):
     model = tiny_model(family)
     assert not shares_prompts(model)
     compare(model)
-
-
-def test_the_prompt_runs_once():
-    model = tiny_model("llama").eval()
-    seen = []
-    network = FeatureNetwork(model, LAYERS, "last_token")
-    network.causal_lm.model.embed_tokens.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
-    embed_continuations(network, list(range(3, 43)), [[5, 6], [7], [8, 9, 10]])
-    assert seen == [(1, 40), (3, 3)]
 
 
 def test_nothing_but_empty_continuations():

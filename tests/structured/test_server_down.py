@@ -85,13 +85,6 @@ def test_a_server_that_is_not_vllm():
     assert "responds to /v1/models" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_response_of_vllm(host):
-    with answering(CHOICE % ("[7, 8]", '{"token_logprobs": [-1, null]}'), host=host) as client:
-        (completion,) = client.complete("m", [[1]], [4], SAMPLING)
-    assert completion.ids == [7, 8] and completion.logps[0] == -1
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_that_is_never_up(tmp_path, host):
     port = free_port()

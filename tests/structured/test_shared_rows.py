@@ -10,7 +10,6 @@ from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.scoring import check_parity
 from ebft.structured.shared_prompt import Rows
 from ebft.structured.trl import ROW, by_group
-from tests.strided.families import tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.structured.conftest import chat_model, lora
 from tests.structured.trainers import one_step, rows
@@ -127,12 +126,6 @@ def test_long_sequences_with_changing_rotary_frequencies_are_scored_in_separate_
     one_step(trainer)
     assert any("sequences of more than 40 tokens" in str(warning.message) for warning in recwarn) == (not shares)
     assert counts == [shares] * 3 and trainer.scorer.reference_logps is None
-
-
-def test_models_with_a_running_state_are_scored_in_separate_rows(chat_tokenizer, build):
-    with pytest.warns(UserWarning, match="because they cannot be shared: .*linear_attention[^.]*\\.$"):
-        trainer = build(tiny_model("qwen3_5_text", vocab_size=len(chat_tokenizer)))
-    assert not trainer.shares_prompts
 
 
 def test_micro_batches_keep_groups_together():

@@ -7,16 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
-from ebft import AsyncEBFTConfig, EBFTConfig, EBFTTrainer
+from ebft import EBFTConfig, EBFTTrainer
 from ebft.errors import ConfigError, NonFiniteLossError, RewardError
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
 from tests.reward_functions.functions import lengths
 from tests.structured import oracle
-from tests.structured.conftest import chat_model, lora
+from tests.structured.conftest import chat_model
 from tests.structured.short_run import check_held_out, held_out
 from tests.structured.trainers import arguments, logged, one_step, rows
 
@@ -38,15 +37,6 @@ def test_the_longest_reference_limits_completions(chat_tokenizer, build, adaptiv
     assert trainer.generation.max_completion_length == trainer.feature_reward.max_completion_length == limit
     _, _, rollouts, _ = one_step(trainer)
     assert max(len(rollout.ids) for rollout in rollouts) == limit
-
-
-@pytest.mark.parametrize("length", [1, 4000])
-def test_references_do_not_limit_the_completions_of_grpo(chat_tokenizer, build, length):
-    rewards = lambda completions, ground_truth, **_: [text.count(" ") + float(length) for text in completions]
-    dataset = Dataset.from_list([{"prompt": f"say {number}", "ground_truth": "a" * length} for number in range(6)])
-    options = {"kind": RolloutGRPOTrainer, "reward_funcs": rewards, "max_completion_length": 25}
-    _, _, rollouts, _ = one_step(build(chat_model(chat_tokenizer), dataset, **options))
-    assert max(len(rollout.ids) for rollout in rollouts) == 25
 
 
 def test_what_trl_prints_does_not_control_the_terminal(chat_tokenizer, build, capfd):
@@ -162,22 +152,6 @@ def test_other_rewards_see_the_conversation(build):
         assert prompt[0]["content"].endswith(topic[1:])
 
 
-def test_dropout_is_off_unless_asked_for(chat_tokenizer, build):
-    with pytest.warns(UserWarning, match="lora_dropout: 0.1 is not applied"):
-        build(lora(chat_model(chat_tokenizer), lora_dropout=0.1))
-
-
-def test_a_gguf_file_is_the_name_of_model_and_tokenizer(tiny_gguf, tmp_path):
-    dataset = Dataset.from_list([{"prompt": f"say {i}", "ground_truth": "so " * (1 + i)} for i in range(4)])
-    args = arguments(tmp_path, num_generations=2, per_device_train_batch_size=2, max_steps=1)
-    trainer = EBFTTrainer(str(tiny_gguf), args, train_dataset=dataset)
-    trainer.train()
-    trainer.save_model()
-    assert trainer.processing_class.eos_token == "<|end|>"
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(again.lm_head.weight, trainer.model.lm_head.weight)
-
-
 def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
     """In float32 unless `model_init_kwargs` say otherwise; a reward model's tokenizer is given as TRL takes it."""
     chat_model(chat_tokenizer).to(torch.bfloat16).save_pretrained(tmp_path / "model")
@@ -197,11 +171,6 @@ def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
     trainer.args.max_steps = 1
     with pytest.warns(UserWarning, match="too small for 16-bit weights"):
         trainer.train()
-
-
-def test_the_async_class_prefetches():
-    args = AsyncEBFTConfig(output_dir="x", num_generations=4, per_device_train_batch_size=4)
-    assert args.async_prefetch and args.uses_server and args.vllm_mode == "server"
 
 
 def test_the_templates_end_of_turn_ends_a_completion(chat_tokenizer, build, monkeypatch):
@@ -298,14 +267,6 @@ def test_rewards_are_weighted_and_scaled(build, estimator, scale_rewards):
     found = torch.cat([batch["advantages"] for batch in trainer.generation_batch])[order]
     torch.testing.assert_close(found, wanted.flatten(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), found)
-
-
-def test_on_policy_the_gradient_of_cispo_is_that_of_dapo(build):
-    found = []
-    for loss_type in ("cispo", "dapo"):
-        torch.manual_seed(1)
-        found.append(one_step(build(loss_type=loss_type))[1])
-    torch.testing.assert_close(*found)
 
 
 def test_gdpo_has_its_own_formula(tmp_path):

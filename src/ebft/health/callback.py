@@ -275,7 +275,7 @@ class HealthCallback(TrainerCallback):
         """The names of the reported conditions that still hold for the newest values of the metrics in `state`."""
         reported = state.stateful_callbacks.get(_SAVED_AS, {}).get("reported", ())
         log = self._log_of(args, state)
-        log.names = frozenset(log.series)  # not only those of the newest entry, which may be an evaluation
+        log.names = frozenset(log.series)  # not only the newest entry's, which may be an evaluation
         return [each.name for each in CONDITIONS if each.name in reported and each.rule(log) is not None]
 
     def failed(self, error: NonFiniteLossError, args: Any, state: Any) -> None:

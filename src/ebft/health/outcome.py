@@ -84,7 +84,7 @@ class Change(NamedTuple):
 class Outcome(NamedTuple):
     """Whether a run learned anything: a verdict, the changes that it is based on, and sentences about them.
 
-    `steps` are those of the first and the last evaluation, None without `held_out`.
+    `steps` are the steps of the first and the last evaluation, None without `held_out`.
     """
 
     verdict: str
@@ -123,7 +123,7 @@ def training_outcome(
     `evaluate` is the command that compares the trained model with the base model, None if there is none, and
     `unresolved` are the names of health conditions that still hold at the end (`HealthCallback.unresolved`).
     `has_held_out`: whether the run has held-out data; by default, whether it was evaluated at least once.
-    `eval_strategy` and `use_whitening` are those of the trainer's arguments. Advice depends on the first; with the
+    `eval_strategy` and `use_whitening` are the trainer's arguments. Advice depends on the first; with the
     second, the features and rewards of training are not compared, as each step has a space of its own.
 
     Compares the first evaluation with the last one, whose standard error is known from four evaluations on. If these
@@ -203,7 +203,7 @@ def _advice(log_history: list[dict[str, Any]], has_held_out: bool | None, eval_s
 
 
 def _why_unknown(log_history: list[dict[str, Any]], has_rows: bool, use_whitening: bool) -> str:
-    """The verdict on a log of which nothing can be said."""
+    """The verdict on a log that says nothing."""
     count = sum(map(_is_evaluation, log_history))
     evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
     found = evaluations if has_rows else "fewer than two evaluations"
@@ -250,7 +250,7 @@ def _training_changes(log_history: list[dict[str, Any]], use_whitening: bool) ->
     for name, values in found.items():
         ends = [len(values) * end // _BLOCKS for end in range(_BLOCKS + 1)]
         blocks = [mean(values[start:end]) for start, end in zip(ends, ends[1:]) if start < end]
-        correlation = _MEMORY / (_MEMORY + len(values) / len(blocks))  # about that of the means of AR(1) noise
+        correlation = _MEMORY / (_MEMORY + len(values) / len(blocks))  # about as for means of AR(1) noise
         yield _change(name, blocks, names[name], _LEVEL / len(found), correlation)
 
 
@@ -286,14 +286,14 @@ def _and(names: list[str]) -> str:
 _SIMULATED = 40_000  # series per quantile
 _LONG = 8  # values from which differences between neighbours show the noise around any smooth curve
 _NORMAL_MAD = 1.4826  # standard deviation of a normal variable over its median absolute deviation
-_LONGEST = 100  # values; quantiles of longer series are those of this length
+_LONGEST = 100  # values; quantiles of longer series are as for this length
 
 
 def series_error(values: list[float]) -> float | None:
     """The standard error of the difference of two values of a series of at least four.
 
     None if the values vary but take two values only, such as the share of correct answers to very few prompts, since
-    those of unlucky noise are then the same as those of a step without noise.
+    unlucky noise then looks like a step without noise.
     """
     if len(set(values)) == 2:
         return None

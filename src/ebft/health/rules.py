@@ -32,7 +32,7 @@ def non_finite(log: Log) -> Sighting | None:
 
 
 def samples_alike(log: Log) -> Sighting | None:
-    """The distance of the diversity to that of identical samples is a third of what it was at the start."""
+    """The distance of the diversity to the diversity of identical samples is a third of what it was at the start."""
     series, ceiling = log["ebft/diversity"], log.diversity_ceiling
     start = series.start()
     if ceiling is None or start is None or ceiling - start < 1e-3 * ceiling:
@@ -105,7 +105,7 @@ def reward_always_zero(log: Log) -> Sighting | None:
 
 
 def cross_entropy_diverges(log: Log) -> Sighting | None:
-    """The cross-entropy rose far above that of the base model."""
+    """The cross-entropy rose far above the base model's."""
     name = log.cross_entropy
     series = log[name]
     if series.first:
@@ -123,7 +123,7 @@ def cross_entropy_diverges(log: Log) -> Sighting | None:
 
 
 def loss_spikes(log: Log) -> Sighting | None:
-    """The cross-entropy was twice that of the logs around it, several times, and fell again."""
+    """The cross-entropy was twice as high as in the logs around it, several times, and fell again."""
     name = log.cross_entropy
     series, spikes = log[name], list[int]()
     values = [value for _, value in series.last]
@@ -144,7 +144,7 @@ def loss_spikes(log: Log) -> Sighting | None:
 def cfm_diverges(log: Log) -> Sighting | None:
     """The feature-matching loss is half as large again as at the start, or above 100.
 
-    With whitening, that of training is in a space of the samples, which changes with them: its rise means nothing.
+    With whitening, the loss of training is in a space of the samples, which changes with them: its rise means nothing.
     """
     series = log["ebft/cfm_loss"]
     seen, start = series.seen(lambda value: value > 100, "ebft/cfm_loss is {:.3g}"), series.start()
@@ -155,7 +155,7 @@ def cfm_diverges(log: Log) -> Sighting | None:
 
 
 def overfitting(log: Log) -> Sighting | None:
-    """The held-out cross-entropy rose in three evaluations while that of training fell."""
+    """The held-out cross-entropy rose in three evaluations while the one of training fell."""
     series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, Series())
     last, start = series.recent(4), training.start()
     if not last or start is None or median(training.recent()) > start - training.margin():
@@ -168,7 +168,7 @@ def overfitting(log: Log) -> Sighting | None:
 
 
 def unstable_gradient(log: Log) -> Sighting | None:
-    """The gradient norm is above 10, and several times that of the start."""
+    """The gradient norm is above 10, and several times its start."""
     series = log["grad_norm"]
     start = series.start()
     if start is None:
@@ -281,7 +281,7 @@ class Series:
         return [value for _, value in self.last][-count:] if len(self.last) >= count else []
 
     def start(self) -> float | None:
-        """Return the median of the first values, or None if the last `WINDOW` values may include one of them."""
+        """Return the median of the first values, or None if the last `WINDOW` values may include a first one."""
         if len(self.last) < min(START + WINDOW, _KEPT):
             return None
         return median(value for _, value in self.first)
@@ -304,7 +304,7 @@ class Series:
         return None if since is None else Sighting(since, text.format(median(self.recent(count))))
 
     def all_since(self, holds: Callable[[float], bool], count: int) -> int | None:
-        """Return the first of the last `count` steps if the value of each of them `holds`."""
+        """Return the first of the last `count` steps if every value `holds`."""
         values = self.recent(count)
         return self.last[-count][0] if values and all(map(holds, values)) else None
 
@@ -345,7 +345,7 @@ class Log:
     @property
     def cross_entropy(self) -> str:
         """The metric with the training cross-entropy: the loss itself if there is no reward; empty if there is none."""
-        if not {"mean_reward", "margin", "accuracy"}.isdisjoint(self.series):  # the loss is that of a reward model
+        if not {"mean_reward", "margin", "accuracy"}.isdisjoint(self.series):  # the loss of a reward model
             return ""
         has_reward = any(name.startswith(("ebft/", "reward")) for name in self.series)
         return "ebft/ce_loss" if has_reward else "loss"

@@ -1,8 +1,8 @@
 """The compute budget of a run: totals that are comparable between methods, how FLOPs are counted, and the limits.
 
 `budget/documents` is the number of rows trained on, including repetitions; every document of a packed row counts, and
-for full completions, prompts are counted. `budget/generated_tokens` is the number of sampled tokens. `budget/flops` are
-those of matrix products in training steps, without evaluation. All are summed over ranks and continue after resuming
+for full completions, prompts are counted. `budget/generated_tokens` is the number of sampled tokens. `budget/flops`
+count matrix products in training steps, without evaluation. All are summed over ranks and continue after resuming
 from a checkpoint.
 """
 
@@ -120,7 +120,7 @@ class FlopMeter:
         causal_lms = {id(causal_lm): causal_lm for causal_lm in map(unwrap_adapter, models)}.values()
         heads = [modules[key] for key in {id(each.get_output_embeddings()) for each in causal_lms} if key in modules]
         hooks = [module.register_forward_hook(self._count, with_kwargs=True) for module in modules.values()]
-        for head in heads:  # that of a sharded model runs without its own hooks
+        for head in heads:  # a sharded model's runs without its own hooks
             count = lambda _, *call, head=head: self._count(head, *call)
             hooks.append(without_hooks(head).register_forward_hook(count, with_kwargs=True))
         hooks += [model.register_forward_hook(self._count_fused_head, with_kwargs=True) for model in causal_lms]
@@ -166,11 +166,8 @@ class FlopMeter:
     _count.only_observes = True  # see ebft/prefix/forward.py
 
     def _count_fused_head(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module.
-
-        Scored positions are multiplied with it once in forward, once more in backward, and once for each gradient.
-        Preference methods call the module instead (preferences/trl.py), which its own hook counts.
-        """
+        """Forward hook for TRL's fused log-probabilities, which use the head's weight without calling its module."""
+        # Scored positions are multiplied with it once in forward, once more in backward, and once for each gradient.
         if not (self._counting and kwargs.get("fused_lm_head")) or "scores_in_chunks" in model.__dict__:
             return
         head = model.get_output_embeddings()

@@ -23,7 +23,6 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -314,8 +313,8 @@ class RolloutLog:
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
-    created when the first entry is written. The `step` of an entry is that of the log of its update: the first is 1. A
-    file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
+    created when the first entry is written. The `step` of an entry is where its update is logged: the first is 1.
+    A file that cannot be written gives one warning, and training continues. When a run resumes, `continue_from` removes
     the entries of the steps that it repeats.
     """
 
@@ -380,7 +379,6 @@ class ScoredRollouts:
     def __init__(self, trainer: Trainer) -> None:
         args = trainer.args
         self.hooks: list[Callable[[list[dict[str, Any]], Tensor], None]] = []
-        self._has_warned = False
         self._trainer = trainer
         self._logs_all = args.log_rollouts == "all" or bool(args.log_completions)
         self._last_step: int | None = None  # that few rollouts of are in the log
@@ -399,15 +397,7 @@ class ScoredRollouts:
         if is_logged:
             self._log.write(entries if self._logs_all else map(_with_few_blocks, entries[:_FEW_ENTRIES]))
         for hook in self.hooks:
-            given = rewards.clone()
-            hook(copy.deepcopy(entries), given)
-            if not self._has_warned and not torch.equal(given, rewards):
-                self._has_warned = True
-                warnings.warn(
-                    f"{getattr(hook, '__qualname__', hook)} changed the rewards, which has no effect on training: it "
-                    "gets a copy. Functions that give rewards are listed in trl.reward_funcs.",
-                    stacklevel=2,
-                )
+            hook(copy.deepcopy(entries), rewards.clone())
 
     def _is_due(self) -> bool:
         """Whether few rollouts of the current step are logged: at the first step, and then at evenly spread ones."""

@@ -8,7 +8,7 @@ import subprocess
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,18 @@ from typing import Any
 import httpx2
 
 from ebft.config.load import parse_yaml
-from ebft.errors import ConfigError, RolloutError, ServerError, doing, shortened, told
+from ebft.errors import ConfigError, ServerError, doing, shortened, told
 from ebft.nemo_gym.keys import NemoGymKeys
 from ebft.printed import say
 from ebft.processes import is_main_process
 from ebft.serving.keys import base_url
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
-from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient
+from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient, until_up
 
 HOST = "127.0.0.1"
 CONFIG_PATH = "/global_config_dict_yaml"  # of the head server: the config of all servers
 ATTEMPTS = 4  # for a request that fails with a lost connection or a server error (5xx)
 BACKOFF = 0.5  # seconds before the second attempt, doubled for each further one
-_POLL = 0.5  # seconds between checks of servers that are not up
 RESOURCES, AGENTS, MODELS = "resources_servers", "responses_api_agents", "responses_api_models"
 
 
@@ -63,7 +62,7 @@ class Servers:
         return cls(head, found)
 
     def resources(self, name: str) -> Server:
-        """The resources server `name`, or that of the agent server `name`. Raises ConfigError if there is none."""
+        """The resources server `name`, or behind the agent server `name`. Raises ConfigError if there is none."""
         server = self._find(name, (RESOURCES, AGENTS))
         if server.kind == RESOURCES:
             return server
@@ -130,7 +129,13 @@ class GymClient:
 
     def is_up(self) -> bool:
         """Whether a head server responds now."""
-        return self._loop.run(self._answer(f"{self.head}{CONFIG_PATH}"))[0] is not None
+
+        async def is_up() -> bool:
+            with suppress(httpx2.RequestError):
+                return (await self._http.whole("GET", f"{self.head}{CONFIG_PATH}", CONNECT_TIMEOUT)).status_code == 200
+            return False
+
+        return self._loop.run(is_up())
 
     def wait_for(self, server: Server, timeout: float) -> None:
         """Wait until a server responds, with whatever status. Raises RolloutError after `timeout` seconds."""
@@ -140,7 +145,7 @@ class GymClient:
         """Send JSON bodies to URLs, concurrently, and return the JSON response of each, or a `Failure`.
 
         Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not. `are_runs`:
-        whether the URLs are those of agents.
+        whether the URLs belong to agents.
         """
         return self._loop.run(self._post_all(requests, are_runs))
 
@@ -180,29 +185,22 @@ class GymClient:
         return Failure(f"{reason} ({ATTEMPTS} attempts)")
 
     async def _wait(self, url: str, what: str, timeout: float, any_status: bool = False) -> str:
-        deadline, has_reported = time.monotonic() + timeout, False
-        while True:
-            text, reason = await self._answer(url, any_status)
-            if text is not None:
-                return text
-            if time.monotonic() > deadline:
-                raise RolloutError(
-                    f"{what} does not respond at {url} after {timeout:g} s ({reason}). Start NeMo Gym with ng_run, or "
-                    "correct nemo_gym_head_port. To wait longer, increase nemo_gym_server_timeout."
-                )
-            if not has_reported:
-                has_reported = True
-                say(f"Waiting up to {timeout:g} s for {what} at {url}.", err=True)
-            await asyncio.sleep(_POLL)
+        """Wait until there is a response, and return its text."""
+        found: list[str] = []
 
-    async def _answer(self, url: str, any_status: bool = False) -> tuple[str | None, str]:
-        """The text of a response, None if there is none, and the reason."""
-        try:
-            response = await self._http.whole("GET", url, CONNECT_TIMEOUT)
-        except httpx2.RequestError as error:
-            return None, told(error)
-        is_good = any_status or response.status_code == 200
-        return (response.text if is_good else None), f"status {response.status_code}"
+        async def why_not() -> str | None:
+            try:
+                response = await self._http.whole("GET", url, CONNECT_TIMEOUT)
+            except httpx2.RequestError as error:
+                return told(error)
+            if not any_status and response.status_code != 200:
+                return f"status {response.status_code}"
+            found.append(response.text)
+            return None
+
+        hint = "Start NeMo Gym with ng_run, or correct nemo_gym_head_port. To wait longer, increase "
+        await until_up(why_not, timeout, f"{what} at {url}", f"{hint}nemo_gym_server_timeout.")
+        return found[0]
 
 
 def _dict(value: Any) -> dict[str, Any]:

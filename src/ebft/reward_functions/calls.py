@@ -57,10 +57,7 @@ def call_function(function: Callable, given: dict[str, Any]) -> list[float | Non
 
 
 def _own(value: Any) -> Any:
-    """A copy of nested lists and dicts, such as messages, for a function that may change what it is given.
-
-    Lists of numbers or texts are copied as a whole.
-    """
+    """A copy of nested lists and dicts, such as messages, for a function that may change what it is given."""
     if type(value) is dict:
         return {key: _own(each) for key, each in value.items()}
     if type(value) is not list:

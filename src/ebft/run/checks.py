@@ -29,7 +29,7 @@ from ebft.machine import Machine
 from ebft.processes import LAUNCHER
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import trackers
+from ebft.run.reporting import check_trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +102,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
-    for check in (check_deepspeed, check_optimizer):
+    for check in (check_deepspeed, check_optimizer, check_trackers):
         try:
             check(config)
         except MissingPackageError as error:
@@ -113,8 +113,6 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
         check_plugins(config.plugins)
     if missing and not elsewhere:
         raise MissingPackageError("\n".join(missing))
-    if elsewhere:
-        trackers(config)  # warns if wandb_project cannot be used
     for message in missing:
         warnings.warn(f"Needed for training: {message}", stacklevel=2)
     for message in _missing_on_gpus(config) if elsewhere else ():

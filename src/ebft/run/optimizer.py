@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, doing
+from ebft.errors import ConfigError, MissingPackageError, doing
 
 # The optimizers of transformers; first PyTorch's and its own, with the numbers in optim_args that
 # they read.
@@ -140,8 +140,11 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
 
 def _try_optimizer(config: RunConfig) -> None:
     given = config.optim_args or {}
-    with doing(f"creating optimizer: {config.optimizer} with optim_args: {given}"):
-        settings, plain = _settings(config.optimizer, given), _settings(config.optimizer, {})
+    try:
+        with doing(f"creating optimizer: {config.optimizer} with optim_args: {given}"):
+            settings, plain = _settings(config.optimizer, given), _settings(config.optimizer, {})
+    except ImportError as error:
+        raise MissingPackageError(f"optimizer: {config.optimizer}: {error}") from error
     for name, value in given.items():
         is_text = isinstance(settings.get(name), str) and not isinstance(plain.get(name, ""), str)
         if is_text or (value is False and settings.get(name)) or not _reads(config.optimizer, given, name):

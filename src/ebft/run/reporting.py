@@ -10,6 +10,7 @@ import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from huggingface_hub import ModelCardData
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, SaveError, cause, doing
+from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -284,11 +285,24 @@ def trackers(config: RunConfig) -> list[str]:
     return [name for name in names if name != "none"] or ["none"]
 
 
+def check_trackers(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    for name in {*trackers(config)} - {"none", "all"}:
+        try:
+            for callback in get_reporting_integration_callbacks([name]):
+                callback()
+        except ValueError as error:
+            raise ConfigError(f"report_to: {error}") from error
+        except (ImportError, RuntimeError) as error:
+            raise MissingPackageError(f"report_to: {name}: {error}") from error
+
+
 def start_trackers(names: list[str], run_name: str | None) -> None:
     """Start what needs an account, a network or a folder, so that its error comes before the model is loaded."""
     if "wandb" in names:
-        import wandb
-
+        wandb = import_module("wandb")
         with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):
             if wandb.run is None:  # transformers continues with the run
                 wandb.init(project=os.getenv("WANDB_PROJECT", "huggingface"), name=run_name)

@@ -21,7 +21,7 @@ CPU_CACHE_GIB = "2"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM supports for --max-lora-rank
 
 
-# The trainer sets every sampling parameter, but agents do not: the defaults must not be those of the model's folder.
+# The trainer sets every sampling parameter, but agents do not: the defaults must not come from the model's folder.
 _AGENT_FLAGS = (
     "--override-generation-config",
     json.dumps({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}),
@@ -177,7 +177,7 @@ def max_lora_rank(config: AdapterKeys) -> int | None:
 def adapter_slots(prefetch_depth: int, serves_agents: bool = False) -> int:
     """Return the maximum number of adapter versions in use at the same time.
 
-    Each prefetched batch may use a different version, in addition to that of the current batch and the one being
+    Each prefetched batch may use a different version, in addition to the current batch's version and the one being
     loaded. Agents use a copy of the current one under a fixed name, and late requests the copy before it.
     """
     return prefetch_depth + 2 + 2 * serves_agents

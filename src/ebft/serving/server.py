@@ -42,7 +42,7 @@ class VLLMServer:
     """
 
     def __init__(self, command: ServerCommand, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to that of the current process; variables of `command` take precedence over both."""
+        """`environment` is added to the current process's; variables of `command` take precedence over both."""
         self.command = command
         self.log: ServerLog = ServerLog(Path(log))
         self.failure: str | None = None  # why the server is not restarted any more
@@ -212,7 +212,7 @@ class VLLMServer:
 
 
 def start_supervisor(command: Sequence[str], log: ServerLog, **options: Any) -> subprocess.Popen:
-    """Start a server whose processes end with this one at the latest; `options` are those of Popen."""
+    """Start a server whose processes end with this one at the latest; `options` go to Popen."""
     with log.open(command) as file:
         return subprocess.Popen(
             [sys.executable, "-m", "ebft.serving.supervisor", "--", *command],

@@ -57,6 +57,12 @@ _NOT_FOR_GENERATE = {"stop_strings", "return_dict_in_generate", "output_scores",
 STOPS = "stop_token_ids"  # the key of generation_kwargs that all backends support
 
 
+def check_own_kwargs(given: dict[str, Any]) -> None:
+    """Raise ConfigError for keys of generation_kwargs that have a separate option or are set by the trainer."""
+    for key in given.keys() & _OWN_KWARGS.keys():
+        raise ConfigError(f"generation_kwargs: {key} cannot be set here. {_OWN_KWARGS[key]}")
+
+
 def generate_kwargs() -> set[str]:
     """Return the keys of generation_kwargs that are supported with `generate()`."""
     return set(vars(GenerationConfig())) - _NOT_FOR_GENERATE
@@ -64,8 +70,7 @@ def generate_kwargs() -> set[str]:
 
 def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
     """Raise ConfigError for keys that would make sampling differ from scoring or would have no effect."""
-    for key in given.keys() & _OWN_KWARGS.keys():
-        raise ConfigError(f"generation_kwargs: {key} cannot be set here. {_OWN_KWARGS[key]}")
+    check_own_kwargs(given)
     known = _VLLM_KWARGS if use_vllm else generate_kwargs()
     for key in given:
         if key != STOPS and key not in known:
@@ -74,6 +79,8 @@ def check_generation_kwargs(given: dict[str, Any], use_vllm: bool) -> None:
                 f"generation_kwargs: {key!r} is not supported with {backend}. Remove it ({STOPS} is supported with all "
                 "backends)."
             )
+    if not isinstance(given.get(STOPS, []), list):
+        raise ConfigError(f"generation_kwargs: {STOPS} must be a list of token ids, got {given[STOPS]!r:.60}.")
 
 
 @dataclass
@@ -133,7 +140,7 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
 @with_prefix
 @dataclass
 class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
-    """Arguments of EBFTTrainer: those of TRL's GRPOConfig, of rollouts and of feature matching."""
+    """Arguments of EBFTTrainer: TRL's GRPOConfig with the options of rollouts and of feature matching."""
 
     scale_rewards: str | bool | None = field(
         default=None,

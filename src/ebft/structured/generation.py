@@ -22,7 +22,7 @@ from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
 from ebft.errors import ConfigError, DataError
 from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
-from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.config import STOPS
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import lockstep
 from ebft.structured.rollouts.server import Agents, ServerRollouts, run_agents
@@ -61,10 +61,10 @@ class RolloutJob:
 
 
 class Generation:
-    """Generates the rollouts of a trainer; `rows` and `rollouts` are those of the current batch.
+    """Generates the rollouts of a trainer; `rows` and `rollouts` belong to the current batch.
 
     `is_interactive`: whether code of the user takes part (see ebft.structured.validation). `samples_conversations`:
-    whether completions follow the prompts of conversations; those of TRL and of agents follow the generation prompt.
+    whether completions follow the prompts of conversations; completions of TRL and agents follow the generation prompt.
     `reference_limit`: how the longest reference limits the length of completions. `sampled_from`: the version of the
     server's adapter, if any, and the step of the weights. `prefetcher` is set while rollouts are generated ahead.
     """
@@ -81,10 +81,14 @@ class Generation:
         self._trainer, self._agents, args = trainer, agents, trainer.args
         self.is_interactive = is_interactive
         self.renderer: Renderer = Renderer(trainer.processing_class, trainer.chat_template_kwargs, trainer.tools)
-        self.sampling: Sampling = _sampling(
-            args,
-            end_token_ids(trainer.model, self.renderer.end_ids()),
-            unknown_ids(trainer.model, trainer.processing_class),
+        extra = dict(args.generation_kwargs or {})
+        ends = end_token_ids(trainer.model, self.renderer.end_ids())
+        self.sampling: Sampling = Sampling(
+            **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+            end_ids=frozenset({*ends, *extra.pop(STOPS, ())}),
+            regex=args.vllm_structured_outputs_regex,
+            extra=extra,
+            unknown=unknown_ids(trainer.model, trainer.processing_class),
         )
         unscored = [] if args.use_vllm else self.sampling.unscored(trainer.scorer.scores_truncated)
         if unscored:
@@ -248,7 +252,7 @@ class Generation:
         if self.server is not None:
             trainer.log_mean(mode, "rollouts/staleness", trainer.state.global_step - self.sampled_from[1])
         tokenizer = trainer.text_tokenizer
-        if self.is_interactive:  # TRL has made messages of them
+        if self.is_interactive:  # TRL has made the messages
             self.rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
             fields[COMPLETIONS] = [
@@ -321,21 +325,6 @@ class Generation:
         return limit.of(longest_reference(self._trainer.train_dataset, self.renderer), most)
 
 
-def _sampling(args: RolloutGRPOConfig, end_ids: set[int], unknown: range) -> Sampling:
-    extra = dict(args.generation_kwargs or {})
-    return Sampling(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        end_ids=frozenset({*end_ids, *extra.pop("stop_token_ids", ())}),
-        regex=args.vllm_structured_outputs_regex,
-        extra=extra,
-        unknown=unknown,
-    )
-
-
 def rollouts_of(
     prompt_ids: list[list[int]],
     completion_ids: list[list[int]],
@@ -369,7 +358,7 @@ class Prefetcher:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ebft-rollouts")
 
     def submit(self, batch: Batch) -> None:
-        """Ask for the job of `batch`, after those of all batches submitted before it."""
+        """Ask for the job of `batch`, after the jobs of all earlier batches."""
         self._submitted.append(batch)
 
     def result(self, batch: Batch) -> tuple[RolloutJob, list[Rollout]]:
@@ -411,7 +400,7 @@ class Prefetcher:
 class ReadAhead:
     """Reads the micro-batches of later steps, and calls `submit` with each that completions are generated for.
 
-    `every`: the micro-batches that are trained on the completions of one of them. `ahead`: how many generation batches
+    `every`: the micro-batches that are trained on the completions of one. `ahead`: how many generation batches
     are read in addition to the step's own micro-batches.
     """
 

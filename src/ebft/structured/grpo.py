@@ -47,8 +47,8 @@ class RolloutGRPOTrainer(OverTRL):
     """TRL's GRPOTrainer with completions that are generated turn by turn, each with a separate token limit.
 
     Rows contain `prompt` and the columns that the reward functions read; `remaining_turns` are generated in order.
-    `rollout_func`, `tools` and `environment_factory` are those of TRL; all turns are sampled by `sample`.
-    `rewards` (completions of all processes, functions) are those of the last batch, NaN for no reward.
+    `rollout_func`, `tools` and `environment_factory` are as in TRL; all turns are sampled by `sample`.
+    `rewards` (completions of all processes, functions) belong to the last batch, NaN for no reward.
     `scored_rollouts.hooks` are called with the rollouts of each batch and their total rewards (completions,).
     `server_failure` returns why a server started for this run failed permanently, or None if it has not. `agents` hold
     the conversations, if given; they sample an adapter from a vLLM server. `reference_limit`: how the longest
@@ -85,10 +85,6 @@ class RolloutGRPOTrainer(OverTRL):
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
         has_cuda = torch.cuda.is_available()
         rules.refuse(rules.full_weights(args.uses_server, syncs_adapter, has_cuda, rules.in_python))
-        if agents is not None and not syncs_adapter:
-            raise ConfigError("agents sample an adapter from a vLLM server. Set use_vllm and train an adapter.")
-        if agents is not None and any(kwargs.get(name) for name in rules.INTERACTIVE):
-            raise ConfigError("agents hold the conversations. Remove tools, environment_factory and rollout_func.")
         if args.disable_dropout:
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):
@@ -306,7 +302,7 @@ class RolloutGRPOTrainer(OverTRL):
                 f"{self.num_generations_eval} (num_generations_eval, or num_generations)."
             )
         self.held_out_completions = HeldOutCompletions(metric_key_prefix)
-        with torch.random.fork_rng():  # completions of an evaluation must not change those of training after it
+        with torch.random.fork_rng():  # completions of an evaluation must not change training after it
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def running_state(self) -> dict[str, Any]:
@@ -324,7 +320,7 @@ class RolloutGRPOTrainer(OverTRL):
     def _without_signal(self, rows: list[Row]) -> Tensor:
         """Return which of this process's completions (B,) are in a group whose rewards are all equal.
 
-        These are the weighted totals, up to rounding, or, if they are normalised first, those of every function.
+        These are the weighted totals, up to rounding, or, if they are normalised first, the rewards of every function.
         Completions without a reward do not count.
         """
         n, rounding = self._group_size(), 0.0
@@ -359,10 +355,7 @@ class RolloutGRPOTrainer(OverTRL):
     def _logged_groups(
         self, rows: list[Row], rewards: Tensor, totals: Tensor, advantages: Tensor
     ) -> Iterator[dict[str, Any]]:
-        """Yield one entry of the log of rollouts per prompt.
-
-        Takes rewards (B, functions), their weighted totals (B,) and advantages (B,).
-        """
+        """Yield an entry per prompt, given rewards (B, functions), weighted totals (B,) and advantages (B,)."""
         n, completed, weights_step = self.num_generations, self.state.global_step, self.generation.sampled_from[1]
         terms = self._terms()
         columns = [totals, advantages, *(value.to(totals) for value in terms.values()), *rewards.unbind(1)]
@@ -397,7 +390,7 @@ class RolloutGRPOTrainer(OverTRL):
 
 
 def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor:
-    """Return the entries of this process's `rows` among those of all processes."""
+    """Return the entries of this process's `rows` among the values of all processes."""
     first = accelerator.process_index * len(rows)
     return values[first : first + len(rows)]
 
@@ -424,10 +417,7 @@ def _reference_model(copied: nn.Module | None) -> Iterator[None]:
 
 
 def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool, is_loaded: bool) -> RolloutGRPOConfig:
-    """Return the arguments for TRL, which has no managed servers and supports servers with weight transfer only.
-
-    `is_loaded`: the model was loaded with `model_init_kwargs`, which TRL would say are ignored.
-    """
+    """Return the arguments for TRL, which has no managed servers and warns of used `model_init_kwargs`."""
     changed = copy.copy(args)
     changed.model_init_kwargs = None if is_loaded else args.model_init_kwargs
     changed.use_vllm = args.use_vllm and not syncs_adapter

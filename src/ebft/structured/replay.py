@@ -197,7 +197,7 @@ class PromptReuse:
         return trainer.accelerator.reduce(torch.tensor(float(count), device=trainer.args.device), "sum").item()
 
     def _recomputed(self, inputs: dict[str, Any], rows: list[int]) -> dict[str, Tensor]:
-        """Return the old log-probabilities and importance ratios, those of `rows` under the current weights."""
+        """Return the old log-probabilities and importance ratios, with `rows` scored under the current weights."""
         some = {key: inputs[key][rows] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
         logps = inputs["old_per_token_logps"].clone()
         logps[rows] = self._trainer.first_logps(some, len(rows))

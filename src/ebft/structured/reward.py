@@ -53,7 +53,7 @@ class FeatureMatchingReward:
 
     A TRL reward function: `GRPOTrainer(reward_funcs=[FeatureMatchingReward(model, tokenizer, num_generations=8)])`. A
     `model` with a PEFT adapter is used with the adapter disabled; any other model is copied and frozen, on
-    `feature_device` if given. `options` are those of `ebft.config.options.RewardOptions`. All sequences are token ids.
+    `feature_device` if given. `options` are `ebft.config.options.RewardOptions`. All sequences are token ids.
     The terminating token of a completion (the end of sequence of the tokenizer or model, the end of turn of the chat
     template, or one of `stop_token_ids`) is removed, because the reference does not have one. Completions follow the
     prompt with its generation prompt; the reference is what the chat template renders for it in the whole conversation.
@@ -109,7 +109,7 @@ class FeatureMatchingReward:
         """Return one reward per completion.
 
         All lists have the same length and are ordered by group, with `num_generations` entries per group.
-        `completion_ids` are the ids after the prompt, including those of all `remaining_turns`. Raises DataError if a
+        `completion_ids` are the ids after the prompt, including all `remaining_turns`. Raises DataError if a
         reference is missing, ValueError if the lists are inconsistent, and NonFiniteLossError if a reward is not
         finite.
         """
@@ -244,7 +244,7 @@ def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: to
 def embed_continuations(network: FeatureNetwork, prompt_ids: list[int], continuations: list[list[int]]) -> Tensor:
     """Return the embeddings (K, D) of `prompt_ids + continuations[k]`, in float32, on the network's device.
 
-    They equal those of separate forward passes, because padding is on the right only, which causal models do not
+    They equal the results of separate passes, because padding is on the right only, which causal models do not
     attend to. `mean_pooling` is the mean over all tokens without padding, including the prompt; `completion_mean` the
     mean over the continuation; `concat` the states at one quarter, one half and three quarters of the continuation.
     Except for `mean_pooling`, an empty continuation is replaced by the prompt's last token.

@@ -38,7 +38,7 @@ class Scores(NamedTuple):
     """Results for the completions of all prompts, in order, concatenated: (R,) each, in float32.
 
     `logps` and `entropies` are of the distribution that is sampled from; `references` are the log-probabilities
-    of the tokens of references at temperature 1, and `prompts` those of each prompt's tokens except the first.
+    of the tokens of references at temperature 1, and `prompts` those at each prompt's tokens but the first.
     """
 
     logps: Tensor
@@ -60,7 +60,7 @@ def score_completions(
     """Score the completions and references of all prompts in one forward pass through `model`, which may be wrapped.
 
     The causal LM inside `model` must have been prepared with `ebft.prefix.forward.prepare`. The last token of a suffix
-    is scored but is not an input. Results and gradients equal those of one forward pass per sequence.
+    is scored but is not an input. Results and gradients equal one forward pass per sequence.
     """
     suffixes = [_suffixes(prompt) for prompt in prompts]
     tokens = torch.cat([*(prompt.ids for prompt in prompts), *(ids[:-1] for own in suffixes for ids in own)])

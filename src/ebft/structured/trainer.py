@@ -45,7 +45,7 @@ class EBFTTrainer(RolloutGRPOTrainer):
     `reward_funcs`, in this order. The feature network is `model` with its adapter disabled, or else a frozen copy
     created here, or else `feature_network`, a causal LM with the tokens of `model`. With `args.ce_coef`, the loss
     includes the mean negative log-likelihood of the references' tokens, including end-of-turn tokens, at temperature 1.
-    Advantages are those of `args.advantage_estimator`; TRL computes those of `group_norm`.
+    Advantages follow `args.advantage_estimator`; TRL computes `group_norm`.
     """
 
     args: EBFTConfig

@@ -225,7 +225,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
     def importance_ratio(self, difference: Tensor) -> Tensor:
         """Return the ratios, (B, C) or (B, 1), that correct for sampling from another policy, as TRL computes them.
 
-        `difference` (B, C): log-probabilities of the trainer minus those of the sampler, 0 at masked tokens.
+        `difference` (B, C): log-probabilities of the trainer minus the sampler's, 0 at masked tokens.
         """
         mode = self.vllm_importance_sampling_mode
         low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
@@ -352,7 +352,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
 def by_group(batches: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
     """Return the rows of shuffled micro-batches such that the rows of a group are adjacent, with the groups shuffled.
 
-    The groups are ordered by their first rows in `batches`, of which there are as many after as before.
+    The groups are ordered by their first rows in `batches`, whose number stays the same.
     """
     group = (torch.cat([batch[ROW] for batch in batches]) // size).tolist()
     order = sorted(range(len(group)), key=lambda index: group.index(group[index]))
@@ -418,7 +418,7 @@ class EpochSampler(RepeatSampler):
 class HeldOutCompletions:
     """What is known of the completions of one evaluation, whose metrics are logged with `prefix`.
 
-    `tokens`: those of the loss of the current batch. All counts are divided by the processes that evaluate the same
+    `tokens`: number of tokens in the loss of a batch. All counts are divided by the processes that evaluate the same
     rows at the same time.
     """
 

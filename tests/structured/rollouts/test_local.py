@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.models.causal_lm import decoder_layers, evaluating
+from ebft.models.causal_lm import evaluating
 from ebft.prefix.attention import decoding, suffixes
 from ebft.prefix.forward import prepare
 from ebft.structured.rollouts import client, local
@@ -11,7 +11,6 @@ from ebft.structured.rollouts.local import Generator, HFBackend, SharedPromptSam
 from ebft.structured.rollouts.turns import Sampling
 from tests.prefix.test_logps import truncated
 from tests.strided.families import FAMILIES, VOCAB, tiny_model
-from tests.strided.test_cost import count_tokens
 from tests.structured import oracle
 from tests.structured.conftest import chat_model
 
@@ -178,11 +177,3 @@ def test_the_policy_samples_what_is_scored(chat_tokenizer, build, sampler):
     squares = ((observed - expected) ** 2 / expected)[common].sum()
     freedom = common.sum()
     assert squares < freedom + 5 * (2 * freedom) ** 0.5
-
-
-@pytest.mark.parametrize(("make", "prefilled"), [(contexts, 9 + 2 + 21), (later_turns, 9 + 14 + 4 + 1 + 7 + 3 + 3)])
-def test_each_prompt_is_prefilled_once(make, prefilled):
-    model = tiny_model("llama").eval()
-    counts = count_tokens(decoder_layers(model))
-    sample(model, make(), [4] * len(make()))
-    assert counts == [prefilled + 3 * len(make())] * 4

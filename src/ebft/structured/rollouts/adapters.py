@@ -166,7 +166,7 @@ class AdapterSync:
         self._run = None
 
     def _publish(self, step: int, whole: dict[str, Tensor] | None) -> Version:
-        """Save and load the adapter, with the weights `whole` by name if those of the model are sharded."""
+        """Save and load the adapter, with the weights `whole` by name if the model is sharded."""
         if self._run is None:
             self._run = f"ebft-{uuid.uuid4().hex[:8]}"
         name = f"{self._run}-step-{step}-{len(self._live)}-{uuid.uuid4().hex[:4]}"

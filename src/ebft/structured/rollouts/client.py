@@ -108,7 +108,7 @@ class VLLMClient:
         try:
             return await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:  # the first failure cancels all requests, and vLLM aborts those of closed connections
+            for task in tasks:  # the first failure cancels all requests, and vLLM aborts requests of closed connections
                 task.cancel()
             raise
 
@@ -170,25 +170,10 @@ class VLLMClient:
 
     async def _wait_until_up(self, last: str | None = None) -> None:
         """Wait until the server responds; `last` is its last response before the connection was lost."""
-        deadline, has_reported = time.monotonic() + self.timeout, False
-        while True:
-            reason = await self._why_not_up()
-            if reason is None:
-                return
-            given_up = self._failure()
-            if given_up is not None:
-                raise RolloutError(given_up)
-            if time.monotonic() > deadline:
-                before = f" Last response: {last}." if last is not None else ""
-                raise RolloutError(
-                    f"The vLLM server at {self.address} is not ready after {self.timeout:g} s ({reason}).{before} "
-                    "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
-                    "trl.vllm_server_timeout."
-                )
-            if not has_reported:
-                has_reported = True
-                say(f"Waiting up to {self.timeout:g} s for the vLLM server at {self.address}.", err=True)
-            await asyncio.sleep(_POLL)
+        before = f"Last response: {last}. " if last is not None else ""
+        hint = "Start it with `ebft vllm-serve CONFIG`, or set trl.vllm_mode: managed. To wait longer, increase "
+        hint = f"{before}{hint}trl.vllm_server_timeout."
+        await until_up(self._why_not_up, self.timeout, f"the vLLM server at {self.address}", hint, self._failure)
 
     async def _why_not_up(self) -> str | None:
         try:
@@ -259,6 +244,30 @@ class HTTPClient(httpx2.AsyncClient):
                     return await self.request(method, url, json=body)
             except TimeoutError:
                 raise httpx2.ReadTimeout(f"no complete response within {timeout:g} s") from None
+
+
+async def until_up(
+    why_not: Callable[[], Coroutine[Any, Any, str | None]],
+    timeout: float,
+    what: str,
+    hint: str,
+    failure: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Wait until `why_not()` is None, which says why a server is not up.
+
+    Raises RolloutError with the hint after `timeout` seconds, or with the result of `failure()` if it has one.
+    """
+    deadline, has_reported = time.monotonic() + timeout, False
+    while (reason := await why_not()) is not None:
+        given_up = failure()
+        if given_up is not None:
+            raise RolloutError(given_up)
+        if time.monotonic() > deadline:
+            raise RolloutError(f"{what[0].upper()}{what[1:]} is not ready after {timeout:g} s ({reason}). {hint}")
+        if not has_reported:
+            has_reported = True
+            say(f"Waiting up to {timeout:g} s for {what}.", err=True)
+        await asyncio.sleep(_POLL)
 
 
 T = TypeVar("T")

@@ -195,9 +195,9 @@ _TOKENS_PER_READ = {"cpu": 1, "other": 8}
 
 
 class _Drawn:
-    """The tokens drawn so far, of which the last ones are on the device and not yet read.
+    """The tokens drawn so far; the last ones are on the device and not yet read.
 
-    `live` are the indices of the N samples in the batch. Their random numbers are those of the generator for CPU, so
+    `live` are the indices of the N samples in the batch. Their random numbers come from the generator for CPU, so
     that they are the same on every device: for each token, one number per sample that has not ended, in order. Which
     samples have ended since the last `read` is known on the device only.
     """
@@ -223,7 +223,7 @@ class _Drawn:
 
     def noise(self) -> Tensor:
         """Return the random numbers of the next token, (N, 1); any numbers for samples that have ended."""
-        if not self._unread:  # none of them has
+        if not self._unread:  # no sample has
             self._state = torch.get_rng_state()
             (self._numbers,) = copy_to(self._device, torch.rand(len(self.live) * self._per_read))
             self._last = len(self.live) - 1
@@ -341,6 +341,6 @@ def idle(model: nn.Module) -> None:
 
 
 def _someone_goes_on(accelerator: Any, this_process: bool) -> bool:
-    """Return whether a process makes another pass, as each of them reports."""
+    """Return whether a process makes another pass, as each process reports."""
     passes = accelerator.reduce(torch.tensor(float(this_process), device=accelerator.device), "sum")
     return this_process or bool(passes)

@@ -26,7 +26,7 @@ from ebft.structured.rollouts.adapters import AdapterSync, Version
 from ebft.structured.rollouts.client import ModelNotServed, VLLMClient
 from ebft.structured.rollouts.turns import Completion, Rollout, Sampling
 
-_COMPARED_TOKENS = 256  # tokens that are scored in addition to those of the loss
+_COMPARED_TOKENS = 256  # tokens that are scored in addition to the loss
 
 
 class ServerRollouts:
@@ -126,7 +126,7 @@ class ServerRollouts:
         return found
 
     def _other_weights(self, version: Version) -> dict[str, Callable[[], AbstractContextManager]]:
-        """Return contexts with the weights that the server may have used instead of those of `version`, by name."""
+        """Return contexts with the weights that the server may have used instead of `version`, by name."""
         others = [other for other in self._adapters.kept if other != version]
         named = {_name(other): partial(self._adapters.weights_of, other) for other in others}
         return {"the base model without an adapter": self._model.disable_adapter} | named
@@ -236,7 +236,7 @@ def check_server(
     """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 
     With `compare_weights`, the server samples some tokens from its base model, and their log-probabilities are compared
-    with those of `model`, with its adapter disabled, at the same temperature. Their mean absolute difference is
+    with `model`'s, with its adapter disabled, at the same temperature. Their mean absolute difference is
     returned too, or None.
     """
     client.wait_until_up()
@@ -256,7 +256,9 @@ def check_server(
     tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
     sampled = torch.tensor(completion.logps, dtype=torch.float64)
     difference = (sampled - tempered).abs().mean().item()
-    limit = _SAME_NAME if _same_place(served, base_model) else _OTHER_NAME
+    paths = [Path(name).expanduser() for name in (served, base_model)]
+    is_same = served == base_model or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+    limit = _SAME_NAME if is_same else _OTHER_NAME
     if difference <= limit:
         return entry, difference
     if probe.temperature != 1.0 and (sampled - plain).abs().mean().item() <= limit:
@@ -282,25 +284,20 @@ def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float
     return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
 
 
-def _same_place(first: str, second: str) -> bool:
-    paths = [Path(name).expanduser() for name in (first, second)]
-    return first == second or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
-
-
 # Limits of the mean absolute difference in nats: a multiple of the difference that dtypes and kernels cause, which is
 # measured before training, and at least a value that is harmless for the loss.
 _WARN, _STOP = (3.0, 0.05), (10.0, 0.2)
 _UNKNOWN = 0.05  # the difference caused by dtypes and kernels, where it cannot be measured before training
 _FITS_BETTER = 0.5  # other weights are the sampled ones if their difference is smaller by this factor
-_ROUNDING = 1e-3  # differences below it are not compared with those of other weights
-_MIN_TOKENS = 128  # nor are those of fewer tokens, where noise alone can make a difference smaller by this factor
+_ROUNDING = 1e-3  # differences below it are not compared with other weights
+_MIN_TOKENS = 128  # nor with fewer tokens, where noise alone can make a difference smaller by this factor
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Log-probabilities of the trainer minus those of the server, over the sampled tokens of all processes.
+    """Log-probabilities of the trainer minus the server's, over the sampled tokens of all processes.
 
-    `mean` is that of absolute differences, in nats; `ratio_mean` and `ratio_max` are of the raw probability ratio.
+    `mean` is the mean of absolute differences, in nats; `ratio_mean` and `ratio_max` are of the raw probability ratio.
     """
 
     mean: float

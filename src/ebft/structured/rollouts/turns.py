@@ -18,7 +18,7 @@ class Rollout:
     """A sampled conversation after its prompt.
 
     `ids` are all tokens after the prompt. `generated` is 1 for tokens sampled from the policy and 0 for given tokens,
-    such as those of user turns. `logps` are the sampling log-probabilities, 0 at given tokens, or None if unknown.
+    such as user turns. `logps` are the sampling log-probabilities, 0 at given tokens, or None if unknown.
     `reward` is the reward that an agent's environment gave for the conversation, or None.
     """
 
@@ -45,7 +45,7 @@ class Rollout:
 
 
 class ReferenceLimit(NamedTuple):
-    """Maximum length of replies: `multiplier` times that of the longest reference, but at least `floor` tokens.
+    """Maximum length of replies: `multiplier` times the length of the longest reference, but at least `floor` tokens.
 
     A limit that depended on a reply's own reference would cut samples where references do not go on, so that the model
     learns to end early.
