@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ebft.config import rules
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers, evaluating, first_layers, frozen_copy, unwrap_adapter
 from ebft.models.load import spare_gpu
 from ebft.printed import say
@@ -108,9 +108,7 @@ class FeatureNetwork:
         network: nn.Module | None = None,
     ):
         self.shares_weights: bool = network is None and hasattr(model, "disable_adapter")
-        idle = rules.feature_device(device, self.shares_weights, rules.in_python)
-        if idle:
-            raise ConfigError(idle)
+        rules.refuse(rules.feature_device(device, self.shares_weights, rules.in_python))
         is_copy = copy and not self.shares_weights
         self._model = network if network is not None else frozen_copy(model) if is_copy else model
         if is_copy and device is not None:

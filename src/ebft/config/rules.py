@@ -1,12 +1,13 @@
 """Rules shared by config files and by arguments created in Python.
 
-A rule returns an error message, or None. `key` returns the name of an option as the user writes it: `in_python` as a
+A rule yields error messages. `key` returns the name of an option as the user writes it: `in_python` as a
 trainer argument, `in_config` as a config key.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,58 +40,58 @@ def in_config(name: str) -> str:
     return _IN_CONFIG.get(name, f"{section}{name}")
 
 
-def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> str | None:
-    if not async_prefetch or uses_server:
-        return None
-    return (
-        f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true with "
-        f"{key('vllm_mode')}: server or managed, or remove it."
-    )
+def refuse(*found: Iterator[str]) -> None:
+    """Raise ConfigError with the first message of rules."""
+    for message in chain(*found):
+        raise ConfigError(message)
 
 
-def interactive(given: list[str], async_prefetch: bool, compares_features: bool, workers: int, key: Key) -> str | None:
-    """`given` are those of INTERACTIVE that are set, `workers` is reward_num_workers."""
-    if not given:
-        return None
-    name = key(given[0])
-    if "rollout_func" in given and len(given) > 1:
-        return f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one of them."
-    if async_prefetch:
-        return (
-            f"{name} is called between the steps of training, which excludes {key('async_prefetch')}. Remove one of "
-            "them."
+def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> Iterator[str]:
+    if async_prefetch and not uses_server:
+        yield (
+            f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true with "
+            f"{key('vllm_mode')}: server or managed, or remove it."
         )
-    if compares_features and given != ["rollout_func"]:
-        return (
+
+
+def interactive(
+    given: list[str], async_prefetch: bool, compares_features: bool, workers: int, key: Key
+) -> Iterator[str]:
+    """`given` are the names of INTERACTIVE that are set, `workers` is reward_num_workers."""
+    name = key(given[0]) if given else ""
+    if "rollout_func" in given and len(given) > 1:
+        yield f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one of them."
+    if given and async_prefetch:
+        yield f"{name} is called between the steps, which excludes {key('async_prefetch')}. Remove one of them."
+    if given and compares_features and given != ["rollout_func"]:
+        yield (
             f"{name} is incompatible with the feature-matching reward, which compares completions with references: "
             "with tools, completions also contain calls and results. Use rl: grpo with other rewards."
         )
     if "environment_factory" in given and workers > 1:
-        return (
+        yield (
             f"{name} is incompatible with {key('reward_num_workers')}: {workers}, because environments cannot be sent "
             "to other processes. Remove one of them."
         )
-    return None
 
 
-def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -> str | None:
-    if log_rollouts != "none" or not log_completions:
-        return None
-    return (
-        f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. Remove "
-        "one of them."
-    )
+def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -> Iterator[str]:
+    if log_rollouts == "none" and log_completions:
+        yield (
+            f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. "
+            "Remove one of them."
+        )
 
 
-def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: str) -> str | None:
+def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: str) -> Iterator[str]:
     """`batch_size` completions in each of `steps` micro-batches of a process, whose number the key `step` sets."""
     completions = batch_size * steps
     if completions % num_generations == 0:
-        return None
+        return
     sizes = [size for size in range(2, completions + 1) if completions % size == 0]
     nearest = sorted(sorted(sizes, key=lambda size: abs(size - num_generations))[:3])
     fits = f"{key('num_generations')} to {' or '.join(map(str, nearest))}, or " if sizes else ""
-    return (
+    yield (
         f"{key('num_generations')}: {num_generations} does not divide {completions}, the number of completions per "
         f"process and generation step ({key('per_device_train_batch_size')} * gradient_accumulation_steps, unless "
         f"{key('generation_batch_size')} is set). All completions of a prompt must be in the same step. Set "
@@ -98,72 +99,57 @@ def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: st
     )
 
 
-def regex(pattern: str | None, use_vllm: bool, key: Key) -> str | None:
-    if pattern is None or use_vllm:
-        return None
-    return f"{key('vllm_structured_outputs_regex')} requires vLLM. Set {key('use_vllm')}: true, or remove it."
+def regex(pattern: str | None, use_vllm: bool, key: Key) -> Iterator[str]:
+    if pattern is not None and not use_vllm:
+        yield f"{key('vllm_structured_outputs_regex')} requires vLLM. Set {key('use_vllm')}: true, or remove it."
 
 
-def aggregation(multi_objective: str | None, estimator: str, key: Key) -> str | None:
-    if multi_objective in (None, "sum_then_normalize") or estimator == "group_norm":
-        return None
-    return (
-        f"{key('multi_objective_aggregation')}: {multi_objective} has its own formula of advantages, which excludes "
-        f"{key('advantage_estimator')}: {estimator}. Set {key('advantage_estimator')}: group_norm, or remove "
-        f"{key('multi_objective_aggregation')}."
-    )
-
-
-def full_weights(uses_server: bool, has_adapter: bool, has_cuda: bool, key: Key) -> str | None:
-    """Full fine-tuning with a server needs a CUDA device."""
-    if not uses_server or has_adapter or has_cuda:
-        return None
-    return (
-        "Full fine-tuning with a vLLM server requires CUDA: vLLM transfers full weights between CUDA devices only, and "
-        "no CUDA device is available. Train an adapter (adapter: lora; peft_config in Python), or set "
-        f"{key('use_vllm')}: false."
-    )
-
-
-def feature_device(device: str | None, has_adapter: bool, key: Key) -> str | None:
-    if device is None or not has_adapter:
-        return None
-    return (
-        f"{key('feature_device')}: {device} has no effect with an adapter, since the feature network is the policy "
-        "with its adapter disabled. Remove it."
-    )
-
-
-def single_pass(options: Any, gradient_checkpointing: bool, key: Key) -> str | None:
-    """`options` are those of strided mode."""
-    saving = [
-        name
-        for name, given in (
-            (key("gradient_checkpointing"), gradient_checkpointing),
-            (key("rollout_tokens_per_pass"), options.rollout_tokens_per_pass is not None),
-            (f"{key('disable_dropout')}: false", not options.disable_dropout),
+def aggregation(multi_objective: str | None, estimator: str, key: Key) -> Iterator[str]:
+    if multi_objective not in (None, "sum_then_normalize") and estimator != "group_norm":
+        yield (
+            f"{key('multi_objective_aggregation')}: {multi_objective} has its own formula of advantages, which "
+            f"excludes {key('advantage_estimator')}: {estimator}. Set {key('advantage_estimator')}: group_norm, or "
+            f"remove {key('multi_objective_aggregation')}."
         )
-        if given
-    ]
-    if not options.single_pass or not saving:
-        return None
-    return (
-        f"{key('single_pass')} is incompatible with {', '.join(saving)}, which requires a separate forward pass for "
-        "the loss. Remove one of them."
-    )
 
 
-def passes_of_sharded(options: Any, key: Key) -> str | None:
-    """`options` are those of strided mode, in a run with FSDP2 or DeepSpeed ZeRO-3."""
+def full_weights(uses_server: bool, has_adapter: bool, has_cuda: bool, key: Key) -> Iterator[str]:
+    if uses_server and not has_adapter and not has_cuda:
+        yield (
+            "Full fine-tuning with a vLLM server requires CUDA: vLLM transfers full weights between CUDA devices "
+            "only, and no CUDA device is available. Train an adapter (adapter: lora; peft_config in Python), or set "
+            f"{key('use_vllm')}: false."
+        )
+
+
+def feature_device(device: str | None, has_adapter: bool, key: Key) -> Iterator[str]:
+    if device is not None and has_adapter:
+        yield (
+            f"{key('feature_device')}: {device} has no effect with an adapter, since the feature network is the "
+            "policy with its adapter disabled. Remove it."
+        )
+
+
+def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Key) -> Iterator[str]:
+    """`options` of strided mode; `is_sharded`: in a run with FSDP2 or DeepSpeed ZeRO-3."""
+    saving = {
+        key("gradient_checkpointing"): gradient_checkpointing,
+        key("rollout_tokens_per_pass"): options.rollout_tokens_per_pass is not None,
+        f"{key('disable_dropout')}: false": not options.disable_dropout,
+    }
+    if options.single_pass and any(saving.values()):
+        yield (
+            f"{key('single_pass')} is incompatible with {', '.join(name for name in saving if saving[name])}, which "
+            "requires a separate forward pass for the loss. Remove one of them."
+        )
     reasons = {
         "rollout_tokens_per_pass": "whose processes must make equally many passes: documents of different lengths "
         "would leave them waiting for each other. Remove it, or use DDP or ZeRO-2.",
         "single_pass": "which gather the weights again for each pass. Remove it.",
     }
     for name, reason in reasons.items():
-        if getattr(options, name):
-            return f"{key(name)} is not supported with FSDP2 and DeepSpeed ZeRO-3, {reason}"
-    return None
+        if is_sharded and getattr(options, name):
+            yield f"{key(name)} is not supported with FSDP2 and DeepSpeed ZeRO-3, {reason}"
 
 
 def compiled(key: Key, mode: str = "strided mode") -> str:
@@ -270,22 +256,20 @@ def select_by_cfm_loss(args: Any) -> None:
         args.greater_is_better = False if args.greater_is_better is None else args.greater_is_better
 
 
-def check_trainable(options: Any) -> None:
-    """Raise ConfigError for options that are valid for evaluation but give no training signal."""
+def untrainable(options: Any) -> Iterator[str]:
+    """Options that are valid for evaluation but give no training signal."""
     if 0 < options.temperature < MIN_TEMPERATURE:
-        raise ConfigError(
+        yield (
             f"temperature: {options.temperature} is too small: dividing logits by it overflows. Set it to at least "
             f"{MIN_TEMPERATURE}."
         )
     if options.temperature == 0:
-        raise ConfigError(
-            "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. "
-            "Set temperature above 0 (default: "
-            f"{StridedOptions.temperature}); 0 is only supported for computing a loss without training."
+        yield (
+            "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. Set "
+            f"temperature above 0 (default: {StridedOptions.temperature}); 0 is only supported for computing a loss "
+            "without training."
         )
     has_reward = options.alignment_coef > 0 or options.diversity_coef > 0
     if options.ce_coef == 0 and not (options.rl_coef > 0 and has_reward):
         zero = "rl_coef: 0" if options.rl_coef == 0 else "alignment_coef: 0 with diversity_coef: 0"
-        raise ConfigError(
-            f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."
-        )
+        yield f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."

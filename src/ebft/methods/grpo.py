@@ -106,9 +106,8 @@ class GRPO(Method):
     def problems(self, config: MethodConfig) -> Iterator[str]:
         names = self._reward_names(config)
         trl, size, steps = config.trl, config.micro_batch_size, config.gradient_accumulation_steps
-        found = rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
-        if trl.generation_batch_size is None and found:
-            yield found
+        if trl.generation_batch_size is None:
+            yield from rules.groups(size, steps, trl.num_generations, rules.in_config, "gradient_accumulation_steps")
         yield from _rewards(config, names, self.own_rewards)
         yield from _rollouts(config)
         yield from _interaction(config, FEATURE_MATCHING in names)
@@ -124,11 +123,8 @@ class GRPO(Method):
             )
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
-        found = rules.full_weights(
-            config.uses_server, config.adapter is not None, machine.has_accelerator, rules.in_config
-        )
-        if found:
-            yield found
+        has_adapter, has_cuda = config.adapter is not None, machine.has_accelerator
+        yield from rules.full_weights(config.uses_server, has_adapter, has_cuda, rules.in_config)
         yield from nemo_gym.problems_here(config, machine)
 
     def _reward_names(self, config: MethodConfig) -> list[str]:
@@ -338,11 +334,8 @@ def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) ->
 def _rollouts(config: MethodConfig) -> Iterator[str]:
     """Problems with what generates rollouts."""
     trl = config.trl
-    shared = (
-        rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config),
-        rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config),
-    )
-    yield from filter(None, shared)
+    yield from rules.prefetch(trl.async_prefetch, config.uses_server, rules.in_config)
+    yield from rules.regex(trl.vllm_guided_decoding_regex, trl.use_vllm, rules.in_config)
     floor, cap = getattr(trl, _FLOOR), getattr(trl, _CAP) or _TRLS_CAP
     if floor is not None and floor >= cap:
         yield f"trl.{_FLOOR}: {floor:g} must be less than trl.{_CAP}: {cap:g}, for example {1 / max(cap, 1.5):.2g}."
@@ -357,9 +350,7 @@ def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
     """Problems with tools and environments; `compares`: whether a reward compares features."""
     trl = config.trl
     given = [name for name in rules.INTERACTIVE if getattr(trl, name)]
-    found = rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
-    if found:
-        yield found
+    yield from rules.interactive(given, trl.async_prefetch, compares, trl.reward_num_workers, rules.in_config)
     if given and config.fsdp and not config.uses_server:
         yield (
             f"trl.{given[0]} is incompatible with fsdp, whose processes must sample equally many turns. Set "

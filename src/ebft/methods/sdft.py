@@ -121,7 +121,7 @@ class SDFT(Method):
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         size, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
-        yield from filter(None, (rules.groups(size, steps, group, rules.in_config, "gradient_accumulation_steps"),))
+        yield from rules.groups(size, steps, group, rules.in_config, "gradient_accumulation_steps")
         if config.eval_batch_size is not None and config.eval_batch_size % group:
             yield (
                 f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}. Change "

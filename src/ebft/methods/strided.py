@@ -13,7 +13,6 @@ from ebft.config import rules
 from ebft.config.checks.processes import zero_stage
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
-from ebft.errors import ConfigError
 from ebft.methods.method import (
     CROSS_ENTROPY,
     FEATURES,
@@ -78,14 +77,9 @@ class Strided(Method):
             warnings.warn(rules.compiled(rules.in_config), stacklevel=2)
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
-        try:
-            rules.check_trainable(config.ebft)
-        except ConfigError as error:
-            yield str(error)
-        unusable = [rules.single_pass(config.ebft, config.gradient_checkpointing, rules.in_config)]
-        if config.fsdp or zero_stage(config) == 3:
-            unusable.append(rules.passes_of_sharded(config.ebft, rules.in_config))
-        yield from filter(None, unusable)
+        yield from rules.untrainable(config.ebft)
+        is_sharded = bool(config.fsdp) or zero_stage(config) == 3
+        yield from rules.passes(config.ebft, config.gradient_checkpointing, is_sharded, rules.in_config)
         first, length = config.ebft.context_length, config.ebft.generate_max_len
         if first + length > config.sequence_len:
             yield (
@@ -134,9 +128,7 @@ class Strided(Method):
 
 def feature_conflicts(config: MethodConfig) -> Iterator[str]:
     """A device for the feature network, which has no effect with an adapter."""
-    found = rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
-    if found:
-        yield found
+    yield from rules.feature_device(config.ebft.feature_device, config.adapter is not None, rules.in_config)
 
 
 def missing_device(config: MethodConfig, machine: Machine) -> Iterator[str]:

@@ -67,9 +67,7 @@ class Structured(GRPO):
     def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from super().problems(config)
         ebft, trl = config.ebft, config.trl
-        found = rules.aggregation(trl.multi_objective_aggregation, ebft.advantage_estimator, rules.in_config)
-        if found:
-            yield found
+        yield from rules.aggregation(trl.multi_objective_aggregation, ebft.advantage_estimator, rules.in_config)
         if not (ebft.alignment_coef or ebft.diversity_coef or ebft.ce_coef or trl.reward_funcs or trl.beta):
             yield (
                 "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.ce_coef: 0: the loss is always 0, so "

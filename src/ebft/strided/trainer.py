@@ -20,11 +20,10 @@ from transformers import TrainerControl, TrainingArguments
 from ebft.anchors import BlockOptions
 from ebft.config import rules
 from ebft.config.options import RolloutLogOption, StridedOptions
-from ebft.config.rules import check_trainable, resolve_single_sample, select_by_cfm_loss, validate_options
+from ebft.config.rules import resolve_single_sample, select_by_cfm_loss, validate_options
 from ebft.config.section import with_prefix
 from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Renderer
-from ebft.errors import ConfigError
 from ebft.features import FeatureNetwork
 from ebft.machine import copy_to
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
@@ -79,9 +78,7 @@ class StridedEBFTConfig(StridedOptions, RolloutLogOption, TrainingArguments):
         super().__post_init__()
         validate_options(StridedOptions, self)
         validate_options(RolloutLogOption, self)
-        problem = rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python)
-        if problem:
-            raise ConfigError(problem)
+        rules.refuse(rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python))
         # The collator's columns are read by name and need not be arguments of the model's forward.
         self.remove_unused_columns = False
 
@@ -300,7 +297,7 @@ class StridedEBFTTrainer(OverTrainer):
         return [self.model, self.feature_network.causal_lm]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        check_trainable(self.args)
+        rules.refuse(rules.untrainable(self.args))
         return super().train(*args, **kwargs)
 
     def evaluate(

@@ -46,11 +46,8 @@ def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any
         args.torch_compile = False
         warnings.warn(rules.compiled(rules.in_python), stacklevel=3)
     has_zero3 = args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
-    unusable = [rules.single_pass(args, args.gradient_checkpointing, rules.in_python)]
-    if args.fsdp or has_zero3:
-        unusable.append(rules.passes_of_sharded(args, rules.in_python))
-    for problem in filter(None, unusable):
-        raise ConfigError(problem)
+    is_sharded = bool(args.fsdp) or has_zero3
+    rules.refuse(rules.passes(args, args.gradient_checkpointing, is_sharded, rules.in_python))
     use_one_gpu(args)
 
 

@@ -117,14 +117,12 @@ class RolloutGRPOConfig(GRPORolloutOptions, GRPOConfig):
         self.remove_unused_columns: bool = False
         size, steps = self.per_device_train_batch_size, self.steps_per_generation
         step = "gradient_accumulation_steps" if steps == self.gradient_accumulation_steps else "steps_per_generation"
-        for found in (
+        rules.refuse(
             rules.logged_rollouts(self.log_rollouts, self.log_completions, rules.in_python),
             rules.prefetch(self.async_prefetch, self.uses_server, rules.in_python),
             rules.groups(size, steps, self.num_generations, rules.in_python, step),
             rules.regex(self.vllm_structured_outputs_regex, self.use_vllm, rules.in_python),
-        ):
-            if found:
-                raise ConfigError(found)
+        )
 
     def _set_server(self, address: str) -> None:
         """Take host and port from TRL's `vllm_server_base_url`."""
@@ -164,9 +162,7 @@ class EBFTConfig(StructuredEBFTOptions, RolloutGRPOConfig):
                 "num_generations_eval: 1 is not supported by EBFT, whose held-out metrics compare the completions of a "
                 "prompt with each other. Set at least 2, or leave it out to use num_generations."
             )
-        found = rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python)
-        if found:
-            raise ConfigError(found)
+        rules.refuse(rules.aggregation(self.multi_objective_aggregation, self.advantage_estimator, rules.in_python))
         scales = self.scale_rewards not in ("none", False)
         is_independent = self.advantage_estimator == "rloo" and self.rloo_baseline == "independent"
         if scales and is_independent and self.num_generations == 2 and self.diversity_coef != 0:

@@ -83,9 +83,8 @@ class RolloutGRPOTrainer(OverTRL):
         model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         check_whole(model)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
-        unreachable = rules.full_weights(args.uses_server, syncs_adapter, torch.cuda.is_available(), rules.in_python)
-        if unreachable:
-            raise ConfigError(unreachable)
+        has_cuda = torch.cuda.is_available()
+        rules.refuse(rules.full_weights(args.uses_server, syncs_adapter, has_cuda, rules.in_python))
         if args.disable_dropout:
             disable_dropout(model)
         for name in ("train_dataset", "eval_dataset"):

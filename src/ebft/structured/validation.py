@@ -89,9 +89,7 @@ def check_interactive(args: Any, reward_funcs: Any, trainer_kwargs: dict[str, An
     given = [name for name in rules.INTERACTIVE if trainer_kwargs.get(name)]
     funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
     compares = any(isinstance(func, FeatureMatchingReward) for func in funcs)
-    found = rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python)
-    if found:
-        raise ConfigError(found)
+    rules.refuse(rules.interactive(given, args.async_prefetch, compares, args.reward_num_workers, rules.in_python))
     for name in ("train_dataset", "eval_dataset") if given not in ([], ["rollout_func"]) else ():
         dataset = trainer_kwargs.get(name)
         if not isinstance(dataset, Dataset) or not len(dataset):

@@ -142,8 +142,7 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
         )
     section = "trl" if c.method.rows == "prompts" else "ebft"
     of_section = lambda key: key if key == "log_rollouts" else f"{section}.{key}"
-    if problem := rules.logged_rollouts(c.log_rollouts, getattr(c, section).log_completions, of_section):
-        yield problem
+    yield from rules.logged_rollouts(c.log_rollouts, getattr(c, section).log_completions, of_section)
     if c.use_ray and c.manages_server:
         yield (
             "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "

@@ -196,18 +196,12 @@ def _roles(config: DataSettings) -> list[str]:
 
 def _unread(where: str, entry: DatasetEntry) -> Iterator[str]:
     name = _built_in(entry)
-    if name is None:
-        return
-    for key in READ_BY_SOME:
+    for key in READ_BY_SOME if name is not None else ():
         if key not in TRANSFORMS[name].reads and _is_set(entry, key):
-            readers = dict.fromkeys(
-                other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads
-            )
-            # The most general one first. That of NeMo Gym reads other files.
-            modules = sorted({*readers} - {"nemo_gym"}, key=["chat_template", *readers].index)
+            readers = {other.partition(".")[0] for other, found in TRANSFORMS.items() if key in found.reads}
             yield (
-                f"{where}.{key} has no effect with type: {entry.type}, which does not read it. Remove it, or use "
-                f"{' or '.join(f'type: {module}' for module in modules)}."
+                f"{where}.{key} has no effect with type: {entry.type}, which does not read it. Remove it, or use one "
+                f"of the types {', '.join(sorted(readers))}."
             )
 
 
