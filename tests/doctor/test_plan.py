@@ -126,6 +126,11 @@ def test_what_stays_in_memory_depends_on_the_keys(planner, tmp_path):
     assert plan(sequence_len=512).total > 1.3 * before.total
 
 
+def test_changes_of_two_keys_of_a_section_are_both_made(tmp_path):
+    found = changed(config_of("strided", tmp_path), AS_ON_CPU).ebft
+    assert found.single_pass is True and found.merge_rollouts is True
+
+
 @pytest.mark.slow
 def test_a_feature_network_elsewhere(planner, tmp_path):
     config = config_of("strided", tmp_path)
