@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from ebft.errors import EBFTError, told
 from ebft.machine import installed_version, memory_bytes
@@ -167,8 +166,7 @@ _INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the ve
 
 
 def check_installation(package: str = "ebft") -> Iterator[Check]:
-    """Yield a check for Python, for each required package that is missing or too old or new, and for each extra."""
-    yield _python(package)
+    """Yield a check for each required package that is missing or too old or new, and for each extra."""
     required, extras = _requirements(package)
     problems = _problems(required)
     for problem in problems:
@@ -183,13 +181,6 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
         if not problems:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
-
-
-def _python(package: str) -> Check:
-    wanted, current = metadata(package)["Requires-Python"], ".".join(map(str, sys.version_info[:3]))
-    if wanted is not None and current not in SpecifierSet(wanted):
-        return Check("error", "python", f"Python {current} is running, but ebft requires {wanted}. Install that.")
-    return Check("ok", "python", f"{current} ({sys.executable})")
 
 
 def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
