@@ -62,7 +62,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     devices = f"devices {', '.join(this_machine().devices)}"
     machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
     named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
-    packages = yield from _attempt("packages of this config", _check_packages, config, ok=named, errors=(ImportError,))
+    packages = yield from _attempt("packages of this config", _check_packages, config, ok=named)
     model = yield from _attempt("model", _find_model, config, ok=lambda found: found[0])
     tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
