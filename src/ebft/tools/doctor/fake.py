@@ -28,7 +28,6 @@ from torch.utils.flop_counter import flop_registry
 from transformers import training_args
 
 from ebft.models.causal_lm import PLAIN
-from ebft.prefix.attention.passes import takes_grouped_heads
 from ebft.tools.doctor.known import Use
 
 _torch: Any = torch  # for names that are not public
@@ -196,7 +195,8 @@ def _converted(to: torch.dtype, value: Any) -> Any:
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
     """Attention as on a GPU: FlashAttention, the memory-efficient kernel, or one that keeps the scores."""
-    if attn_mask is None and takes_grouped_heads(query, key, value, dropout_p):
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and is_half and query.shape[-1] == value.shape[-1] <= 256:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         return aten._scaled_dot_product_attention_math(
