@@ -44,7 +44,6 @@ def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, mon
     ({"use_swanlab": True}, "Needed for training: report_to: swanlab: "),
     ({"report_to": ["mlflow"]}, "Needed for training: report_to: mlflow: MLflowCallback requires mlflow"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
-    ({"optimizer": "paged_adamw_8bit"}, "Needed for training: optimizer: paged_adamw_8bit: You need to"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
     *(({"rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": mode}, "adapter": "lora", "micro_batch_size": 8,
         "datasets": [{"path": "a", "type": "ebft_opencode"}]},
