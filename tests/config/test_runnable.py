@@ -1,4 +1,5 @@
 import re
+from importlib import import_module
 
 import pytest
 
@@ -44,6 +45,7 @@ def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, mon
     ({"use_swanlab": True}, "Needed for training: report_to: swanlab: "),
     ({"report_to": ["mlflow"]}, "Needed for training: report_to: mlflow: MLflowCallback requires mlflow"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
+    ({"optimizer": "paged_adamw_8bit"}, "Needed for training: optimizer: paged_adamw_8bit: You need to"),
     ({"use_ray": True}, "Needed for training: use_ray requires the package ray: pip install 'ebft[ray]'"),
     *(({"rl": "ebft", "trl": {"use_vllm": True, "vllm_mode": mode}, "adapter": "lora", "micro_batch_size": 8,
         "datasets": [{"path": "a", "type": "ebft_opencode"}]},
@@ -53,6 +55,7 @@ def test_a_wrong_deepspeed_config_is_reported_before_a_missing_package(make, mon
     ({"liger_rope": True}, "Needed for training on a GPU: liger_rope requires the package liger-kernel: pip install"),
 ])  # fmt: skip
 def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(make, monkeypatch, keys, message):
+    monkeypatch.setattr(import_module("transformers.trainer_optimizer"), "is_bitsandbytes_available", lambda: False)
     for module in ("methods.grpo", "methods.sft", "run.checks", "config.checks.processes"):
         monkeypatch.setattr(f"ebft.{module}.find_spec", lambda name: None)
     config = make(lora_r=8, lora_alpha=16, lora_target_linear=True, **keys) if "adapter" in keys else make(**keys)

@@ -42,12 +42,8 @@ def test_every_key_has_a_reader():
     words |= {"save_steps", "saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"}  # also
     words |= {"pretraining_dataset", "pretrain_multipack_buffer_size"}  # read in the file that declares them
     assert RunConfig.model_fields.keys() - words == set()
-    words = set(
-        re.findall(
-            r"(?:entry|dataset|self)\.(\w+)",
-            read([*(SOURCE / "data").rglob("*.py"), CHECKS.with_name("data.py"), SOURCE / "config/keys/data.py"]),
-        )
-    )
+    readers = [*(SOURCE / "data").rglob("*.py"), CHECKS.with_name("data.py"), SOURCE / "config/keys/data.py"]
+    words = set(re.findall(r"(?:entry|dataset|self)\.(\w+)", read(readers)))
     words |= set(re.findall(r'"(field_\w+)"', read((SOURCE / "data").rglob("*.py"))))  # in tables
     fields = section_of(RunConfig.model_fields["datasets"].annotation).model_fields
     unread = fields.keys() - words - {"field_chosen", "field_rejected"}  # read by a table of names
