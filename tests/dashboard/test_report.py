@@ -17,7 +17,6 @@ from tests.dashboard.runs import append, held_out_line, log_line, prompt_entry, 
 from tests.run.test_methods import quietly, run_file
 
 __all__ = ["ebft", "run_file"]
-DEEP = "[" * 200_000 + "\n" + '{"a":' * 200_000  # nested too deeply
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>&\x1b[31m"
 
 
@@ -106,7 +105,7 @@ def test_everything_is_escaped(tmp_path):
     write_run(tmp_path, "failed" + EVIL, host=EVIL, **changes)
     append(tmp_path / "metrics.jsonl", log_line(1) | {f"rewards/{EVIL}/mean": 1.0, f"eval_{EVIL}": 1.0})
     append(tmp_path / "metrics.jsonl", {"step": 2, f"eval_{EVIL}": 2.0})
-    append(tmp_path / "health.jsonl", dict.fromkeys(("time", "step", "name", "message", "remedy"), EVIL))
+    append(tmp_path / "health.jsonl", {"time": EVIL, **dict.fromkeys(("step", "name", "message", "remedy"), EVIL)})
     entry = prompt_entry(1)
     entry["prompt"] = entry["ground_truth"] = EVIL
     entry["samples"][0]["replies"] = [EVIL]
@@ -137,12 +136,7 @@ def test_the_comparison_of_an_evaluation_with_its_intervals(run, tmp_path):
 def test_broken_and_missing_files(tmp_path):
     for files in (
         {},
-        {"run.json": "{", "metrics.jsonl": "broken\n[]\n", "rollouts.jsonl": "{}\n", "health.jsonl": "{}\n"},
-        {"run.json": '{"state": 3, "config": [], "changed": 3, "versions": "x", "started": "y"}'},
-        {"evaluation.json": '{"models": [{}, {"differences": {"a": 1}}, {"differences": null}]}'},
-        {"evaluation.json": '{"models": [1, 2]}'},
-        dict.fromkeys(("run.json", *(f"{name}.jsonl" for name in ("metrics", "health", "rollouts"))), DEEP),
-        {"evaluation.json": DEEP},
+        {"run.json": "{", "metrics.jsonl": "broken\n[]\n", "rollouts.jsonl": "{\n", "health.jsonl": "{}\n"},
     ):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -204,33 +198,6 @@ def test_a_report_that_fails_is_a_warning(run_file, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="The report of the run was not written .a bug"):
         train(quietly(run_file, ["rl=", "max_steps=1"]))
     assert json.loads((tmp_path / "out" / "run.json").read_text())["state"] == "finished"
-
-
-BROKEN = ["text", None, -1, float("inf"), float("nan"), 10**400, 1e300, -1e300, [], {}, [[1]], True, "\ud800"]
-
-
-@pytest.mark.parametrize("value", BROKEN, ids=[str(number) for number in range(len(BROKEN))])
-def test_values_of_the_wrong_kind(tmp_path, value):
-    run = write_files(tmp_path / "run", steps=2)
-
-    def reported(name, content):
-        (run / name).write_text(json.dumps(content))
-        Tags(report(run))
-
-    model = {"model": "b", "metrics": {"m": 2}, "differences": {"m": 1}, "difference_intervals": {"m": [0, 2]}}
-    compared = {"settings": {"confidence": 0.95}, "models": [{"model": "a", "metrics": {"m": 1}}, model]}
-    whole = json.loads((run / "run.json").read_text())
-    for key in whole:
-        reported("run.json", whole | {key: value})
-    for section in ("rl", "ebft"):
-        reported("run.json", whole | {"config": whole["config"] | {section: value}})
-    for key in ("metrics", "differences", "difference_intervals"):
-        reported("evaluation.json", compared | {"models": [model | {key: value}] * 2})
-    for settings in (value, {"confidence": value}):
-        reported("evaluation.json", compared | {"settings": settings})
-    append(run / "metrics.jsonl", log_line(3) | {"loss": None if isinstance(value, str) else value})
-    reported("health.jsonl", dict.fromkeys(("time", "step", "name", "message"), value))
-    write_report(run)
 
 
 def test_a_report_of_another_program_is_kept(tmp_path):

@@ -52,15 +52,7 @@ def test_samples_of_a_conversation():
     assert next(samples_of(entry)).terms["reward"] == 1.0
 
 
-def test_entries_of_an_unknown_form_and_without_text():
-    for entry in (
-        {},
-        {"step": 1},
-        {"step": 1, "blocks": 3},
-        {"step": 1, "samples": [{}]},
-        {"blocks": [{}], "document": 1},
-    ):
-        assert list(samples_of(entry)) == [], entry
+def test_entries_without_text():
     entry = strided_entry(0)
     entry["document"], entry["blocks"][0]["offset"] = list(range(20)), 5
     entry["blocks"][0]["reference"] = [5, 6]

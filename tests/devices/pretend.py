@@ -4,7 +4,7 @@ Tensors on `pretend:0` and `pretend:1` keep their data in memory of the CPU, and
 results are equal to the CPU's to the last digit. As with CUDA, an operation on tensors of two devices is an error, and
 reading a value waits for the device. `record` counts kernels and waits by the line of `src/ebft` that they come from.
 
-It is a backend of `ebft.tools.doctor.backend`, for the whole process, before its first backward pass.
+It is a backend of backend.py, for the whole process, before its first backward pass.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ebft
-from ebft.tools.doctor import backend
-from ebft.tools.doctor.backend import INDEXING, NAME, Generator, Hooks, on_cpu, own
+from tests.devices import backend
+from tests.devices.backend import INDEXING, NAME, Generator, Hooks, moved, on_cpu
 
 _SOURCE = str(Path(ebft.__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
@@ -235,7 +235,7 @@ class _OneKernel(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         others = [None if isinstance(each, Tensor) else (each,) for each in args]
         ctx.rest = function, kwargs, others, torch.get_rng_state()
-        return _moved(function(*(on_cpu(x) if isinstance(x, Tensor) else x for x in args), **kwargs), *device)
+        return moved(function(*(on_cpu(x) if isinstance(x, Tensor) else x for x in args), **kwargs), *device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -251,7 +251,7 @@ class _OneKernel(torch.autograd.Function):
         wanted = [each for each, needs in zip(args, needed) if needs]
         _counts.kernels["(backward)"] += len(wanted)
         grads = iter(torch.autograd.grad(found, wanted, on_cpu(grad)))
-        return None, None, *(_moved(next(grads), grad.device) if needs else None for needs in needed)
+        return None, None, *(moved(next(grads), grad.device) if needs else None for needs in needed)
 
 
 _ONE_KERNEL = {
@@ -272,9 +272,6 @@ class _Call(backend.Call):
         if self.kernels:
             _count(self.name, self.kernels, self.args, self.kwargs)
         return self.on_device(found)
-
-    def moved(self, found: Tensor) -> Tensor:
-        return _moved(found, self.device)
 
     def _check(self) -> None:
         """Raise MixedDevices where CUDA has an error."""
@@ -311,7 +308,7 @@ def _line() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_SOURCE) and path != backend.__file__:
+        if path.startswith(_SOURCE):
             return f"{path[len(_SOURCE) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return "(elsewhere)" if threading.current_thread() is threading.main_thread() else "(backward)"
@@ -323,9 +320,3 @@ def _is_ours() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, __file__, backend.__file__)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_SOURCE)
-
-
-def _moved(found: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the device that owns the memory of `found`, which is on CPU."""
-    whole = torch.empty(0, dtype=found.dtype).set_(found.untyped_storage())
-    return own(whole, device, found)

@@ -198,10 +198,10 @@ FLATTENED = "`batch_flattening` with `rl: ebft` and `rl: grpo` | no effect, with
     ("docs/index.md", IDLE, {"trl": {"beta": 0.1}}, "trl: no effect"),
     ("docs/index.md", IDLE, {"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect"),
     ("docs/index.md", "an unknown key is an error", {"learning_rat": 1e-4}, "refused: Unknown key 'learning_rat'"),
-    ("docs/commands.md", "trackers", {"use_swanlab": True}, "Needed for training: report_to: swanlab: "),
-    ("docs/commands.md", "trackers", {"report_to": "nobody"}, "refused: report_to: nobody is not supported"),
+    ("docs/commands.md", "trackers", {"use_swanlab": True}, "Needed for training: report_to: swanlab is not installed"),
+    ("docs/commands.md", "trackers", {"report_to": "nobody"}, "refused: report_to: unknown tracker 'nobody'"),
     ("docs/commands.md", "Packages that training needs but that are missing here are warnings",
-     {"report_to": ["clearml"]}, "Needed for training: report_to: clearml: ClearMLCallback requires"),
+     {"report_to": ["clearml"]}, "Needed for training: report_to: clearml is not installed. Run `pip install clearml`"),
     ("docs/commands.md", "optimizer and schedule", {"lr_scheduler": "rex"}, "refused: lr_scheduler: rex"),
     ("docs/options.md", "overrides num_epochs. -1 is the same as unset", {"max_steps": -1}, ""),
 ])  # fmt: skip

@@ -135,9 +135,9 @@ def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypa
     path = write_inputs("sft", tmp_path)
     next((tmp_path / "model").glob("*.safetensors")).unlink()
     code, found = doctor(path)
-    assert code == 1 and "has no weights" in found["error", "model"]
+    assert code == 1 and "step" in {name for level, name in found if level == "error"}
     code, found = doctor(path, "--no-step")
-    assert code == 0 and "has no weights" in found["warning", "model"] and "estimated" in found["ok", "memory"]
+    assert code == 0 and "estimated" in found["ok", "memory"]
     for file in (tmp_path / "model").glob("*token*"):
         file.unlink()
     code, found = doctor(path, "--no-step")
@@ -365,8 +365,7 @@ def test_errors_and_warnings_of_a_check_are_lines():
     assert (line.level, line.message) == ("ok", "3 rows")
     attempt = Attempt("data", failed)
     assert attempt.failed and attempt.checks[0].level == "error"
-    with pytest.raises(KeyError):
-        Attempt("data", lambda: {}["x"])
+    assert Attempt("data", lambda: {}["x"]).checks[0].message == "KeyError: 'x'"
 
 
 def test_the_phases_are_measured_apart():

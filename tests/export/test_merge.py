@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pickle import UnpicklingError
 
 import pytest
 import torch
@@ -228,10 +229,6 @@ CONFIG, WEIGHTS = "adapter/adapter_config.json", "adapter/adapter_model.safetens
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
-def rename(old, new):
-    return lambda folder: (folder / old).rename(folder / new)
-
-
 QUANTISED = settings("base/config.json", quantization_config={"quant_method": "bitsandbytes"})
 
 
@@ -242,9 +239,8 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
         (named(lambda key: key * (key != Q), WEIGHTS), "has no weights, or NaN, for model.layers.0.self_attn.q_proj"),
         (named(lambda key: key * ("1.self_attn.q_proj" not in key), "base/model.safetensors"),
          "has no weight for model.layers.1.self_attn.q_proj.weight"),
-        (rename("base/model.safetensors", "base/pytorch_model.pt"), "is none of the files that weights are read from"),
-        (pickled(WEIGHTS, code=open), "adapter_model.bin contains io.open, which may run code .*save_pretrained"),
-        (pickled("base/model.safetensors", code=os.system), "pytorch_model.bin contains posix.system, which may run"),
+        (pickled(WEIGHTS, code=open), "Weights only load failed.*io.open.*reading .*adapter_model.bin"),
+        (pickled("base/model.safetensors", code=os.system), "posix.system.*reading .*pytorch_model.bin"),
         (settings(CONFIG, peft_type="IA3"), "adapter of type .*IA3"),
         (settings(CONFIG, peft_type="ADALORA", total_step=10), "adapter of type .*ADALORA"),
         (settings(CONFIG, init_lora_weights="pissa"), "modified the base weights"),
@@ -255,7 +251,7 @@ QUANTISED = settings("base/config.json", quantization_config={"quant_method": "b
 def test_what_cannot_be_merged(edit, message, saved, tmp_path):
     base, adapter = saved(max_shard_size="1GB", modules_to_save=["lm_head"])
     edit(tmp_path)
-    with pytest.raises(ModelError, match=f"(?s){message}"):
+    with pytest.raises((ModelError, UnpicklingError), match=f"(?s){message}"):
         merge_adapter(MergeSource(adapter, str(base)), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 

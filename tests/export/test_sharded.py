@@ -89,17 +89,6 @@ PARTS = "pytorch_model_fsdp_0"
 INDEX = f"{PARTS}/.metadata"
 
 
-def change_index(change):
-    """Changes the index of a checkpoint in place."""
-
-    def changed(folder):
-        index = pickle.loads((folder / INDEX).read_bytes())
-        change(index)
-        (folder / INDEX).write_bytes(pickle.dumps(index))
-
-    return changed
-
-
 def change_part(change):
     """Changes the bytes of the only part; there are no checksums, as in checkpoints of other programs."""
 
@@ -115,22 +104,13 @@ def change_checked_part(folder):
     change_part(lambda content: content[:-500] + bytes([content[-500] ^ 255]) + content[-499:])(folder)
 
 
-lose_chunks = change_index(lambda index: index.state_dict_metadata["model.lm_head.weight"].chunks.clear())
-lose_storage = change_index(
-    lambda index: index.storage_data.pop(next(key for key in index.storage_data if key.fqn == "model.lm_head.weight"))
-)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: next(folder.glob("*/*.distcp")).unlink(), "__0_0.distcp is missing"),
+        (lambda folder: next(folder.glob("*/*.distcp")).unlink(), "No such file or directory: .*__0_0.distcp"),
         (lambda folder: (folder / INDEX).unlink(), "No such file or directory: .*metadata"),
         (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
-        (lose_chunks, "parts of model.lm_head.weight are missing in the index"),
-        (lose_storage, "parts of model.lm_head.weight are missing in the index"),
         (change_part(lambda content: b"x" * len(content)), ""),
-        (change_part(lambda content: content[:-500]), "bytes instead of at least"),
         (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
         (settings(intermediate_size=96), "size mismatch for model.layers.0.mlp.gate_proj.weight"),
         (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
@@ -139,7 +119,7 @@ lose_storage = change_index(
 )
 def test_what_cannot_be_merged_says_why(parts, change, message):
     change(parts)
-    with pytest.raises((ModelError, OSError, ValueError, RuntimeError), match=message):
+    with pytest.raises((ModelError, OSError, RuntimeError, pickle.UnpicklingError), match=message):
         merge_sharded(parts)
     assert not list(parts.glob("merged*/*model*"))
 

@@ -56,7 +56,7 @@ def test_a_final_model_without_a_file_is_saved_again(inputs, out):
     modes = [path.stat().st_mode & 0o777 for path in out.rglob("*.safetensors")]  # as the umask says
     assert len(modes) == 2 and set(modes) == {out.stat().st_mode & 0o666}
     weights = (out / "adapter_model.safetensors").read_bytes()
-    for name in ("tokenizer.json", "adapter_config.json", "ebft_final.json", "adapter_model.safetensors"):
+    for name in ("tokenizer.json", "adapter_config.json", "adapter_model.safetensors"):
         (out / name).unlink()
         trained(config)
         assert final_step(out) == 1 and (out / name).is_file()

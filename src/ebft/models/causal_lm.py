@@ -23,6 +23,8 @@ from transformers import (
 from ebft.errors import ModelError
 from ebft.models.files import TASKS
 
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers and nothing else
+
 
 def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
     """Return all tokens that end a text: the tokens of the generation config, and the `known` ones.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.errors import ModelError
-from ebft.models.causal_lm import backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
+from ebft.models.causal_lm import PLAIN, backbone_name, backbone_of, decoder_layers, unwrap_adapter, without_hooks
 from ebft.models.sharding import is_partitioned, is_sharded, keep_head
 from ebft.prefix.attention import HINT, IMPLEMENTATION, PrefixPass
 from ebft.prefix.attention.attention_adapters import adapt, check_adapted
@@ -261,7 +261,7 @@ def _is_plain(causal_lm: PreTrainedModel) -> bool:
     output, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
     if type(output) is not nn.Linear or output.in_features != config.hidden_size or "forward" in output.__dict__:
         return False
-    is_whole = type(output.weight) is nn.Parameter and type(output.weight.data) is Tensor
+    is_whole = {type(output.weight), type(output.weight.data)} <= PLAIN
     return is_whole and all(getattr(hook, "only_observes", False) for hook in hooks_of(output))
 
 

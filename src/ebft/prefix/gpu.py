@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ebft.models.causal_lm import report_product
+from ebft.models.causal_lm import PLAIN, report_product
 from ebft.models.sharding import is_sharded
 from ebft.transformers_internals import apply_rotary_pos_emb, rms_norm_of_llama, rotate_half
 
@@ -182,7 +182,7 @@ def _is_plain(layer: LoraLinear) -> bool:
     if not names or layer.disable_adapters or layer.merged or layer.fan_in_fan_out or type(base) is not nn.Linear:
         return False
     return (
-        all(type(each) is nn.Parameter and type(each.data) is Tensor for each in _weights(layer))
+        all({type(each), type(each.data)} <= PLAIN for each in _weights(layer))
         and len({each.device for each in _weights(layer)}) == 1
         and "forward" not in layer.__dict__
         and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in names)

@@ -11,13 +11,13 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ebft.models.causal_lm import report_product
+from ebft.models.causal_lm import PLAIN, report_product
 from ebft.prefix.cpu import cpu_matmul, cpu_product
 from ebft.prefix.sampling import Softmax, Truncation, of_device, slices, tiles
 
@@ -86,7 +86,7 @@ class Float32Results(TorchFunctionMode):
         if func is F.linear and not kwargs:
             x, weight, bias = (*args, None)[:3]
             dtype = head_dtype(weight)
-            if dtype in _HALF and type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point():
+            if dtype in _HALF and type(weight) in PLAIN and weight.is_floating_point():
                 return _Float32Linear.apply(x, weight, bias, self._round(weight, dtype))
         return func(*args, **(kwargs or {}))
 

@@ -224,7 +224,7 @@ class PreviousRun(TrainerCallback):
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
         named, self._output_dir = config.resume_from_checkpoint, Path(config.output_dir)
         self._named = None if named is None else Path(named)
-        self._base_model = config.base_model
+        self._base_model = Path(config.base_model)
         self._trainer, self._files = trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -236,7 +236,7 @@ class PreviousRun(TrainerCallback):
                 else:
                     if self._named is not None:
                         self._set_later_aside(self._named)
-                    self._set_derived_aside()
+                    self._move("Models of the run before it was resumed", self._derived())
             except OSError as error:
                 raise SaveError(
                     f"The files of an earlier run in {self._output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
@@ -252,46 +252,33 @@ class PreviousRun(TrainerCallback):
         write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is an earlier run's
         found, step = checkpoint_folders(output_dir), step_of(named)
         later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
-        target = set_aside(output_dir, later)
-        if target is not None:
-            names = ", ".join(folder.name for folder in later)
-            warnings.warn(
-                f"Training resumes from {named}, so later checkpoints were moved to {target}: {names}", stacklevel=2
-            )
+        self._move(f"Training resumes from {named}, so later checkpoints", later)
 
     def _set_earlier_aside(self) -> Path | None:
-        """Move the checkpoints and the final model of an earlier run to a new folder in `previous`, with one warning.
-
-        They would be taken for this run's. Returns the folder, or None if there are none.
-        """
-        output_dir = self._output_dir
-        checkpoints, final = checkpoint_folders(output_dir), final_files(output_dir)
-        derived = _derived(output_dir, self._base_model) if checkpoints or final else []
-        target = set_aside(output_dir, [*checkpoints, *final, *derived])
+        """Move the checkpoints and the final model of an earlier run, which would be taken for this run's."""
+        checkpoints, final = checkpoint_folders(self._output_dir), final_files(self._output_dir)
+        derived = self._derived() if checkpoints or final else []
+        target = self._move("The files of an earlier run", [*checkpoints, *derived], final)
         if target is not None and final:
-            shutil.copy2(output_dir / MARK, target)
-        write_mark(output_dir, None, {}, [])
-        if target is not None:
-            what = [*(folder.name for folder in [*checkpoints, *derived]), *(["the final model"] if final else [])]
-            warnings.warn(f"The files of an earlier run were moved to {target}: {', '.join(what)}", stacklevel=2)
+            shutil.copy2(self._output_dir / MARK, target)
+        write_mark(self._output_dir, None, {}, [])
         return target
 
-    def _set_derived_aside(self) -> None:
-        """Move models made from the one that is trained further to a new folder in `previous`, with one warning."""
-        derived = _derived(self._output_dir, self._base_model)
-        target = set_aside(self._output_dir, derived)
+    def _move(self, what: str, folders: list[Path], final: Sequence[Path] = ()) -> Path | None:
+        """Move folders and the files of a final model to a new folder in `previous`, with one warning."""
+        target = set_aside(self._output_dir, [*folders, *final])
         if target is not None:
-            names = ", ".join(folder.name for folder in derived)
-            warnings.warn(f"Models of the run before it was resumed were moved to {target}: {names}", stacklevel=2)
+            names = [*(folder.name for folder in folders), *(["the final model"] if final else [])]
+            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=3)
+        return target
 
+    def _derived(self) -> list[Path]:
+        """Merged and quantised models in the output folder that were made from the model of an earlier run.
 
-def _derived(output_dir: Path, base_model: str) -> list[Path]:
-    """Merged and quantised models in an output folder that were made from the model of an earlier run.
-
-    A run whose base model is such a folder keeps it, since its adapter belongs to it.
-    """
-    folders = [each for name in DERIVED if ((each := output_dir / name) / "config.json").is_file()]
-    return [each for each in folders if not each.is_symlink() and each.resolve() != Path(base_model).resolve()]
+        A run whose base model is such a folder keeps it, since its adapter belongs to it.
+        """
+        folders = [each for name in DERIVED if ((each := self._output_dir / name) / "config.json").is_file()]
+        return [each for each in folders if not each.is_symlink() and each.resolve() != self._base_model.resolve()]
 
 
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*", "*/adapter_model.safetensors")

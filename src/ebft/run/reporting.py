@@ -270,7 +270,7 @@ _ASKED = {
 def trackers(config: RunConfig) -> list[str]:
     """Names for `report_to`; without the package wandb, `wandb_project` alone gives one warning: shared configs set it.
 
-    transformers refuses other trackers whose packages are not installed.
+    transformers refuses trackers of report_to whose packages are not installed.
     """
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
@@ -287,16 +287,18 @@ def trackers(config: RunConfig) -> list[str]:
 
 def check_trackers(config: RunConfig) -> None:
     """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed."""
-    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations import integration_utils as known
 
     for name in {*trackers(config)} - {"none", "all"}:
-        try:
-            for callback in get_reporting_integration_callbacks([name]):
-                callback()
-        except ValueError as error:
-            raise ConfigError(f"report_to: {error}") from error
-        except (ImportError, RuntimeError) as error:
-            raise MissingPackageError(f"report_to: {name}: {error}") from error
+        if name not in known.INTEGRATION_TO_CALLBACK:
+            names = ", ".join(known.INTEGRATION_TO_CALLBACK)
+            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {names}.")
+        start = f"is_{name.partition('_')[0]}"
+        checks = [
+            check for each, check in vars(known).items() if each.startswith(start) and each.endswith("_available")
+        ]
+        if not checks[0]():
+            raise MissingPackageError(f"report_to: {name} is not installed. Run `pip install {name}`, or remove it.")
 
 
 def start_trackers(names: list[str], run_name: str | None) -> None:

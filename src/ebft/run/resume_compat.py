@@ -347,22 +347,19 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
         old, new = before["config.json"].get(key), inputs["config.json"].get(key)
         if old != new:
             yield f"config.json: {key}: {_short(new)} instead of {_short(old)}", _FROM_HERE
-    if changed["tokenizer"]:
-        yield f"other contents of the tokenizer's files: {changed['tokenizer']}", _FROM_HERE
     if changed["chat_template"]:
-        old, new = names["chat_template"], now["names"]["chat_template"]
-        words = f": {_short(new)} instead of {_short(old)}" if old != new else f": another text of {_short(new)}"
-        yield f"chat_template{words}", _FROM_HERE
+        yield f"chat_template: another text of {_short(now['names']['chat_template'])}", _FROM_HERE
+    for name, what in (("tokenizer", "contents of the tokenizer's files:"), ("code", "code in")):
+        if changed[name]:
+            yield f"other {what} {changed[name]}", _FROM_HERE
     for place, *_ in differ["trl.reward_funcs"]:
         yield f"another model in the folder of trl.reward_funcs: {config.trl.reward_funcs[int(place)]}", _FROM_HERE
-    if changed["code"]:
-        yield f"other code in {changed['code']}", _FROM_HERE
     for key, effect in (("datasets", _OF_ROWS), ("test_datasets", _OF_EVALUATIONS)):
         for place, *_ in differ[key]:
             yield f"other contents of {key}: {without_secrets(getattr(config, key)[int(place)].path)}", effect
-    versions_now = [f"{name} {new} instead of {old}" for name, old, new in differ["packages"]]
-    if versions_now:
-        yield f"other versions of packages: {', '.join(versions_now)}", "Numbers may differ."
+    if differ["packages"]:
+        facts = ", ".join(f"{name} {new} instead of {old}" for name, old, new in differ["packages"])
+        yield f"other versions of packages: {facts}", "Numbers may differ."
 
 
 def _effect_of_weights(config: RunConfig) -> str:

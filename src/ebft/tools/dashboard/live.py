@@ -180,17 +180,9 @@ def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
 
     Values outside can be right for a run; they are a reason to look at its rollouts.
     """
-    ebft = _options(config)
-    try:
-        method = find_method(config.get("rl"), ebft.get("mode", "structured"))
-    except (KeyError, TypeError):  # in the file of another program or version
-        method = find_method(None, None)
-    return method.healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, method.healthy.get(title))
-
-
-def _options(config: dict[str, Any]) -> dict[str, Any]:
-    """The section `ebft` of a config, empty if it is something else."""
-    return config["ebft"] if isinstance(config.get("ebft"), dict) else {}
+    ebft = config.get("ebft") or {}
+    healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
+    return healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
 
 
 def range_text(healthy: Range) -> str:
@@ -248,8 +240,7 @@ class LiveRun:
     @property
     def config(self) -> dict[str, Any]:
         """The config of the run as resolved; empty if unknown."""
-        config = self.run.get("config")
-        return config if isinstance(config, dict) else {}
+        return self.run.get("config") or {}
 
     def curves(self) -> list[Curve]:
         """The curves of the metrics that the run has."""
@@ -262,7 +253,7 @@ class LiveRun:
             if self.metrics.history:
                 has_held_out = bool(config.get("test_datasets") or config.get("val_set_size"))
                 strategy = "no" if config.get("evals_per_epoch") == 0 else config.get("eval_strategy")
-                whitens = bool(_options(config).get("use_whitening"))
+                whitens = bool((config.get("ebft") or {}).get("use_whitening"))
                 found = outcome_of(self.metrics.history, None, (), has_held_out, strategy, whitens)
             self._outcome = self.logs, found
         return self._outcome[1]
@@ -277,17 +268,16 @@ class LiveRun:
     @property
     def step(self) -> float:
         """The number of finished optimizer steps."""
-        return max(self._number("global_step") or 0, self.metrics.last_step or 0)
+        return max(self.run.get("global_step") or 0, self.metrics.last_step or 0)
 
     @property
     def max_steps(self) -> int | None:
         """The number of steps of the whole run, or None if unknown."""
-        steps = self._number("max_steps")
-        return int(steps) if steps is not None and steps > 0 else None
+        return self.run.get("max_steps") or None
 
     def seconds_per_step(self) -> float | None:
         """Mean duration of the last steps since the run was started or resumed, or None if unknown."""
-        return self.metrics.seconds_per_step(since=self._number("started") or 0.0)
+        return self.metrics.seconds_per_step(since=self.run.get("started") or 0.0)
 
     def seconds_left(self) -> float | None:
         """Estimated time until the last step of a running run, or None if unknown."""
@@ -298,32 +288,21 @@ class LiveRun:
 
     def seconds_run(self) -> float | None:
         """Time since the start of the run, until now or its end, or None if unknown."""
-        started = self._number("started")
-        until = time.time() if self.state == "running" else self._number("updated")
+        started = self.run.get("started")
+        until = time.time() if self.state == "running" else self.run.get("updated")
         return None if started is None or until is None else max(0.0, until - started)
 
     def seconds_since_update(self) -> float:
         """Time since run.json was written; 0 if unknown."""
-        updated = self._number("updated")
+        updated = self.run.get("updated")
         return 0.0 if updated is None else max(0.0, time.time() - updated)
 
-    def _number(self, key: str) -> float | None:
-        """A number in run.json, or None if it has none."""
-        value = self.run.get(key)
-        return value if is_number(value) else None
+
+def local_time(seconds: float | None) -> str | None:
+    """Seconds since 1970 as a local date and time."""
+    return None if seconds is None else datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
 
 
-def local_time(seconds: Any) -> datetime | None:
-    """Seconds since 1970 as a local time, or None if they are no number or no time."""
-    try:
-        return datetime.fromtimestamp(seconds) if is_number(seconds) else None
-    except (ValueError, OverflowError, OSError):  # a year beyond 9999
-        return None
-
-
-def clock(value: Any) -> str:
-    """A time of a message, in seconds since 1970 or as text, as hours and minutes."""
-    if isinstance(value, int | float):
-        when = local_time(value)
-        return str(value) if when is None else when.strftime("%H:%M:%S")
-    return str(value or "")[11:19] if "T" in str(value) else str(value or "")
+def clock(value: str | None) -> str:
+    """A time of a message, in the ISO form of health.jsonl, as hours, minutes and seconds."""
+    return str(value or "")[11:19]

@@ -64,7 +64,6 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         if name not in judged
     ]
     compared = read_object(evaluation or folder / EVALUATION) or {}
-    notes = compared.get("notes")
     return _template().render(
         title=f"ebft: {folder.absolute().name}",
         live=live,
@@ -81,7 +80,7 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         changes=_changes(outcome),
         others=others,
         comparisons=list(_comparisons(compared)),
-        notes=notes if isinstance(notes, list) else [],
+        notes=compared.get("notes", []),
     )
 
 
@@ -120,18 +119,18 @@ def _later_start(live: LiveRun) -> dict[str, Any] | None:
     if not start or start.get("state") == live.run.get("state") == "running":
         return None
     when = local_time(start.get("started"))
-    return start | {"at": "" if when is None else f", started {when.isoformat(' ', 'seconds')},"}
+    return start | {"at": when and f", started {when},"}
 
 
 def _environment(live: LiveRun) -> dict[str, Any]:
-    started, peak = local_time(live.run.get("started")), live.metrics.latest.get("memory/peak_gib")
+    peak = live.metrics.latest.get("memory/peak_gib")
     found = {
         "host": live.run.get("host"),
-        "started": None if started is None else started.isoformat(" ", "seconds"),
+        "started": local_time(live.run.get("started")),
         "output_dir": live.run.get("output_dir"),
         "peak memory": None if peak is None else f"{peak:.2f} GiB",
     }
-    return {key: value for key, value in found.items() if value} | _object(live.run, "versions")
+    return {key: value for key, value in found.items() if value} | (live.run.get("versions") or {})
 
 
 def _figure(curve: Curve) -> dict[str, Any]:
@@ -168,28 +167,19 @@ def _sample(sample: Sample) -> tuple[str, dict[str, str | None]]:
     return heading(sample), {name: text and text[:_COMPLETION_CHARACTERS] for name, text in texts.items()}
 
 
-def _object(values: dict[str, Any], key: str) -> dict[str, Any]:
-    """The object under a key; empty if there is none."""
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
-
-
 def _comparisons(compared: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The differences of each model from the first one in a result of `ebft evaluate`, with their intervals."""
-    models = compared.get("models")
-    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
-        return
-    confidence = _object(compared, "settings").get("confidence")
-    interval = f"{100 * confidence:g}% interval" if is_number(confidence) else "interval"
-    for model in models[1:]:
+    confidence = compared.get("settings", {}).get("confidence")
+    interval = "interval" if confidence is None else f"{100 * confidence:g}% interval"
+    base, *models = compared.get("models") or [None]
+    for model in models:
         rows = []
-        for name, difference in _object(model, "differences").items():
-            before, after = (_object(found, "metrics").get(name) for found in (models[0], model))
+        for name, difference in (model.get("differences") or {}).items():
+            before, after = (found["metrics"].get(name) for found in (base, model))
             if name in NOT_COMPARABLE or not all(map(is_number, (before, after, difference))):
                 continue
-            bounds = _object(model, "difference_intervals").get(name)
-            known = isinstance(bounds, list) and len(bounds) == 2 and all(map(is_number, bounds))
-            error = f"[{bounds[0]:+.4g}, {bounds[1]:+.4g}]" if known else ""
+            low, high = (model.get("difference_intervals") or {}).get(name) or (None, None)
+            error = f"[{low:+.4g}, {high:+.4g}]" if is_number(low) and is_number(high) else ""
             rows.append((name, (f"{before:.4g}", f"{after:.4g}", f"{difference:+.4g}", error)))
         if rows:
-            yield {"name": model.get("model"), "base": models[0].get("model"), "interval": interval, "rows": rows}
+            yield {"name": model["model"], "base": base["model"], "interval": interval, "rows": rows}

@@ -104,11 +104,8 @@ def one_of_each(entries: Iterable[dict[str, Any]]) -> list[Sample]:
 
 
 def samples_of(entry: dict[str, Any]) -> Iterator[Sample]:
-    """The samples of an entry of the log: of the blocks of a document, or of a prompt. None if its form is unknown."""
-    try:
-        yield from _of_blocks(entry) if "blocks" in entry else _of_prompt(entry)
-    except (KeyError, TypeError, AttributeError, IndexError):  # a line that another program wrote
-        return
+    """The samples of an entry of the log: of the blocks of a document, or of a prompt."""
+    return _of_blocks(entry) if "blocks" in entry else _of_prompt(entry)
 
 
 def _of_blocks(entry: dict[str, Any]) -> Iterator[Sample]:
@@ -174,10 +171,8 @@ def _content(message: dict[str, Any]) -> str:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
 

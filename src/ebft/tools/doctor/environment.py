@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from ebft.errors import EBFTError
+from ebft.errors import EBFTError, told
 from ebft.machine import installed_version, memory_bytes
 from ebft.printed import is_secret_variable, without_secrets_in_text
 from ebft.processes import LAUNCHER
@@ -167,8 +166,7 @@ _INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the ve
 
 
 def check_installation(package: str = "ebft") -> Iterator[Check]:
-    """Yield a check for Python, for each required package that is missing or too old or new, and for each extra."""
-    yield _python(package)
+    """Yield a check for each required package that is missing or too old or new, and for each extra."""
     required, extras = _requirements(package)
     problems = _problems(required)
     for problem in problems:
@@ -183,13 +181,6 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
         if not problems:
             state = f"not installed ({', '.join(missing)})" if missing else "installed"
             yield Check("ok", f"extra {extra}", state)
-
-
-def _python(package: str) -> Check:
-    wanted, current = metadata(package)["Requires-Python"], ".".join(map(str, sys.version_info[:3]))
-    if wanted is not None and current not in SpecifierSet(wanted):
-        return Check("error", "python", f"Python {current} is running, but ebft requires {wanted}. Install that.")
-    return Check("ok", "python", f"{current} ({sys.executable})")
 
 
 def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
@@ -231,7 +222,7 @@ class Attempt:
     """Runs a function and collects what it raises and warns of as checks.
 
     `checks` has one error, or the warnings, or a single ok, whose message `ok` may be a function of the result.
-    `result` is what the function returned, and `failed` tells whether it raised an EBFTError or one of `errors`.
+    `result` is what the function returned, and `failed` tells whether it raised an error.
     """
 
     def __init__(
@@ -240,7 +231,6 @@ class Attempt:
         function: Callable[..., Any],
         *args: Any,
         ok: str | Callable[[Any], str] = "",
-        errors: tuple[type[Exception], ...] = (),
     ) -> None:
         self.result, self.failed, error = None, False, []
         with warnings.catch_warnings(record=True) as caught:
@@ -248,8 +238,9 @@ class Attempt:
             warnings.filterwarnings("always", category=UserWarning)
             try:
                 self.result = function(*args)
-            except (EBFTError, *errors) as found:
-                self.failed, error = True, [Check("error", name, str(found))]
+            except Exception as found:
+                said = str(found) if isinstance(found, EBFTError) else told(found)
+                self.failed, error = True, [Check("error", name, said)]
         ours = [warning for warning in caught if f"{os.sep}torch{os.sep}" not in warning.filename]
         texts = dict.fromkeys(str(warning.message) for warning in ours)
         self.checks = [*(Check("warning", name, text) for text in texts), *error]

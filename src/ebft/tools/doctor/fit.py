@@ -163,29 +163,21 @@ def planned(config: RunConfig, name: str, card: Card) -> Iterator[Check]:
         return
     model_config, limit = found.result[0], room(card, config)
     yield from _assumptions(config)
-    problem = _cannot_fit(config, model_config, name, card, limit)
-    if problem is not None:
-        yield Check("error", "memory", problem)
-        return
     rows = f"{config.micro_batch_size:,} rows of up to {config.sequence_len:,} tokens"
     yield Check("ok", "plan", f"a step with micro-batches of {rows}; this takes a minute or more")
-    try:
-        with Planner() as planner:
-            plan = _planned(config, model_config, card, planner)
-            yield from _described(plan, config, card)
-            text = f"{_size(plan.total)} at the peak, in {plan.peak}; {name} has room for {_size(limit)}"
-            if plan.total <= limit:
-                if plan.total > _TIGHT * limit:
-                    yield Check("warning", "memory", f"{text}. The step fits, but it is tight: fragments of memory and "
-                                "rows of other lengths may need the rest.")  # fmt: skip
-                else:
-                    yield Check("ok", "memory", f"{text}. The step fits.")
-                return
-            yield Check("error", "memory", f"{text}. It does not fit. Looking for changes with which it does ...")
-            last = _with_changes(config, model_config, card, planner, plan)
-    except ModelError as error:
-        yield Check("error", "plan", str(error))
-        return
+    with Planner() as planner:
+        plan = _planned(config, model_config, card, planner)
+        yield from _described(plan, config, card)
+        text = f"{_size(plan.total)} at the peak, in {plan.peak}; {name} has room for {_size(limit)}"
+        if plan.total <= _TIGHT * limit:
+            yield Check("ok", "memory", f"{text}. The step fits.")
+            return
+        if plan.total <= limit:
+            tight = "The step fits, but it is tight: fragments of memory and rows of other lengths may need the rest."
+            yield Check("warning", "memory", f"{text}. {tight}")
+            return
+        yield Check("error", "memory", f"{text}. It does not fit. Looking for changes with which it does ...")
+        last = _with_changes(config, model_config, card, planner, plan)
     if last.changes is None:
         yield Check("warning", "changes", "it does not fit with any of the changes that are known")
     else:
@@ -204,39 +196,16 @@ def _assumptions(config: RunConfig) -> Iterator[Check]:
         text = "trl.use_vllm: the vLLM server is not in this plan; it needs another GPU. With one GPU, set "
         yield Check("warning", "vLLM", f"{text}trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3")
     if config.attn_implementation not in (None, "sdpa"):
-        text = (
-            f"attn_implementation: {config.attn_implementation} is planned as sdpa, without its fused kernels, which "
-        )
-        yield Check("warning", "attention", f"{text}may need less memory and time")
-
-
-def _cannot_fit(config: RunConfig, model_config: Any, name: str, card: Card, limit: float) -> str | None:
-    """Why a step cannot fit by its size alone, so that it need not be planned; None if it may."""
-    if limit <= 0:
-        shared = card.memory > _RESERVE
-        remedy = "Lower vllm.gpu_memory_utilization." if shared else "Choose a card with more memory."
-        taken = f"{_RESERVE:g} GiB is left for CUDA and its libraries" + (
-            ", and vLLM takes its share" if shared else ""
-        )
-        return f"{name} leaves no room for the step: {taken}. {remedy}"
-    width = getattr(model_config.get_text_config(), "hidden_size", None)
-    states = config.micro_batch_size * config.sequence_len * 2 * (width or 0)  # of 16 bits
-    if states > limit:
-        return (
-            f"micro_batch_size: {config.micro_batch_size} with sequence_len: {config.sequence_len} cannot fit: hidden "
-            f"states of one layer alone need {_size(states)}, and {name} has room for {_size(limit)}. Decrease "
-            "micro_batch_size, and increase gradient_accumulation_steps instead."
-        )
-    return None
+        text = f"attn_implementation: {config.attn_implementation} is planned as sdpa, without its fused kernels"
+        yield Check("warning", "attention", f"{text}, which may need less memory and time")
 
 
 def _described(plan: Plan, config: RunConfig, card: Card) -> Iterator[Check]:
     """The lines of a plan: weights, phases, and the least time."""
-    counts = f"{plan.parameters:,} in the model, of which {plan.trained:,} are trained"
-    counts = (
-        counts if config.adapter is None else f"{plan.parameters:,} in the model, and {plan.trained:,} in the adapter"
+    trained = (
+        f"of which {plan.trained:,} are trained" if config.adapter is None else f"and {plan.trained:,} in the adapter"
     )
-    yield Check("ok", "weights", counts)
+    yield Check("ok", "weights", f"{plan.parameters:,} in the model, {trained}")
     others = 0.0
     for phase, use in plan.phases.items():
         elsewhere = f", and {gib(use.elsewhere)} on other devices" if use.elsewhere else ""

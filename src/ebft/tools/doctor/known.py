@@ -5,7 +5,9 @@ Imports nothing heavy, so that the command line can refuse an unknown card at on
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,23 +47,13 @@ _QWEN2 = {"model_type": "qwen2", "vocab_size": 151936, "num_key_value_heads": 2,
 
 
 def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
+    return {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+            "num_attention_heads": heads}  # fmt: skip
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
-    return (
-        _LLAMA
-        | _sizes(hidden, intermediate, layers, heads)
-        | {
-            "head_dim": 64 if layers == 16 else 128,
-            "tie_word_embeddings": tied,
-        }
-    )
+    head = 64 if layers == 16 else 128
+    return _LLAMA | _sizes(hidden, intermediate, layers, heads) | {"head_dim": head, "tie_word_embeddings": tied}
 
 
 # What config.json says of models that may not be reachable; the values that it leaves out are transformers' defaults.
@@ -95,3 +87,30 @@ def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
             f"--memory {memory}: expected the memory of a card, such as 24GiB, 24 (GiB) or 80GB (80e9 bytes)."
         )
     return f"a card with {size:.4g} GiB", Card(size)
+
+
+@dataclass
+class Use:
+    """What a phase needs: bytes on the device that trains and on the others, and what one optimizer step computes."""
+
+    peak: int = 0
+    elsewhere: int = 0
+    kernels: float = 0
+    flops: float = 0  # on the device that trains
+    moved: float = 0  # bytes that its kernels read and write
+    flops_elsewhere: float = 0
+
+
+def process_for_plans() -> None:
+    """Let this process be for plans (plan.py), before it imports anything heavy: without GPUs, launchers and output."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"):
+        os.environ.pop(name, None)
+    os.environ |= {
+        "ACCELERATE_TORCH_DEVICE": "pretend:0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)

@@ -280,7 +280,9 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     top: dict[str, Any] = {}
     for name, value in changes.items():
         section, _, key = name.rpartition(".")
-        top[section or key] = getattr(config, section).model_copy(update={key: value}) if section else value
+        if section:
+            value = top.get(section, getattr(config, section)).model_copy(update={key: value})
+        top[section or key] = value
     return config.model_copy(update=top)
 
 

@@ -1,4 +1,4 @@
-"""What a training step of a config needs, from running it on a device without data (hollow.py).
+"""What a training step of a config needs, from running it on a device without data (fake.py).
 
 The model is built from its configuration, the rows are the longest that the config allows or those that are given, and
 one optimizer step is run with as many micro-batches as change the memory. Each run is a process of its own.
@@ -9,47 +9,35 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import os
 import pickle
 import random
-import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback, training_args
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from ebft.config.schema import RunConfig
-from ebft.errors import ModelError
+from ebft.errors import ModelError, cause
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
-from ebft.printed import say, traced
-from ebft.processes import LAUNCHER
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
+from ebft.tools.doctor.known import Use, process_for_plans
+from ebft.tools.doctor.memory import changed
 from ebft.tools.doctor.rows import rows_per_step
 
 STEP = "loss and backward"  # what is in no other phase of a step
 BEFORE = ("model", "trainer setup")  # phases before the first step
-_MAIN = "from ebft.tools.doctor.plan import serve; serve()"
 _BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of its blocks
-
-
-@dataclass(frozen=True)
-class Use:
-    """What a phase needs: bytes on the device that trains and on the others, and what one optimizer step computes."""
-
-    peak: int
-    elsewhere: int
-    kernels: float
-    flops: float  # on the device that trains
-    moved: float  # bytes that its kernels read and write
-    flops_elsewhere: float
 
 
 @dataclass(frozen=True)
@@ -93,103 +81,64 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a config with its model's configuration, for a GPU or for this machine's CPU.
+    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU.
 
-    `rows` and `tokenizer` are those of the run; without them, rows are as long as the config allows. `memory`: bytes of
-    the GPU, on which it depends whether adapters are added to float32 weights while rollouts are sampled.
+    `rows` and `tokenizer` are those of a run; without them, rows are as long as the config allows. The memory decides
+    whether adapters are added to float32 weights while rollouts are sampled.
     """
 
     config: RunConfig
     model_config: Any
-    on_gpu: bool = True
     rows: Any = None
     tokenizer: Any = field(default=None, repr=False)
     memory: int = 0
+    on_gpu: bool = True
 
 
 class Planner:
     """Plans requests one after another in a process of its own, which ends with the block.
 
-    A request that cannot be planned returns the message of its error. Raises ModelError if the process ends.
+    A request that cannot be planned returns the message of its error.
     """
 
     def __enter__(self) -> Planner:
-        if not hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_device_guard"):
-            raise ModelError(f"PyTorch {torch.__version__} cannot plan a step: a newer one is needed.")
-        environment = {
-            name: value for name, value in os.environ.items() if name not in (*LAUNCHER, "ACCELERATE_MIXED_PRECISION")
-        }
-        environment |= {
-            "ACCELERATE_TORCH_DEVICE": "pretend:0",
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        self._errors, self._known = tempfile.TemporaryFile(), {}
-        pipe = subprocess.PIPE
-        self._process: Any = subprocess.Popen(
-            [sys.executable, "-c", _MAIN], stdin=pipe, stdout=pipe, stderr=self._errors, env=environment
-        )
+        self._known: dict[bytes, Plan | str] = {}
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), process_for_plans)
         return self
 
     def __call__(self, request: Request) -> Plan | str:
         given = pickle.dumps(request)
         if given not in self._known:
-            self._known[given] = self._ask(given)
+            self._known[given] = self._process.submit(_answer, given).result()
         return self._known[given]
 
-    def _ask(self, given: bytes) -> Plan | str:
-        try:
-            self._process.stdin.write(given)
-            self._process.stdin.flush()
-            return pickle.load(self._process.stdout)
-        except (EOFError, BrokenPipeError) as error:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines() or ["no message"]
-            raise ModelError(f"the plan could not be made: {lines[-1]}") from error
-
     def __exit__(self, *_: Any) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
-        self._errors.close()
+        self._process.shutdown()
 
 
-def serve() -> None:
-    """Plan the requests of stdin, the process that a `Planner` starts."""
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print
-    from ebft.tools.doctor import hollow  # needs a PyTorch whose backends can be written in Python
+def _answer(given: bytes) -> Plan | str:
+    from ebft.tools.doctor import fake  # needs a PyTorch whose backends can be written in Python
 
-    hollow.register()
-    training_args.is_torch_bf16_gpu_available = lambda: True  # which asks for CUDA by name
-    while True:
-        try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
-                found: Plan | str = _plan(request, folder, hollow.ledger)
-        except Exception as error:  # of any library: the message is reported
-            say(traced(error), err=True)
-            found = str(error) or type(error).__name__
-        pickle.dump(found, results)
-        results.flush()
+    fake.register()
+    try:
+        with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
+            return _plan(pickle.loads(given), folder, fake.ledger)
+    except Exception as error:  # of any library: the message is reported
+        return cause(error)
 
 
 def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     """Build the model and the trainer, and run one optimizer step."""
-    from ebft.tools.doctor import backend
+    from ebft.tools.doctor.fake import Module
 
     gc.collect()
     ledger.restart()
-    backend.Module.memory = request.memory
-    given, config = request.config, _for_device(request, folder)
+    Module.memory = request.memory
+    given, config = request.config, _for_device(request.config, folder)
     tokenizer = request.tokenizer or _tokenizer(request.model_config)
     with ledger.phase("model"):
         model, parameters = _model(request, config, tokenizer)
-    ledger.phases["model"].peaks = [held - base for held, base in zip(ledger.held, ledger.base)]  # without the drawing
+    ledger.phases["model"].peak = ledger.held[0] - ledger.base[0]  # without the drawing
     rows = request.rows
     if rows is None:
         rows = config.method.arrange(config, longest_rows(config, tokenizer))
@@ -208,7 +157,8 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     with ledger.phase(STEP):
         trainer.train()
     if given.val_set_size or given.test_datasets:
-        held_out = [rows[index] for index in range(min(len(rows), args.per_device_eval_batch_size))]
+        batch = [rows[index] for index in range(min(len(rows), args.per_device_eval_batch_size))]
+        held_out = [document for row in batch for document in row.get("documents", [row])]  # evaluated unpacked
         with ledger.phase("evaluation"):
             trainer.evaluate(Dataset.from_list(held_out))
     return Plan(
@@ -232,14 +182,14 @@ def _use_sizes_of(kind: str) -> None:
 
 def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
     """The phases that computed something, as they follow each other; those of micro-batches are `repeats` as long."""
-    uses, last = {}, (STEP, "optimizer", "evaluation")  # of which the first has all others within it
-    for name, phase in sorted(ledger.phases.items(), key=lambda item: last.index(item[0]) if item[0] in last else -1):
-        if phase.kernels:
-            often = 1.0 if name in (*BEFORE, "optimizer", "evaluation") else repeats
-            peak, elsewhere = phase.peaks
-            work = (phase.kernels, phase.flops, phase.moved, phase.flops_elsewhere)
-            uses[name] = Use(peak, elsewhere, *(often * count for count in work))
-    return uses
+    last = ["others", STEP, "optimizer", "evaluation"]  # of which the second has all others within it
+    names = [name for name, use in ledger.phases.items() if use.kernels]
+    for name in names:
+        if name not in (*BEFORE, "optimizer", "evaluation"):
+            for count in ("kernels", "flops", "moved", "flops_elsewhere"):
+                setattr(ledger.phases[name], count, repeats * getattr(ledger.phases[name], count))
+    ordered = sorted(names, key=lambda name: last.index(name if name in last else "others"))
+    return {name: ledger.phases[name] for name in ordered}
 
 
 def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, int]:
@@ -264,7 +214,7 @@ def _model(request: Request, config: RunConfig, tokenizer: Any) -> tuple[Any, in
 
 def _quantise(model: Any, bits: int, experts: bool) -> None:
     """Count the weights of the decoder's linear layers as they are stored, and the largest one once as it is used."""
-    from ebft.tools.doctor.hollow import ledger
+    from ebft.tools.doctor.fake import ledger
 
     head = model.get_output_embeddings()
     found = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -327,69 +277,48 @@ def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
 
 def longest_rows(config: RunConfig, tokenizer: Any) -> Dataset:
     """Rows for one step, as long as `sequence_len` and the lengths of completions allow. Raises ModelError."""
-    length, kind, trl = config.sequence_len, config.method.rows, config.trl
-    size = len(tokenizer)
+    length, half, trl = config.sequence_len, config.sequence_len // 2, config.trl
+    rest = length - half
 
     def ids(count: int) -> list[int]:
-        return [random.randrange(2, size) for _ in range(count)]
+        return [random.randrange(2, len(tokenizer)) for _ in range(count)]
 
-    def text(count: int) -> str:
-        return tokenizer.decode(ids(count)) if count else ""
-
-    def row() -> dict[str, Any]:
-        half = length // 2
-        if kind == "tokens":
-            tokens = ids(length)
-            return {"input_ids": tokens, "labels": tokens, "prompt_length": 0}
-        if kind == "comparisons":
-            return {"chosen_ids": ids(length), "rejected_ids": ids(length)}
-        if kind == "preferences":
-            return {"prompt_ids": ids(half), "chosen_ids": ids(length - half), "rejected_ids": ids(length - half)}
-        if kind == "labelled":
-            return {"prompt_ids": ids(half), "completion_ids": ids(length - half), "label": random.random() < 0.5}
-        if kind == "prompts":
-            reference = trl.max_completion_length
-            if config.method.needs_reference and config.ebft.adaptive_max_tokens:
-                reference = math.ceil(reference / config.ebft.gt_length_multiplier)
-            reference = max(1, min(reference, length - 2))
-            return {"prompt": text(max(1, length - 1 - reference)), "ground_truth": text(reference)}
+    reference = trl.max_completion_length
+    if config.method.needs_reference and config.ebft.adaptive_max_tokens:
+        reference = math.ceil(reference / config.ebft.gt_length_multiplier)
+    reference = max(1, min(reference, length - 2))
+    text = lambda count: tokenizer.decode(ids(count))
+    rows: dict[str, Callable[[], dict[str, Any]]] = {
+        "tokens": lambda: {"input_ids": (tokens := ids(length)), "labels": tokens, "prompt_length": 0},
+        "comparisons": lambda: {"chosen_ids": ids(length), "rejected_ids": ids(length)},
+        "preferences": lambda: {"prompt_ids": ids(half), "chosen_ids": ids(rest), "rejected_ids": ids(rest)},
+        "labelled": lambda: {"prompt_ids": ids(half), "completion_ids": ids(rest), "label": random.random() < 0.5},
+        "prompts": lambda: {"prompt": text(max(1, length - 1 - reference)), "ground_truth": text(reference)},
+    }
+    kind = config.method.rows
+    if kind not in rows:
         raise ModelError(f"{config.method.name}: rows of {kind} cannot be made up. Plan it with its data: ebft doctor")
+    return Dataset.from_list([rows[kind]() for _ in range(rows_per_step(config))])
 
-    return Dataset.from_list([row() for _ in range(rows_per_step(config))])
 
-
-def _for_device(request: Request, folder: str) -> RunConfig:
+def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
     from ebft.tools.doctor.run import without_output
 
-    config = without_output(request.config, folder)
-    changes: dict[str, Any] = {
-        "bf16": request.on_gpu and not config.fp16 if config.bf16 == "auto" else config.bf16,
+    none = ("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")
+    changes: dict[str, Any] = dict.fromkeys(none) | {
         "logging_steps": 10**6,
-        "device_map": None,
-        "attn_implementation": None,
         "load_in_4bit": False,
         "load_in_8bit": False,
         "torch_compile": False,
-        "fsdp": None,
-        "fsdp_config": None,
-        "deepspeed": None,
         "dataloader_num_workers": 0,
         "val_set_size": 0.0,
         "adapter": "lora" if config.adapter == "qlora" else config.adapter,
+        "optimizer": "adamw_torch_fused" if "bit" in config.optimizer else config.optimizer,
     }
-    if "bit" in config.optimizer:
-        changes["optimizer"] = "adamw_torch_fused"
-    ebft: dict[str, Any] = {}
-    if config.ebft.feature_device is not None:
-        same = config.ebft.feature_device in ("cuda", "cuda:0")
-        ebft["feature_device"] = f"pretend:{int(not same)}"
-    if config.method.samples_blocks and not request.on_gpu:  # the defaults of each kind of device
-        if config.ebft.single_pass is None and not config.gradient_checkpointing:
-            ebft["single_pass"] = config.ebft.rollout_tokens_per_pass is None
-        if config.ebft.merge_rollouts is None:
-            ebft["merge_rollouts"] = True
-    changes["ebft"] = config.ebft.model_copy(update=ebft)
+    device = config.ebft.feature_device
+    if device is not None:
+        changes["ebft.feature_device"] = f"pretend:{int(device not in ('cuda', 'cuda:0'))}"
     server = {"use_vllm": False, "async_prefetch": False, "vllm_mode": "server"}
-    changes["trl"] = config.trl.model_copy(update={k: v for k, v in server.items() if hasattr(config.trl, k)})
-    return config.model_copy(update={key: value for key, value in changes.items() if hasattr(config, key)})
+    changes |= {f"trl.{key}": value for key, value in server.items() if hasattr(config.trl, key)}
+    return changed(without_output(config, folder), changes)

@@ -10,7 +10,6 @@ import gc
 import importlib.util
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import TrainerCallback
 from ebft.catalog import base_name, is_gguf, require_gguf
 from ebft.config.keys.run import BudgetSection
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import (
     find_base_model,
@@ -55,7 +54,6 @@ from ebft.tools.doctor.rows import (
 )
 
 _SERVER_TIMEOUT = 5.0  # seconds
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
@@ -63,13 +61,14 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     settings = yield from _attempt("settings", check_runnable, config, ok=f"valid for {config.method.name}")
     devices = f"devices {', '.join(this_machine().devices)}"
     machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
-    packages = yield from _attempt("packages of this config", _check_packages, config, ok=_named, errors=(ImportError,))
-    model = yield from _attempt("model", _find_model, config, step, ok=lambda found: found[0])
+    named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
+    packages = yield from _attempt("packages of this config", _check_packages, config, ok=named)
+    model = yield from _attempt("model", _find_model, config, ok=lambda found: found[0])
     tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
     if not (tokenizer.failed or settings.failed):
         given = config, tokenizer.result, None if model.failed else model.result[1]
-        data = yield from _attempt("data", _load_data, *given, ok=_Data.described, errors=(ImportError,))
+        data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
         if not data.failed:
             yield from sequence_len_checks(config, data.result.longest, data.result.counts)
             yield from _step_size_checks(config, data.result.count)
@@ -85,8 +84,7 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
         return
-    given, errors = (config, model.result[1], data.result.longest), (ValueError, RuntimeError, AttributeError)
-    memory = Attempt("memory", _estimated, *given, errors=errors)
+    memory = Attempt("memory", _estimated, config, model.result[1], data.result.longest)
     needed, exceeded = memory.result, False
     if memory.failed:
         yield Check("warning", "memory", f"cannot be estimated for this model: {memory.checks[-1].message}")
@@ -129,22 +127,9 @@ def _check_packages(config: RunConfig) -> list[str]:
     return used
 
 
-def _named(used: list[str]) -> str:
-    return f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
-
-
-def _find_model(config: RunConfig, needs_weights: bool) -> tuple[str, Any]:
+def _find_model(config: RunConfig) -> tuple[str, Any]:
     """Return a description of the model and its transformers configuration, which is enough for the estimates."""
     found, model_config = find_base_model(config), load_model_config(config)
-    folder = Path(found)
-    if folder.is_dir() and not any(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
-        missing = (
-            f"base_model: {found} has no weights ({', '.join(_WEIGHTS)}). An adapter is set with lora_model_dir; for a "
-            "checkpoint that FSDP2 has saved in parts, run `ebft merge-sharded` first."
-        )
-        if needs_weights:
-            raise ModelError(missing)
-        warnings.warn(missing, stacklevel=2)
     return f"{found} ({model_config.model_type})", model_config
 
 
@@ -231,9 +216,8 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         err=True,
     )
     memory = PhaseMemory()
-    # torch.OutOfMemoryError is a RuntimeError.
-    given, errors = (config, tokenizer, data.longest.data, memory), (RuntimeError, ValueError, OSError, ImportError)
-    attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows", errors=errors)
+    given = config, tokenizer, data.longest.data, memory
+    attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")
     if attempt.failed:
         *others, error = attempt.checks
         hint = ""

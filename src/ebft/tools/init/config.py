@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
@@ -17,12 +16,11 @@ from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.config.keys.data import DatasetEntry
 from ebft.config.load import apply_overrides, read_values
 from ebft.config.schema import RunConfig
-from ebft.config.validation_errors import raise_config_error
 from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
-from ebft.errors import ConfigError, DataError, ModelError
-from ebft.methods import FLAGS, named_methods
+from ebft.errors import ConfigError, DataError, ModelError, doing
+from ebft.methods import named_methods
 from ebft.methods.method import Method, selected_method
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
@@ -100,7 +98,6 @@ def draft(
     name = Path(data[0].rstrip("/")).stem or "data"
     found.values["output_dir"] = f"./outputs/{name}-{method}"
     apply_overrides(found.values, overrides)
-    _check_method(method, found.values)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
     fit(found, given, sources, is_text, tokenizer, model_config)
@@ -148,10 +145,8 @@ def _model(name: str) -> tuple[Any, Any, str | None]:
 def _source(path: str, given: dict[str, Any], number: int) -> Source:
     """Read the training split of dataset `number`, and find the split to evaluate on."""
     entry: dict[str, Any] = {"path": path, **_given_entry(given, number)}
-    try:
+    with doing(f"reading datasets.{number} ({path})"):
         parsed = DatasetEntry.model_validate({"type": "completion", **entry})
-    except ValidationError as error:
-        raise_config_error(error, DatasetEntry, f"datasets.{number}.")
     return Source(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed))
 
 
@@ -218,17 +213,6 @@ def _method(
             f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
         )
     return wanted
-
-
-def _check_method(method: str, values: dict[str, Any]) -> None:
-    """Raise ConfigError if overrides select another method, for which the other keys were not chosen."""
-    keys, section = named_methods()[method], values.get("ebft") or {}
-    found = {key: (values.get(key), keys.get(key)) for key in ("rl", *FLAGS)}
-    if isinstance(section, dict):
-        found["ebft.mode"] = (section.get("mode"), keys.get("ebft", {}).get("mode"))
-    for key, (value, own) in found.items():
-        if (value or None) != own:
-            raise ConfigError(f"{key}={value or '':.60} does not select the method {method}. Choose one with --method.")
 
 
 def _fits(method: Method, shape: Shape) -> bool:

@@ -15,7 +15,7 @@ import torch
 from datasets import Dataset
 
 from ebft.config.schema import RunConfig
-from ebft.errors import DataError, shortened
+from ebft.errors import shortened
 from ebft.machine import available_memory, gib
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.trainer import this_machine
@@ -138,10 +138,7 @@ def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | 
     config = RunConfig.from_dict(values)
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         tokenizer = load_tokenizer(config)  # with the chat template and special tokens of the config
-        try:
-            rows, _, reports = config.method.load_rows(config, tokenizer)
-        except DataError as error:
-            raise DataError(str(error).replace(f"sequence_len: {_UNLIMITED}", "sequence_len")) from error
+        rows, _, reports = config.method.load_rows(config, tokenizer)
     if (dropped := reports[0].mostly_dropped()) is not None:
         found.notes.append(f"Rows: {dropped}")
     return rows, row_lengths(config, tokenizer, rows)

@@ -1,8 +1,7 @@
 """A PyTorch backend that is written in Python, for devices that do not exist.
 
-Its key is PrivateUse1. One kernel, that of a `Call`, computes all operations on images of their tensors, which are on
-CPU or on meta. Tensors of the device are PyTorch's own, made by DLPack from memory of the CPU or from addresses that
-have none. hollow.py uses it to plan memory, and tests/devices/pretend.py to find mistakes of device.
+Its key is PrivateUse1. One kernel, a `Call`, computes all operations on CPU tensors with the memory of the given ones.
+Tensors of the device are PyTorch's own, made by DLPack from memory of the CPU. pretend.py uses it to find mistakes.
 
 The backend is registered for the whole process, before its first backward pass: use it in a process of its own.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -94,7 +92,6 @@ class Module:
 
     _initialized = True
     Stream = Event = _Stream
-    memory = 2**36  # bytes of a device
     is_available = staticmethod(lambda: Hooks.is_on)
     is_initialized = staticmethod(lambda: Hooks.is_on)
     device_count = staticmethod(lambda: DEVICES if Hooks.is_on else 0)
@@ -110,7 +107,7 @@ class Module:
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
     get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
-    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(total_memory=Module.memory))
+    get_device_properties = staticmethod(lambda device=None: SimpleNamespace(total_memory=2**36))
 
     @staticmethod
     @contextmanager
@@ -218,6 +215,11 @@ def own(memory: Tensor, device: torch.device, like: Tensor) -> Tensor:
     return _shaped(_torch._C._from_dlpack(capsule), like)
 
 
+def moved(found: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the device that owns the memory of `found`, which is on CPU."""
+    return own(torch.empty(0, dtype=found.dtype).set_(found.untyped_storage()), device, found)
+
+
 def _shaped(owner: Tensor, like: Tensor) -> Tensor:
     """A tensor with the shape of `like` in the memory of `owner`."""
     shape = like.shape, like.stride(), like.storage_offset()
@@ -242,10 +244,8 @@ def on_cpu(given: Tensor) -> Tensor:
 
 
 def shares_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two images have the same memory: on meta, the same storage."""
     storage, others = tensor.untyped_storage(), other.untyped_storage()
-    pointer = storage.data_ptr()
-    return pointer == others.data_ptr() if pointer else storage._cdata == others._cdata
+    return storage.data_ptr() == others.data_ptr() if storage.data_ptr() else storage._cdata == others._cdata
 
 
 # Operations
@@ -276,7 +276,7 @@ def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-class Call(ABC):
+class Call:
     """One call of an operation: its tensors of the device, and their images, on which it is computed."""
 
     def __init__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -288,21 +288,9 @@ class Call(ABC):
         self._collect(args)
         self._collect(kwargs.values())
 
-    @abstractmethod
     def result(self) -> Any:
         """The results, on the device."""
-
-    def image_of(self, value: Tensor) -> Tensor:
-        """The image of a tensor of the device or on CPU."""
-        return on_cpu(value)
-
-    @abstractmethod
-    def moved(self, found: Tensor) -> Tensor:
-        """A new tensor of the device with the shape of an image, and its data if they are kept."""
-
-    def finish(self, result: Tensor) -> Tensor:
-        """What is left to do with a result that is new or changed."""
-        return result
+        raise NotImplementedError
 
     @property
     def kernels(self) -> int:
@@ -327,22 +315,18 @@ class Call(ABC):
             elif isinstance(value, (list, tuple)):
                 self._collect(value)
 
-    def image(self, value: Any, device: torch.device = CPU) -> Any:
+    def image(self, value: Any) -> Any:
         """An argument with images of the tensors in it."""
         if isinstance(value, Tensor):
-            if value.device.type == "cpu":
-                return self.image_of(value)
-            if id(value) not in self.pairs:
-                self.pairs[id(value)] = (value, self.image_of(value))
-            return self.pairs[id(value)][1]
+            if value.device.type != "cpu" and id(value) not in self.pairs:
+                self.pairs[id(value)] = (value, on_cpu(value))
+            return value if value.device.type == "cpu" else self.pairs[id(value)][1]
         if isinstance(value, torch.device) and value.type == NAME:
-            return device
-        if isinstance(value, torch.Generator):
-            return value if device == CPU else None
+            return CPU
         if isinstance(value, dict):
-            return {key: self.image(each, device) for key, each in value.items()}
+            return {key: self.image(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)([self.image(each, device) for each in value])
+            return type(value)([self.image(each) for each in value])
         return value
 
     def on_device(self, found: Any) -> Any:
@@ -354,11 +338,11 @@ class Call(ABC):
         for given, image in self.pairs.values():
             if found is image:
                 if found.untyped_storage().nbytes() > given.untyped_storage().nbytes():  # resized
-                    _set(given, self.moved(found))
+                    _set(given, moved(found, self.device))
                 elif found.shape != given.shape or found.stride() != given.stride():
                     _set(given, _shaped(given, found))
-                return self.finish(given)
+                return given
         for given, image in self.pairs.values():
             if shares_memory(found, image):
                 return _shaped(given, found)
-        return self.finish(self.moved(found))
+        return moved(found, self.device)
