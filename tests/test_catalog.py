@@ -8,7 +8,7 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
 from ebft.catalog import locate
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import source_files, source_fingerprint
 from ebft.errors import DataError, ModelError
 from ebft.files import file_hash

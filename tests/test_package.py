@@ -22,7 +22,7 @@ import ebft
 
 ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines above its
-# line, also for type checking alone. The longest name of a room applies; `keys` are the files keys.py of all rooms.
+# line, also for type checking alone. The longest name of a room applies.
 CORE = (
     "anchors machine methods.__init__ printed processes rewards transformers_internals",
     "errors",
@@ -31,7 +31,7 @@ CORE = (
     "catalog",
     "config",
     "data.transforms.__init__",
-    "health keys reward_functions",
+    "health config.keys reward_functions",
     "data",
     "models serving",
     "features monitor prefix",
@@ -172,8 +172,6 @@ def modules() -> dict[str, Path]:
 def room_of(module: str) -> str:
     """The room of a module. Raises KeyError if it has none."""
     parts = module.split(".")
-    if parts[-1] == "keys" and parts[0] != "config":
-        return "keys"
     names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     return next((name for name in names if name in LEVELS), None) or LEVELS[module]
 
@@ -251,7 +249,18 @@ def test_the_core_is_imported_and_trains_a_step_without_tools(tmp_path, tiny_lla
 
 @pytest.mark.parametrize(
     "room",
-    ["data", "health", "keys", "models", "monitor", "nemo_gym", "reward_functions", "serving", "strided", "structured"],
+    [
+        "data",
+        "health",
+        "config.keys",
+        "models",
+        "monitor",
+        "nemo_gym",
+        "reward_functions",
+        "serving",
+        "strided",
+        "structured",
+    ],
 )
 def test_a_room_does_not_know_the_run_config(room):
     source = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ebft.config{} import {}\n"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ebft.config.keys.data import DatasetEntry
 from ebft.config.schema import RunConfig
-from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
 from ebft.tools.cli import app
 from tests.bad_input.cases import bad, entry, good, invoke, prepare

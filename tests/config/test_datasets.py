@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from ebft.config.keys.data import DatasetEntry
 from ebft.config.schema import RunConfig
-from ebft.data.keys import DatasetEntry
 from ebft.data.transforms import PreferenceColumns
 from ebft.errors import ConfigError
 from tests.config.conftest import ENTRY, STRIDED, dataset

@@ -5,9 +5,9 @@ import json
 import pytest
 from datasets import Dataset, Features, List, Value
 
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.apply import Source, tokenise
 from ebft.data.json_files import with_own_calls, without_added_keys
-from ebft.data.keys import DatasetEntry
 from ebft.data.sources import read_source
 from tests.data.conftest import assistant, config_of, user
 from tests.structured.conftest import make_chat_tokenizer

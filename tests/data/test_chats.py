@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.messages import chat_of, tools_of
 from ebft.errors import told
 from tests.data.conftest import assistant, user

@@ -6,7 +6,7 @@ import re
 import pytest
 from datasets import Dataset
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import read_source, source_files, source_fingerprint
 from ebft.data.stream import open_source
 from ebft.errors import told

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.transforms import find_transform
 from ebft.errors import DataError
 from tests.data.conftest import assistant, config_of, user

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from datasets import Dataset, DatasetDict
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import content_digest, read_source, source_fingerprint
 from ebft.errors import DataError, told
 

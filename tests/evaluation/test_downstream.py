@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ebft import evaluate, load_config
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.errors import ConfigError
 from ebft.tools.evaluation.task import HeldOut, downstream_scores, load_metrics
 

@@ -12,8 +12,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 
+from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError
-from ebft.models.keys import ModelSettings
 from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.checkpoint import base_folder, parse_size, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter

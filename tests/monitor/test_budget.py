@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ebft.config.keys.run import BudgetSection
 from ebft.monitor.budget import StopAtBudget, spent_at
-from ebft.run.keys import BudgetSection
 from tests.monitor.sft_run import plain_trainer
 from tests.strided.families import tiny_model
 from tests.strided.test_trainer import make as make_strided

@@ -8,9 +8,9 @@ import warnings
 import pytest
 
 from ebft.catalog import MODELS, cached_folder, mark_fetched
+from ebft.config.keys.serving import base_url
 from ebft.errors import ConfigError, ModelError
 from ebft.serving.command import adapter_slots, device_environment, find_interpreter, max_lora_rank, server_command
-from ebft.serving.keys import base_url
 
 PYTHON = "/env/bin/python"
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ebft.anchors import BlockOptions
 from ebft.errors import ModelError
 from ebft.features import FeatureNetwork
-from ebft.models.pretrained import check_adapter, disable_dropout, load
+from ebft.models.pretrained import check_adapter, disable_dropout
 from ebft.prefix.attention import attention_adapters
 from ebft.prefix.forward import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
@@ -142,7 +142,7 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
     adapted = lambda config: get_peft_model(tiny_model("qwen2"), config)
     lora = {"r": 2, "task_type": "CAUSAL_LM"}
     for config, match in (
-        (LoraConfig(target_modules="all-linear", bias="all", **lora), "trainable in addition to the adapter"),
+        (LoraConfig(target_modules="all-linear", bias="all", **lora), "of the base model are trainable"),
         (PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PrefixTuningConfig adds virtual tokens"),
         (PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PromptTuningConfig adds virtual tokens"),
     ):
@@ -156,8 +156,6 @@ def test_adapters_that_do_not_leave_a_frozen_base_are_refused():
 def test_experts_in_float64(tmp_path):
     """PyTorch has no grouped products in float64, but the loop over experts can be used."""
     model = tiny_model("mixtral").double()
-    with pytest.raises(ModelError, match="experts of the model are float64.*set_experts_implementation\\('eager'\\)"):
-        load(model)
     model.set_experts_implementation("eager")
     trainer = make_trainer(model, tmp_path)
     assert trainer.compute_loss(trainer.model, unequal_batch()[0]).isfinite()

@@ -1,7 +1,7 @@
 """The keys of a run config that do not depend on the method, in groups.
 
-Those of evaluation, of training through Ray and of the method are declared here, others in the `keys.py` of the folder
-that reads them.
+Those of evaluation, of training through Ray and of the method are declared here, others in `config/keys/`,
+in a file for each folder that reads them.
 """
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ebft.config.axolotl import CarriedOverKeys
+from ebft.config.keys.data import DataKeys, StreamKeys, StreamSettings
+from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
+from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
+from ebft.config.keys.serving import VLLMSection
 from ebft.config.options import MAX_TEMPERATURE, MAX_TOKENS, MIN_TEMPERATURE, EBFTSection
 from ebft.config.section import NotBlank, Section, Steps
 from ebft.config.trl import TRLSection
-from ebft.data.keys import DataKeys, StreamKeys, StreamSettings
 from ebft.errors import ConfigError
 from ebft.methods import METHODS
-from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys, ModelSettings
-from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.serving.keys import VLLMSection
 
 # Allowed values of `rl`: those in ebft.methods.
 if TYPE_CHECKING:

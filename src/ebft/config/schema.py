@@ -11,18 +11,18 @@ from ebft.config.base import GROUPS as COMMON
 from ebft.config.base import MethodKeys
 from ebft.config.checks.combinations import refuse_contradictions
 from ebft.config.checks.resolve import resolve
+from ebft.config.keys.serving import ServerSettings
 from ebft.config.load import read_values
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
-from ebft.serving.keys import ServerSettings
 
 if TYPE_CHECKING:
+    from ebft.config.keys.nemo_gym import NemoGymKeys
     from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
     from ebft.methods.reward_models import RewardKeys
-    from ebft.nemo_gym.keys import NemoGymKeys
 
     class OwnKeys(NemoGymKeys, RewardKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
 

@@ -2,7 +2,7 @@
 
 Options that trainers also accept from Python are dataclasses whose annotations hold bounds and help texts. This module
 converts them to config sections. Last come the keys of a dataset that describe the shape of its rows, which modules
-below `ebft.data.keys` read: messages, roles, labels of turns, prompt formats.
+below `ebft.config.keys.data` read: messages, roles, labels of turns, prompt formats.
 """
 
 import math

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from ebft.anchors import BlockOptions, count_row_blocks
+from ebft.config.keys.data import DataSettings
 from ebft.data.apply import FEATURES
 from ebft.data.conversation import Renderer
-from ebft.data.keys import DataSettings
 from ebft.data.row_counts import (
     EMPTY,
     NO_PROMPT,

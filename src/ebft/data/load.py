@@ -10,8 +10,8 @@ import numpy as np
 from datasets import Dataset, Features, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.data import DataSettings
 from ebft.data.apply import Check, Source, apply_transform, tokenise
-from ebft.data.keys import DataSettings
 from ebft.data.lengths import cut_and_drop, without_repeated
 from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
 from ebft.data.sources import Documents, place_of, read_source

@@ -14,8 +14,8 @@ from typing import Any
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.data import DataSettings
 from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform
-from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections
 from ebft.data.messages import TOOLS, Message, check_turns, row_kwargs, says_something, text_or_messages
 from ebft.data.omissions import Omissions

@@ -8,10 +8,10 @@ from typing import Any
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.data import DataSettings
 from ebft.data.apply import WITH_REASON, Source, apply_transform, named
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
-from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
 from ebft.data.messages import (
     REPLY,

@@ -14,8 +14,8 @@ import numpy as np
 from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.data import DataSettings
 from ebft.data.apply import IDS, WITH_REASON, integers
-from ebft.data.keys import DataSettings
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.row_counts import NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
 from ebft.data.transforms import wanted_rows

@@ -23,6 +23,7 @@ import torch.utils.data
 from datasets import IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.data import StreamSettings
 from ebft.data.apply import tokeniser
 from ebft.data.file_formats import (
     exact_files,
@@ -33,7 +34,6 @@ from ebft.data.file_formats import (
     warn_of_other_splits,
 )
 from ebft.data.json_files import json_batches, json_rows
-from ebft.data.keys import StreamSettings
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.repositories import repository_of
 from ebft.data.sources import (

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
+from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY, NemoGymKeys
 from ebft.config.options import DropoutOption, RewardOptions, SharedPrefixOption
 from ebft.config.section import option_names
 from ebft.config.trl import TRLSection
@@ -27,7 +28,6 @@ from ebft.methods.method import (
     warn_of_unmet,
 )
 from ebft.models.files import reward_problem
-from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY, NemoGymKeys
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows

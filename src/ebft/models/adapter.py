@@ -38,7 +38,7 @@ from ebft.models.weight_files import WeightFiles, adapter_file
 from ebft.transformers_internals import stored_names
 
 if TYPE_CHECKING:
-    from ebft.models.keys import ModelSettings
+    from ebft.config.keys.models import ModelSettings
 
 # Keys of a config, and the settings of a saved adapter that replace them.
 _SAVED_SETTINGS = {

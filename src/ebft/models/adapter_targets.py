@@ -21,7 +21,7 @@ from ebft.errors import ModelError, shortened
 from ebft.transformers_internals import Conv1D
 
 if TYPE_CHECKING:
-    from ebft.models.keys import ModelSettings
+    from ebft.config.keys.models import ModelSettings
 
 _LINEAR = (torch.nn.Linear, Conv1D)
 _ROUTERS = ("gate", "router")

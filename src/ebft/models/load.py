@@ -26,7 +26,7 @@ from ebft.run_files import keys_of_base
 from ebft.transformers_internals import is_flash_attn_2_available, is_flash_attn_3_available
 
 if TYPE_CHECKING:
-    from ebft.models.keys import ModelSettings
+    from ebft.config.keys.models import ModelSettings
 
 Settings = TypeVar("Settings", bound="ModelSettings")
 

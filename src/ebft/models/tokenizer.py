@@ -19,7 +19,7 @@ from ebft.models.load import find_base_model
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 
 if TYPE_CHECKING:
-    from ebft.models.keys import ModelSettings
+    from ebft.config.keys.models import ModelSettings
 
 
 def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
+from ebft.config.keys.run import BudgetSection
 from ebft.files import STATE, json_object
 from ebft.models.causal_lm import is_reused, observers, unwrap_adapter, without_hooks
 from ebft.models.quantised_experts import unpacked_size
 from ebft.monitor.metrics import sums_over_ranks
-from ebft.run.keys import BudgetSection
 from ebft.transformers_internals import Conv1D
 
 COUNTED = ("documents", "generated_tokens", "flops")

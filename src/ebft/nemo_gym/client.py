@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx2
 
+from ebft.config.keys.nemo_gym import NemoGymKeys
+from ebft.config.keys.serving import base_url
 from ebft.config.load import parse_yaml
 from ebft.errors import ConfigError, ServerError, doing, shortened, told
-from ebft.nemo_gym.keys import NemoGymKeys
 from ebft.printed import say
 from ebft.processes import is_main_process
-from ebft.serving.keys import base_url
 from ebft.serving.server import ServerLog, end_supervisor, start_supervisor
 from ebft.structured.rollouts.client import CONNECT_TIMEOUT, BackgroundLoop, HTTPClient, until_up
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY
 from ebft.errors import ConfigError, RolloutError, doing
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
-from ebft.nemo_gym.keys import ENVIRONMENT, VERIFY
 from ebft.structured.generation import REWARD
 from ebft.structured.rollouts.server import POLICY, AgentSampling
 from ebft.structured.rollouts.turns import Rollout

@@ -25,10 +25,12 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.base import EvaluationKeys, RayKeys
+from ebft.config.keys.data import StreamKeys
+from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys
+from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.config.user_functions import module_sources
-from ebft.data.keys import StreamKeys
 from ebft.data.load import LoadedRows
 from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
@@ -36,10 +38,8 @@ from ebft.data.tables import discard
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
-from ebft.models.keys import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
-from ebft.run.keys import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
 
 
 class Prepared(NamedTuple):

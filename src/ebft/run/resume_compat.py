@@ -21,6 +21,8 @@ from transformers import TrainingArguments
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.base import EvaluationKeys, RayKeys
+from ebft.config.keys.models import PrecisionKeys
+from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
@@ -39,10 +41,8 @@ from ebft.files import (
 )
 from ebft.methods import FLAGS
 from ebft.methods.method import foreign_keys, selecting_keys
-from ebft.models.keys import PrecisionKeys
 from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
-from ebft.run.keys import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
 from ebft.run.reporting import versions
 
 _MODEL_KEYS = ("base_model", "gguf_file")

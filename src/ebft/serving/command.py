@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebft.catalog import MODELS, as_folder, base_name, is_gguf, lasting_name, locate
+from ebft.config.keys.models import AdapterKeys, ModelKeys
+from ebft.config.keys.serving import ServerSettings, VLLMSection, base_url, is_everywhere
 from ebft.errors import ConfigError, doing
 from ebft.files import ADAPTER_CONFIG, json_object
-from ebft.models.keys import AdapterKeys, ModelKeys
-from ebft.serving.keys import ServerSettings, VLLMSection, base_url, is_everywhere
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; if unset, vLLM uses a large part of the machine's memory
 CPU_CACHE_GIB = "2"

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
+from ebft.config.keys.serving import ServerSettings, check_free, reachable_host
 from ebft.errors import ConfigError, EBFTError, ServerError, doing, told
 from ebft.files import is_free
 from ebft.printed import say
 from ebft.processes import LAUNCHER, is_main_process
 from ebft.serving.command import ServerCommand, device_environment, find_interpreter, server_command
-from ebft.serving.keys import ServerSettings, check_free, reachable_host
 from ebft.serving.supervisor import GRACE, LAST_WAIT
 
 DEFAULT_TIMEOUT = 600.0  # seconds until a server is ready; loading and compiling a large model takes minutes

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.transforms import find_transform
 from ebft.errors import ConfigError, DataError
 from tests.data.conftest import assistant, user

@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import read_source
 from ebft.data.stream import open_source
 from ebft.errors import DataError

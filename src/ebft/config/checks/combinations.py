@@ -8,11 +8,11 @@ from ebft.config import rules
 from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
 from ebft.config.checks.data import chat_templates, entry_conflicts, stream_problems
 from ebft.config.checks.processes import fsdp_problems
+from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection
-from ebft.run.keys import RATE_KEYS
 
 FOREIGN = "axolotl.integrations."
 _ROWS = re.compile(r"\[\d*:\d*\]$")

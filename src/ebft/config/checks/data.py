@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ebft.data.keys import DatasetEntry, DataSettings, StreamKeys
+from ebft.config.keys.data import DatasetEntry, DataSettings, StreamKeys
 from ebft.data.transforms import LABELS, READ_BY_SOME, TRANSFORMS, built_in
 from ebft.errors import DataError
 

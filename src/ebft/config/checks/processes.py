@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebft.config.keys.models import FSDPKeys
 from ebft.errors import ConfigError, MissingPackageError, cause
-from ebft.models.keys import FSDPKeys
 
 if TYPE_CHECKING:
     from ebft.methods.method import MethodConfig

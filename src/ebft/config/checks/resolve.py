@@ -9,10 +9,10 @@ from ebft.config.axolotl import IGNORED_KEYS, PLUGINS
 from ebft.config.base import RayKeys
 from ebft.config.checks.combinations import FOREIGN
 from ebft.config.checks.data import chat_templates, idle_keys, idle_stream_keys
+from ebft.config.keys.models import AdapterKeys, AttentionKeys
 from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, foreign_keys
-from ebft.models.keys import AdapterKeys, AttentionKeys
 
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 # Keys of one method, and their values that describe what the others do anyway.

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ebft.config.keys.nemo_gym import path_in
 from ebft.data import messages as chats
 from ebft.data.columns import first_present, text_of, value_of
 from ebft.data.messages import Message, says_something
@@ -37,7 +38,6 @@ from ebft.data.transforms import TRANSFORMS, PreferenceColumns
 from ebft.data.transforms.formats import Example, Row, reader
 from ebft.data.turns import Places, TurnLabels, trained_ranges, turn_labels
 from ebft.errors import DataError
-from ebft.nemo_gym.keys import path_in
 
 IGNORE = -100  # label of tokens that are ignored in the loss
 COMPLETIONS = {

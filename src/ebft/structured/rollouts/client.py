@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import httpx2
 
+from ebft.config.keys.serving import base_url
 from ebft.errors import RolloutError, doing, shortened, told
 from ebft.printed import say
-from ebft.serving.keys import base_url
 from ebft.structured.rollouts.turns import Completion, Sampling
 
 _ATTEMPTS = 5  # for a request that fails with a server error (5xx)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ebft.catalog import lasting_name, looks_local
-from ebft.data.keys import DatasetEntry
+from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import NOT_TEXT, Documents, content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists

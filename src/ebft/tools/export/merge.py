@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ebft.catalog import MARK, lasting_name
+from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError, doing
 from ebft.files import ADAPTER_CONFIG as CONFIG
 from ebft.files import MODEL_WEIGHTS, RUN_FILE, file_hash, write_text
-from ebft.models.keys import ModelSettings
 from ebft.models.load import as_trained, find_base_model, weights_dtype
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, text_model_config
 from ebft.models.weight_files import WeightFiles, adapter_file

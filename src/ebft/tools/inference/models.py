@@ -15,12 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import base_name, lasting_name
+from ebft.config.keys.models import ModelSettings
 from ebft.config.options import EBFTSection, RewardOptions
 from ebft.config.section import option_names
 from ebft.data.transforms import is_plain_text
 from ebft.errors import ModelError, doing, prefixed
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
-from ebft.models.keys import ModelSettings
 from ebft.models.load import as_trained, load_base_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weight_files import pickles, refuse_parts

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
 from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
+from ebft.config.keys.data import DatasetEntry
 from ebft.config.load import apply_overrides, read_values
 from ebft.config.schema import RunConfig
 from ebft.data.file_formats import files_by_split
-from ebft.data.keys import DatasetEntry
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
 from ebft.errors import ConfigError, DataError, ModelError, doing

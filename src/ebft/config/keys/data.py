@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, GetJsonSchemaHandler, PrivateAttr, field_validator, model_validator
 from pydantic.functional_validators import ModelWrapValidatorHandler
 
+from ebft.config.keys.nemo_gym import MESSAGES, TRANSFORM
 from ebft.config.section import NotBlank, PromptFormat, Section, ShapeKeys, or_null, paths
 from ebft.data.transforms import LABELS, OTHER_TYPES, PreferenceColumns, RequiredRows
-from ebft.nemo_gym.keys import MESSAGES, TRANSFORM
 
 MAX_LENGTH = 2**25  # tokens; no model takes more
 MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts

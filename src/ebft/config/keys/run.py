@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from ebft.config.keys.data import SeedKeys
+from ebft.config.keys.models import FSDPKeys, PrecisionKeys
 from ebft.config.options import RolloutLogOption
 from ebft.config.section import NotBlank, Section, Steps, paths, section_of_options
-from ebft.data.keys import SeedKeys
-from ebft.models.keys import FSDPKeys, PrecisionKeys
 
 MAX_ROWS = 1_000_000  # per batch
 MAX_RATE = 1e6  # of learning rates; some optimizers take large ones

@@ -7,9 +7,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ebft.config.keys.models import ModelSettings
 from ebft.config.section import NotBlank, Section, paths
 from ebft.errors import ConfigError, doing
-from ebft.models.keys import ModelSettings
 
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
