@@ -48,8 +48,8 @@ def test_a_finished_run_in_a_terminal(in_terminal, tmp_path):
 
 
 def test_what_has_no_dashboard(refused, run_file, tmp_path, monkeypatch):
-    write_run(tmp_path / "out")
-    for command in (["tui", tmp_path / "out"], ["train", run_file, "--tui"]):
+    write_run(tmp_path / "run")
+    for command in (["tui", tmp_path / "run"], ["train", run_file, "--tui"]):
         assert "requires a terminal" in refused(*command) and not (tmp_path / "out" / "train.log").exists()
     monkeypatch.setattr(tui, "check_terminal", lambda command: None)
     monkeypatch.setenv("WORLD_SIZE", "2")

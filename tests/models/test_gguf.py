@@ -142,7 +142,7 @@ def test_files_that_are_cut_off(share, make_gguf_config, tiny_gguf, tmp_path):
 
 
 def test_quantisation_is_not_supported(make_gguf_config):
-    with pytest.raises(ConfigError, match="not supported with GGUF files, which are loaded dense"):
+    with pytest.raises(ConfigError, match="no effect with GGUF files, which are loaded dense"):
         make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})
 
 

@@ -82,7 +82,7 @@ OF_NO_METHOD = [
     *(("dpo", of_rows(type={name: value}), NOT_READ.format(name)) for name, value in OF_COMPLETIONS),
     ("kto", of_rows(type={"field_chosen": "a"}), "type.field_chosen is not read by rl: kto, which trains on compl"),
     ("dpo", of_rows(type="chatml.intel", field_chosen="a"),
-     "field_chosen has no effect with type: .*type: chat_template"),
+     "field_chosen has no effect with type: .* chat_template"),
 ])  # fmt: skip
 def test_what_is_refused(method, changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):

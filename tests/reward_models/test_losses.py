@@ -1,13 +1,10 @@
 """Reward models: losses against naive ones, with one forward pass for each text or step; what is saved, and metrics."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from ebft import train
-from ebft.errors import ConfigError
 from tests.reward_models.conftest import KINDS, LORA, PAIRS
 
 SAVED = {"outcome": AutoModelForSequenceClassification, "process": AutoModelForTokenClassification}
@@ -104,11 +101,3 @@ def test_accumulated_batches_give_the_loss_of_all_their_steps(make):
               for size in (1, 8)]  # fmt: skip
     assert losses[0]["loss"] == pytest.approx(losses[1]["loss"], rel=1e-5)
     assert losses[0]["grad_norm"] == pytest.approx(losses[1]["grad_norm"], rel=1e-4)
-
-
-def test_an_adapter_of_a_language_model_is_refused_before_a_model_is_loaded(make, tmp_path):
-    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"], "r": 4, "lora_alpha": 8}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    config = make("outcome", adapter="lora", lora_model_dir=str(tmp_path), base_model="does/not-exist")
-    with pytest.raises(ConfigError, match="is an adapter of a language model, but this run trains a reward model"):
-        train(config)

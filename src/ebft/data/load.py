@@ -140,7 +140,7 @@ def _load_section(
     joined = concatenate_datasets([load_entry(source, counts) for source in sources])
     if config.dataset_exact_deduplication:
         joined = without_repeated(joined, counts)
-    found = counts.report(section, joined["document"], documents)
+    found = counts.report(section, joined["document"] if len(joined) else [], documents)
     if not len(joined):
         paths = shortened(", ".join(entry.path for entry in entries))
         raise DataError(f"{paths}: {found}. No usable rows are left: {_advice(config, counts)}")

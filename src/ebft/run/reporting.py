@@ -287,9 +287,9 @@ def trackers(config: RunConfig) -> list[str]:
 
 def check_trackers(config: RunConfig) -> None:
     """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed."""
-    from transformers.integrations import integration_utils as known
-
     for name in {*trackers(config)} - {"none", "all"}:
+        from transformers.integrations import integration_utils as known
+
         if name not in known.INTEGRATION_TO_CALLBACK:
             names = ", ".join(known.INTEGRATION_TO_CALLBACK)
             raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {names}.")
