@@ -81,6 +81,7 @@ class Study:
     results: Path
     base_model: str  # a folder, or a name that configs know
     is_tiny: bool
+    ends: bool = False  # evaluations have rollouts that end with their text
 
     def data(self, part: str) -> Path:
         """A part of the data: train, warm, validation, test or long."""
@@ -119,6 +120,7 @@ class Study:
         """Overrides of evaluation.yaml for a part of the data: `long` has one long rollout of each document."""
         found = [*self._data(cell, "train"), f"test_datasets.0.path={self.data(part)}"]
         found += [f"output_dir={self.output / 'evaluation'}", *(["micro_batch_size=4"] if self.is_tiny else [])]
+        found += ["ebft.stop_at_end=true"] if self.ends else []
         length = 16 if self.is_tiny else 64
         return [*found, *([f"ebft.generate_max_len={length}", "ebft.stride=100000"] if part == "long" else [])]
 
