@@ -47,8 +47,6 @@ UNUSUAL = [
     good("settings of GPUs", config={"flash_attention": True, "tf32": True},
          warns=("flash_attention_2 cannot be used", "tf32: true has no effect"),
          why="a config for GPUs can be tried on CPU, with the same results"),
-    bad("a million samples", "ebft.n_samples_per_prompt", "1,000,000 rollouts", "GiB", "has",
-        config={"ebft": {"n_samples_per_prompt": 1_000_000}}),
     good("many samples", config={"ebft": {"n_samples_per_prompt": 512}}),
     good("rows and samples that are longer than the data", config={"micro_batch_size": 10_000, "sequence_len": 10**6},
          why="batches and rows have the length of the data, whatever the limit"),

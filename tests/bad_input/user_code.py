@@ -62,7 +62,6 @@ TRANSFORMS = [
     transform("long message", LONG, "own.py", "row 0", "ValueError"),
     transform("many lines", LINES, "own.py", "row 0", "ValueError"),
     transform("stops", "raise StopIteration", "own.py", "row 0", "StopIteration"),
-    transform("interrupts nothing", "raise GeneratorExit", "own.py", "row 0", "GeneratorExit"),
     transform("returns floats", 'return {"input_ids": [1.5], "labels": [1]}', "row 0", "input_ids"),
     transform("token ids past the vocabulary", 'return {"input_ids": [10**6] * 20, "labels": [10**6] * 20}',
               "row 0", "vocabulary"),
@@ -72,11 +71,6 @@ TRANSFORMS = [
     *(transform(f"prompt_length {value}", f'ids = [1] * 20; return {{"input_ids": ids, "labels": ids, '
                 f'"prompt_length": {value}}}', "row 0", "prompt_length", "own")
       for value in ("21", "1.5")),
-    transform("raises KeyboardInterrupt", "raise KeyboardInterrupt", "own.py", "line 4", "row 0", "KeyboardInterrupt"),
-    transform("raises a BaseException in two processes", "raise BaseException('x')", "own.py", "line 4",
-              "BaseException: x", dataset_num_proc=2),
-    transform("dies in two processes", "import os; os.kill(os.getpid(), 9)", "own.transform",
-              "ended without an exception", "os._exit()", dataset_num_proc=2),
     transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),
     transform("prints", 'print("hello")', ok=True),
     transform("catches its own exit", "try: raise SystemExit(0)\nexcept SystemExit: pass", ok=True),
@@ -104,46 +98,13 @@ MODULES = [
            "tokenizer"),
 ]  # fmt: skip
 
-ONES = "\nreturn [float(n) for n in range(len(prompts))]"
-
-
-def leaves(name: str, body: str, *warns: str, why: str = "", trl: dict | None = None) -> Case:
-    """A reward function that leaves something behind: it is restored, with a warning that names function and state."""
-    said = ("my_rewards.score", *warns) if warns else ()
-    return reward(f"leaves {name}", body + ONES, ok=True, warns=said, why=why, trl=trl)
-
-
 LEFT_BEHIND = [
-    leaves("inference mode", "import torch\nscore.kept = torch.inference_mode()\nscore.kept.__enter__()",
-           "torch.inference_mode: False became True. This was changed back"),
-    leaves("a device context", "import torch\ntorch.device('meta').__enter__()", "cpu became meta"),
-    leaves("no gradients in workers", "import torch\ntorch.set_grad_enabled(False)", trl=PARALLEL,
-           why="processes of reward functions have a state of their own"),
-    leaves("settings that the run depends on", "import os, signal, torch\nos.makedirs('elsewhere', exist_ok=True)\n"
-           "os.chdir('elsewhere')\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\ntorch.manual_seed(5)\n"
-           "torch.set_grad_enabled(False)\ntorch.set_default_device('meta')\ntorch.set_default_dtype(torch.float64)\n"
-           "torch.autocast('cpu').__enter__()\ntorch.set_num_threads(torch.get_num_threads() + 1)\n"
-           "torch.use_deterministic_algorithms(True)",
-           "changed the working directory: ", "elsewhere; signal.signal(SIGTERM); torch.set_grad_enabled: True became "
-           "False; torch.set_default_device: cpu became meta; torch.set_default_dtype: torch.float32 became "
-           "torch.float64; torch.autocast: False became True; torch.set_num_threads: ",
-           "; torch.set_deterministic_debug_mode: 0 became 2; torch.manual_seed: ", " became 5. This was changed back"),
-    leaves("nothing", "import torch\nfrom contextlib import chdir\nwith torch.no_grad(), chdir('/'): torch.ones(2)\n"
-           "with torch.random.fork_rng():\n    torch.manual_seed(1)"),
-    leaves("settings that only it reads", "import os, sys, warnings, random\nos.environ['OWN'] = '1'\nrandom.seed(0)\n"
-           "sys.path.append('/own')", why="nothing in a run depends on them"),
-    leaves("lists that it changed", "prompts.clear()\nprompts += 'ab'\ncompletions[0][0]['content'] = 'x'\n"
-           "columns['completion_ids'][0].clear()\ncolumns['ground_truth'][:] = [None] * 2",
-           why="each function gets copies"),
+    reward("changes its lists", "prompts.clear()\nprompts += 'ab'\ncompletions[0][0]['content'] = 'x'\n"
+           "columns['completion_ids'][0].clear()\ncolumns['ground_truth'][:] = [None] * 2\n"
+           "return [float(n) for n in range(len(prompts))]", ok=True, why="each function gets copies"),
     good("reward: a time limit without workers", config={**GRPO, "trl": GRPO["trl"] | {"reward_timeout": 5}},
          files={"my_rewards.py": "def score(prompts, **columns):\n    return [1.0] * len(prompts)\n"},
          warns=("trl.reward_timeout has no effect without reward_num_workers",)),
-    good("reward: a coroutine leaves another dtype", config=GRPO, trains=True, files={"my_rewards.py": "import torch\n"
-         "async def score(prompts, **kw):\n    torch.set_default_dtype(torch.float64)\n"
-         "    return [1.0] * len(prompts)\n"},
-         warns=("The reward functions my_rewards.score changed torch.set_default_dtype",)),
-    leaves("no output folder", "import shutil\nshutil.rmtree('out')",
-           why="the folder is created again for the final model"),
 ]  # fmt: skip
 
 REWARDS = [
@@ -157,10 +118,6 @@ REWARDS = [
     reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score"),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score", trl=PARALLEL),
-    reward("raises KeyboardInterrupt", "raise KeyboardInterrupt('own')", "my_rewards.py", "line 5", "score", "own"),
-    reward("raises KeyboardInterrupt", "raise KeyboardInterrupt('own')", "my_rewards.py", "score", trl=PARALLEL),
-    reward("raises a BaseException", "class Own(BaseException): pass\nraise Own('x')", "score", "rewards.py", "Own: x"),
-    reward("raises CancelledError", "import asyncio\nraise asyncio.CancelledError", "score", "CancelledError"),
     reward("raises a surrogate", "raise ValueError('a\\ud800b')", "score", "a\\ud800b"),
     reward("raises RewardError", "from ebft.errors import RewardError\nraise RewardError('\\ud800')", "\\ud800"),
     reward("returns an endless generator", "import itertools\nreturn itertools.repeat(1.0)", "score", "more than 2"),
@@ -194,8 +151,6 @@ PLUGINS = [
     plugin("raises when created", "def __init__(self): raise KeyError('missing')", "own.py", "line 5", "missing"),
     plugin("exits in training", "def on_train_begin(self, *a, **k): raise SystemExit(0)", "own.py", "line 5", "exit",
            trains=True),
-    plugin("interrupts training", "def on_step_end(self, *a, **k): raise KeyboardInterrupt", "own.Own.on_step_end",
-           "own.py", "line 5", trains=True),
     plugin("returns a number", "def on_step_end(self, *a, **k): return 5", "own.Own.on_step_end returned a int",
            trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",

@@ -141,6 +141,12 @@ def test_a_checkpoint_without_a_file_is_skipped_or_named(make, checkpoint, folde
     assert_skipped(make, torn, folder, f"it has no {problem}")
 
 
+def test_a_checkpoint_with_a_damaged_json_file_is_skipped(make, checkpoint, folder):
+    torn = checkpoint(6, "optimizer.pt")
+    (torn / "ebft_run.json").write_text("{")
+    assert_skipped(make, torn, folder, "a JSON file is damaged")
+
+
 @pytest.mark.parametrize("name", ["checkpoint-40", "checkpoint-04"])
 def test_a_renamed_checkpoint_is_named_with_its_step(make, checkpoint, folder, name):
     """Neither its name nor its contents decide alone: it is not used, moved, replaced or taken for the newest one."""

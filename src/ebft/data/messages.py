@@ -236,11 +236,6 @@ def each_answer(messages: list[Message]) -> list[int]:
     return found if found and any(map(says_something, messages[: found[0]])) else found[:1]
 
 
-def content_text(message: Message) -> str:
-    """The text of an assistant turn, empty if missing."""
-    return message.get("content", "")
-
-
 def says_something(message: Message) -> bool:
     """Whether a message has a content but white space; one that only calls tools has none."""
     return bool(str(message.get("content") or "").strip())

@@ -48,11 +48,6 @@ def is_partitioned(model: nn.Module) -> bool:
     return hasattr(next(model.parameters(), None), "ds_id")
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return the shape of a parameter, also if ZeRO-3 has partitioned it."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def load_whole() -> None:
     """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts.
 

@@ -18,7 +18,6 @@ from ebft.printed import printable
 from ebft.run_files import ROLLOUTS, JsonTail, read_all, rollout_files
 
 LENGTH, REWARD = "length", "reward"
-ORDERS = ("best", "worst", "newest")
 _NEWEST_BYTES = 4 * 2**20
 TERMS = (REWARD, "alignment", "diversity", "advantage", LENGTH)  # the order in which they are shown; others follow
 _LOWER_IS_BETTER = ("diversity",)

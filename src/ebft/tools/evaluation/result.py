@@ -191,7 +191,7 @@ def check_writable(path: Path) -> None:
     """Raise an error before the evaluation if `path` is not writable."""
     with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir() or not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+    if path.is_dir() or not os.access(path if path.exists() and not path.is_file() else path.resolve().parent, os.W_OK):
         raise ConfigError(f"{path} is not writable. Choose another path.")
 
 

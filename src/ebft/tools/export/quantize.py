@@ -153,6 +153,8 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
 def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
     """The first `max_tokens` tokens of a text file, in windows."""
     ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
+    if len(ids) < 2:
+        raise DataError(f"{path} has fewer than two tokens. Use a longer text.")
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
     return [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
 

@@ -249,7 +249,7 @@ def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
     else:
         from torch.distributed.run import get_args_parser as parser_of
     parser = parser_of()
-    parser.error = refuse
+    parser.error, parser.exit = refuse, lambda *_: refuse("it would print its help")
     return parser.parse_args(arguments)
 
 

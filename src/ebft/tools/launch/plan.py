@@ -11,7 +11,6 @@ from ebft.processes import is_launched
 from ebft.serving.command import server_gpus
 
 ACCELERATE, TORCHRUN, PYTHON = "accelerate", "torchrun", "python"
-LAUNCHERS = (ACCELERATE, TORCHRUN, PYTHON)
 RAY = "ray"  # the launcher of a plan with use_ray: true, which is not an option
 RAY_ADDRESS = "RAY_ADDRESS"  # environment variable: the Ray cluster that the command connects to
 PORT = 29500  # the default of accelerate and torchrun for several machines
