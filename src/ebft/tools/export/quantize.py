@@ -153,10 +153,8 @@ def perplexity(model: PreTrainedModel, sequences: list[ScoredTokens]) -> float:
 def text_sequences(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
     """The first `max_tokens` tokens of a text file, in windows."""
     ids = encode(tokenizer, read_text(path), special=True)[:max_tokens]
-    if len(ids) < 2:
-        raise DataError(f"{path} has fewer than two tokens. Use a longer text.")
     windows = [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
-    return [ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1]
+    return _some([ScoredTokens(window, range(1, len(window))) for window in windows if len(window) > 1])
 
 
 def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[ScoredTokens]:
@@ -179,8 +177,12 @@ def held_out_sequences(config: RunConfig, tokenizer: PreTrainedTokenizerBase, ma
             break
         if one.scored:
             found.append(one)
+    return _some(found)
+
+
+def _some(found: list[ScoredTokens]) -> list[ScoredTokens]:
     if not found:
-        raise DataError("The held-out data of the config has no text to score. Give a text file with --text.")
+        raise DataError("The data has no text of two tokens to score. Give a text file with --text.")
     return found
 
 
