@@ -291,7 +291,7 @@ def check_trackers(config: RunConfig) -> None:
         from transformers.integrations import integration_utils as known
 
         if name not in known.INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {sorted(known.INTEGRATION_TO_CALLBACK)}.")
+            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {[*known.INTEGRATION_TO_CALLBACK]}.")
         start = f"is_{name.partition('_')[0]}"
         checks = [
             check for each, check in vars(known).items() if each.startswith(start) and each.endswith("_available")
