@@ -231,8 +231,8 @@ def _compared(row: Row, given: Format, entry: Any, names: tuple[str, ...]) -> Ex
         question = [{"role": "user", "content": asked}] if asked.strip() else []
     else:
         question = _chat(asked, f"column {column!r}", normal)
-    if given.is_optional and question and question[-1]["role"] == "assistant":  # one of the whole chats
-        question = []
+    if given.is_optional and question and question[-1]["role"] == "assistant":  # one of the replies, or a whole chat
+        question = question[:-1] if all(isinstance(value, str | None) for value in values) else []
     found = [_continued(question, _reply(value, name, normal), name, is_text) for value, name in zip(values, columns)]
     starts = [before for before, added in found if added] or [found[0][0]]
     if any(start != starts[0] for start in starts):
