@@ -228,6 +228,7 @@ def listed(*messages):
         ("reward_model", CHATS["reward_model"], {"messages": [*MORE, Q], **listed()}, MULTI),
         ("reward_model", CHATS["reward_model"], {"input": "Q0", **listed(*MORE, Q)}, MULTI),
         ("reward_model", CHATS["reward_model"], {"input": "Q", **listed(S, Q)}, SQA),
+        ("reward_model", CHATS["reward_model"], {"messages": [Q, A], **REPLIES}, QA),
     ],
 )  # fmt: skip
 def test_shapes(load, method, type, row, turns):
