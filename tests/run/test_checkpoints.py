@@ -144,7 +144,7 @@ def test_a_checkpoint_without_a_file_is_skipped_or_named(make, checkpoint, folde
 def test_a_checkpoint_with_a_damaged_json_file_is_skipped(make, checkpoint, folder):
     torn = checkpoint(6, "optimizer.pt")
     (torn / "ebft_run.json").write_text("{")
-    assert_skipped(make, torn, folder, "a JSON file is damaged")
+    assert_skipped(make, torn, folder, "ebft_run.json is damaged")
 
 
 @pytest.mark.parametrize("name", ["checkpoint-40", "checkpoint-04"])

@@ -196,7 +196,7 @@ def test_an_earlier_checkpoint_at_the_end_of_a_run_does_not_replace_later_result
     [
         ("SIGINT", {}, "Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"),
         ("SIGTERM", {}, "Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"),
-        ("SIGHUP", {}, "Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"),
+        *[("SIGHUP", {}, "Stopped at step 1.*checkpoint-1$")] * (signal.getsignal(signal.SIGHUP) == 0),  # no nohup
         ("SIGINT", {"save_only_model": True}, "saved in .*checkpoint-1, but training cannot be resumed from it"),
     ],
 )

@@ -298,12 +298,12 @@ def check_complete(checkpoint: Path, reads_all: bool = True) -> None:
     if not (checkpoint / STATE).is_file():
         raise DamagedError(f"it has no {STATE}")
     try:
-        step = json_object(checkpoint / STATE).get("global_step")
-        sums = json_object(checkpoint / CHECKSUMS) if (checkpoint / CHECKSUMS).is_file() else {}
-        for path in checkpoint.glob("*.json"):
+        for path in sorted(checkpoint.glob("*.json")):
             json.loads(path.read_text(encoding="utf-8"))
+        step = json_object(path := checkpoint / STATE).get("global_step")
+        sums = json_object(path) if (path := checkpoint / CHECKSUMS).is_file() else {}
     except ValueError as error:
-        raise DamagedError(f"a JSON file is damaged ({error})") from error
+        raise DamagedError(f"{path.name} is damaged ({error})") from error
     if step_in_name(checkpoint) not in (None, step):
         raise DamagedError(f"it contains step {step}, unlike its name; to use it, rename it to checkpoint-{step}")
     for name, value in sums.items():
