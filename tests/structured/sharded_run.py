@@ -60,6 +60,7 @@ def make(name, folder, processes):
     model = policy(tokenizer, adapter == "lora", Path(folder).with_name("base"), processes)
     common = {"per_device_train_batch_size": 8 // processes, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more}
+    common |= {"adam_epsilon": 1e-4}  # or Adam's step of a gradient near zero is as large as any and of its rounding
     if processes > 1 and "replicated" not in more:
         common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}
     if kind == "grpo":
