@@ -60,7 +60,7 @@ def make(name, folder, processes):
     model = policy(tokenizer, adapter == "lora", Path(folder).with_name("base"), processes)
     common = {"per_device_train_batch_size": 8 // processes, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
     common |= {"shared_prefix": "rows" not in more, "bf16": "bf16" in more}
-    common |= {"adam_epsilon": 1e-4}  # or Adam's step of a gradient near zero is as large as any and of its rounding
+    common["adam_epsilon"] = 1e-4  # or Adam's step of a gradient near zero is as large as any, and follows rounding
     if processes > 1 and "replicated" not in more:
         common |= {"fsdp": True, "fsdp_config": {"reshard_after_forward": "gathered" not in more}}
     if kind == "grpo":
@@ -83,9 +83,8 @@ def found_by(trainer):
     weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trainer.model.named_parameters()}
     sampled = getattr(trainer, "sampled", [])
     if trainer.args.world_size > 1:
-        parts = [None] * trainer.args.world_size
-        distributed.all_gather_object(parts, sampled)
-        sampled = [[ids for part in step for ids in part] for step in zip(*parts)]
+        distributed.all_gather_object(parts := [None] * trainer.args.world_size, sampled)
+        sampled = [sum(step, []) for step in zip(*parts)]
     return {
         "logs": [entry for entry in trainer.state.log_history if "loss" in entry],
         "held_out": held_out,
@@ -97,7 +96,7 @@ def found_by(trainer):
 def main(path, *names):
     processes = int(os.environ.get("WORLD_SIZE", 1))
     found = {name: found_by(make(name, f"{path}.{name}", processes)) for name in names}
-    if int(os.environ.get("RANK", 0)) == 0:
+    if os.environ.get("RANK", "0") == "0":
         torch.save(found, path)
     if processes > 1:
         distributed.barrier()
