@@ -1,0 +1,99 @@
+"""The study's runs, its plan, and from a run to its config: a YAML file of configs/ and overrides, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+OUTPUT = HERE.parents[1] / "outputs" / "study" / "controlled"
+
+# Llama models: too small for the texts, and large enough.
+SIZES = {
+    "small": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "large": {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 4},
+}
+WARM = {"small": (3000, 3e-3), "large": (2000, 1e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
+BUDGET = {"small": 1e12, "large": 1e13}  # FLOPs of every run
+RATES = {"small": 3e-4, "large": 1e-4}  # of EBFT and RLVR where nothing else is said; SFT has ten times as much
+
+# Settings: what each changes in its method's config.
+EBFT = {
+    "": (),
+    "ce 0.03": ("ebft.ce_coef=0.03",),
+    "ce 0.2": ("ebft.ce_coef=0.2",),
+    "ce 1": ("ebft.ce_coef=1",),
+    "samples 4": ("ebft.n_samples_per_prompt=4",),
+    "samples 32": ("ebft.n_samples_per_prompt=32",),
+    "diversity 0.5": ("ebft.diversity_coef=0.5",),
+    "whitened": ("ebft.use_whitening=true", "ebft.whitening_space=feature"),
+    "last token": ("ebft.embed_method=last_token",),
+    "lora": ("adapter=lora", "lora_r=8", "lora_alpha=16", "lora_target_linear=true"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run from a source's warm start; `start` is the warm start itself."""
+
+    source: str
+    size: str
+    method: str  # start, sft, ebft, structured or rlvr
+    setting: str = ""
+    rate: float = 1.0  # as a multiple of RATES
+    seed: int = 0
+
+    @property
+    def group(self) -> str:
+        """The name that its seeds share."""
+        rate = "" if self.rate == 1 else f"rate{self.rate:g}"
+        parts = (self.source, self.size, self.method, self.setting.replace(" ", "_"), rate)
+        return "-".join(part for part in parts if part)
+
+    @property
+    def name(self) -> str:
+        """A file name of its own."""
+        return f"{self.group}-seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Where the texts and the start of its source and size are."""
+        return OUTPUT / f"{self.source}-{self.size}"
+
+    @property
+    def model(self) -> Path:
+        """What it measures."""
+        return self.folder / ("start" if self.method == "start" else self.name)
+
+    def overrides(self, flops_of_a_step: float) -> list[str]:
+        """What it changes in its config; `flops_of_a_step` are those of SFT, whose rate can decay to its end."""
+        rate = RATES[self.size] * self.rate * (10 if self.method == "sft" else 1)
+        found = [f"base_model={self.folder / 'start'}", f"datasets.0.path={self.folder / f'train{self.seed}.jsonl'}"]
+        found += [f"output_dir={self.model}", f"learning_rate={rate:g}", f"seed={self.seed}"]
+        if self.setting == "decay":
+            return [*found, "lr_scheduler=cosine", f"max_steps={round(BUDGET[self.size] / flops_of_a_step)}"]
+        return [*found, f"budget.flops={BUDGET[self.size]}", *EBFT[self.setting]]
+
+
+def planned() -> Iterator[Cell]:
+    """All runs in their order: what answers most comes first."""
+    for seed in range(3):
+        for size in SIZES:
+            for source in ("traces", "brackets", "sentences"):
+                yield from [Cell(source, size, "start")] if not seed else []
+                yield Cell(source, size, "sft", seed=seed)
+                yield Cell(source, size, "sft", "decay", seed=seed)
+                for setting in ("", "whitened", "ce 0.2"):
+                    yield Cell(source, size, "ebft", setting, seed=seed)
+                yield Cell(source, size, "rlvr", seed=seed)
+        for source in ("traces", "brackets"):  # one setting at a time, and rates
+            for rate in (0.1, 0.3, 3.0):
+                yield Cell(source, "small", "ebft", rate=rate, seed=seed)
+            yield Cell(source, "small", "sft", rate=0.1, seed=seed)
+            for setting in list(EBFT)[1:]:
+                yield Cell(source, "small", "ebft", setting, seed=seed)
+            yield Cell(source, "small", "structured", seed=seed)
+
+
+CELLS = list(dict.fromkeys(planned()))

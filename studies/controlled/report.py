@@ -1,0 +1,100 @@
+"""The tables and the figure of the controlled study, from the files in results/.
+
+python studies/controlled/report.py                  # prints the tables and writes results/frontier.png
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from cells import HERE
+
+RESULTS = HERE / "results"
+METRICS = {"kl": "KL, nats", "valid": "valid", "coverage": "coverage KL", "until_error": "words to error"}
+COLOURS = {"start": "0.6", "sft": "tab:blue", "sft-decay": "tab:cyan", "ebft": "tab:red", "ebft-ce_0.2": "tab:orange"}
+COLOURS |= {"ebft-whitened": "tab:purple", "rlvr": "tab:green"}
+Results = dict[str, list[dict[str, Any]]]  # of each group of runs that differ by seed
+
+
+def main() -> None:
+    """Print the tables and draw the figure."""
+    groups = read()
+    for place in sorted({"-".join(name.split("-")[:2]) for name in groups}):
+        print(f"\n## {place}\n\n{table(groups, place)}")
+    draw(groups)
+
+
+def read() -> Results:
+    """The results by group, in the order of their names."""
+    groups: Results = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        groups.setdefault(path.stem.rpartition("-seed")[0], []).append(json.loads(path.read_text(encoding="utf-8")))
+    return groups
+
+
+def table(groups: Results, place: str) -> str:
+    """A row for each group of a source and size: means over seeds, and half of their range."""
+    lines = [f"| run | seeds | {' | '.join(METRICS.values())} | better than SFT |", "| --- " * (len(METRICS) + 3) + "|"]
+    baseline = [groups[name] for name in (f"{place}-sft", f"{place}-sft-decay") if name in groups]
+    for name, seeds in groups.items():
+        if name.startswith(f"{place}-"):
+            cells = [spread([seed[metric] for seed in seeds]) for metric in METRICS]
+            won = "" if "-ebft" not in name and "-structured" not in name else wins(seeds, baseline)
+            lines.append(f"| {name.removeprefix(f'{place}-')} | {len(seeds)} | {' | '.join(cells)} | {won} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Mean ± half of the range."""
+    half = (max(values) - min(values)) / 2
+    return f"{statistics.fmean(values):.3f}" + (f" ± {half:.3f}" if half else "")
+
+
+def wins(seeds: list[dict[str, Any]], baselines: Iterable[list[dict[str, Any]]]) -> str:
+    """At how many temperatures the frontier of validity against coverage is above those of all SFT runs."""
+    above = [point for point in curve(seeds) if all(beyond(point, curve(other)) for other in baselines)]
+    return f"{len(above)} of {len(curve(seeds))}"
+
+
+def curve(seeds: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(coverage KL, valid) at each temperature, means over seeds."""
+    temperatures = seeds[0]["temperatures"]
+    mean = lambda key, name: statistics.fmean(seed["temperatures"][key][name] for seed in seeds)
+    return [(mean(key, "coverage"), mean(key, "valid")) for key in temperatures]
+
+
+def beyond(point: tuple[float, float], others: list[tuple[float, float]]) -> bool:
+    """Whether `point` has more valid texts than the line through `others` at its coverage, or covers more than all."""
+    coverage, valid = point
+    line = sorted(others)
+    if coverage < line[0][0]:
+        return True
+    for (left, low), (right, high) in zip(line, line[1:]):
+        if left <= coverage <= right:
+            return valid > low + (high - low) * (coverage - left) / max(right - left, 1e-9)
+    return valid > max(valid for _, valid in line)
+
+
+def draw(groups: Results) -> None:
+    """A panel for each source and size: validity against coverage over temperatures."""
+    from matplotlib import pyplot
+
+    places = sorted({"-".join(name.split("-")[:2]) for name in groups})
+    figure, panels = pyplot.subplots(1, len(places), figsize=(4 * len(places), 3.6), squeeze=False)
+    for panel, place in zip(panels[0], places):
+        for name, colour in COLOURS.items():
+            if seeds := groups.get(f"{place}-{name}"):
+                coverage, valid = zip(*curve(seeds))
+                panel.plot(coverage, valid, "o-", color=colour, markersize=3, label=name)
+        panel.set(title=place, xlabel="KL of modes (less is better)", xscale="log")
+    panels[0][0].set_ylabel("share of valid samples")
+    panels[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "frontier.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

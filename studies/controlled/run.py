@@ -1,0 +1,134 @@
+"""Where does EBFT win? Methods beside each other on texts whose distribution is known, for the same FLOPs.
+
+    python studies/controlled/run.py --list              # all runs in their order, and which have results
+    python studies/controlled/run.py --hours 1           # starts no further run after an hour
+    python studies/controlled/run.py --only 'traces-*'   # the runs of these names
+    python studies/controlled/report.py                  # the tables and the figure of the results
+
+Each finished run is a file in results/; one that is deleted is made again, with one thread to the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the order of sums depends on their number
+sys.path.extend(str(folder) for folder in (Path(__file__).resolve().parent, Path(__file__).resolve().parents[2]))
+
+import torch  # noqa: E402
+from cells import CELLS, HERE, OUTPUT, SIZES, WARM, Cell  # noqa: E402
+from measure import PROMPT, measured  # noqa: E402
+from sources import END, SOURCES, Source, draw  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from benchmarks.measuring import machine  # noqa: E402
+from ebft import load_config, train  # noqa: E402
+
+RESULTS, TEXTS = HERE / "results", 60_000
+
+
+def main() -> None:
+    """Run the study."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB", help="only runs of these names")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no further run after so many hours")
+    parser.add_argument("--list", action="store_true", help="only list the runs")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    for cell in CELLS:
+        path = RESULTS / f"{cell.name}.json"
+        if not any(fnmatch(cell.name, pattern) for pattern in arguments.only):
+            continue
+        if arguments.list:
+            print("done" if path.exists() else "    ", cell.name, sep="  ")
+        elif not path.exists() and time.perf_counter() - started < arguments.hours * 3600:
+            write(path, result_of(cell))
+            print(path, flush=True)
+
+
+def result_of(cell: Cell) -> dict[str, Any]:
+    """Train and measure a cell."""
+    source, began = SOURCES[cell.source](), time.perf_counter()
+    started = json.loads(start(cell, source).read_text(encoding="utf-8"))
+    if cell.method == "start":
+        cost, overrides = started, []
+    else:
+        texts = cell.folder / f"train{cell.seed}.jsonl"
+        if not texts.exists():
+            write_texts(texts, cell.source, draw(source, 10_000 + cell.seed, TEXTS))
+        overrides = cell.overrides(started["flops"] / started["steps"] / 2)  # 32 texts a step instead of 64
+        cost = trained(cell.method, overrides)
+    trained_in = time.perf_counter() - began
+    found = measured(source, str(cell.model))
+    if cell.method != "start":
+        shutil.rmtree(cell.model)
+    seconds = {"train": trained_in, "measure": time.perf_counter() - began - trained_in}
+    shown = [override.replace(f"{OUTPUT}/", "") for override in overrides]
+    return {"cell": cell.__dict__, "overrides": shown, "cost": cost, "seconds": seconds, **found, "machine": card()}
+
+
+def start(cell: Cell, source: Source) -> Path:
+    """The warm start, trained from scratch on fresh texts unless it is there: the file of its cost."""
+    done = cell.folder / "start.json"
+    if not done.exists():
+        cell.folder.mkdir(parents=True, exist_ok=True)
+        steps, rate = WARM[cell.size]
+        write_texts(cell.folder / "warm.jsonl", cell.source, draw(source, 1, 64 * steps))
+        save_random_model(cell.folder / "base", source.words, SIZES[cell.size])
+        overrides = [f"base_model={cell.folder / 'base'}", f"datasets.0.path={cell.folder / 'warm.jsonl'}"]
+        overrides += [f"output_dir={cell.folder / 'start'}", f"max_steps={steps}", f"learning_rate={rate}"]
+        cost = trained("sft", [*overrides, "micro_batch_size=64", "lr_scheduler=cosine"])
+        write(done, cost)
+    return done
+
+
+def trained(method: str, overrides: list[str]) -> dict[str, float]:
+    """Train by the config of a method: what that cost."""
+    result = train(load_config(HERE / "configs" / f"{method}.yaml", overrides))
+    cost = {name: result.metrics[f"budget/{name}"] for name in ("documents", "generated_tokens", "flops")}
+    return {**cost, "steps": result.trainer.state.global_step}
+
+
+def write_texts(path: Path, source: str, texts: list[list[str]]) -> None:
+    """Rows of training: the prompt, the text and the name of the source."""
+    rows = ({"input": PROMPT, "output": " " + " ".join(text), "source": source} for text in texts)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def save_random_model(folder: Path, words: list[str], shape: dict[str, int]) -> None:
+    """A random Llama model whose tokens are the words of a source."""
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<unk>", END, PROMPT, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"eos_token": END, "pad_token": "<pad>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
+    tokens = {"vocab_size": len(vocabulary), "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = LlamaConfig(**tokens, **shape, max_position_embeddings=128, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def card() -> dict[str, Any]:
+    """Threads, versions, commit, date."""
+    return machine(torch.device("cpu"))
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result whole or not at all, with six digits of each number."""
+    text = json.dumps(json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}")))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".new").write_text(text + "\n", encoding="utf-8")
+    os.replace(path.with_suffix(".new"), path)
+
+
+if __name__ == "__main__":
+    main()
