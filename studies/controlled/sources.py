@@ -92,7 +92,7 @@ class Traces:
         last = silent == 0 and shown > 0
         if last and shown >= self.longest:
             return {END: (1.0, None)}
-        show = 0.0 if silent == 0 else 1.0 if silent >= self.silent else 0.5
+        show = 0.0 if silent == 0 else 1.0 if silent >= self.silent else 0.8
         end = 0.25 if last else 0.0
         shares = {"add": 0.5, "sub": 0.3, "mul": 0.2}
         found: Moves = {op: ((1 - show - end) * share, (op, value, silent, shown)) for op, share in shares.items()}
