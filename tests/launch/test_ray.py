@@ -123,13 +123,3 @@ def test_the_first_failure_is_reported_and_those_of_an_earlier_attempt_are_forgo
         assert (await control.begin()).signal == 15
 
     asyncio.run(scenario())
-
-
-def test_metrics_are_reported_as_python_numbers():
-    import numpy
-    import torch
-
-    from ebft.tools.launch.ray_worker import plain as plain_metrics
-
-    found = plain_metrics({"loss": torch.tensor(0.5), "step": numpy.int64(3), "note": "text"})
-    assert found == {"loss": 0.5, "step": 3, "note": "text"} and type(found["loss"]) is float

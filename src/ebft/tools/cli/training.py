@@ -58,10 +58,6 @@ def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions)
         run_config = load_config(config, overrides)
         say_loading()
         plan = plan_launch(options, run_config)
-        if plan.options.passed_on:
-            from ebft.tools.launch.agent import check_passed_on  # imports the launcher, which is slow
-
-            check_passed_on(plan)
         check_runnable(run_config, plan.processes if plan.launcher else None)
     for warning in found if plan.launcher is None else ():
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)

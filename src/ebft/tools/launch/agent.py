@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any, NoReturn
@@ -137,7 +137,11 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
 
         if not isinstance(error, ChildFailedError):
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
-        rank, code = _first_failure(error.failures, folder)
+        # Others fail because of a process that was killed, and the launcher stops or, later, kills them.
+        latest = min(failure.timestamp for failure in error.failures.values()) + _SAME_TIME
+        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in processes.SIGNALS and one.timestamp <= latest
+        rank, first = max(error.failures.items(), key=lambda item: (was_killed(item[1]), item[1].exitcode > 0))
+        code = first.exitcode
         who = f"The process of rank {rank}"
     if code < 0 and was_signalled and -code in (*processes.SIGNALS, signal.SIGKILL):
         return 128 - code
@@ -145,30 +149,14 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
         reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
     if (folder / processes.UNEXPECTED).exists():
-        say(f"\n{who} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}", err=True)
+        rank = (folder / processes.FAILED).read_text()
+        say(
+            f"\nThe process of rank {rank} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}",
+            err=True,
+        )
     elif not (folder / processes.FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
-
-
-def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]:
-    """The rank and exit status that the others follow from: of a killed process, or else the first that has reported.
-
-    The launcher stops all processes when one ends, also the first that reported, if another ended before it: then the
-    other one has the status, since it failed for the same reason.
-    """
-    earliest = min(failure.timestamp for failure in failures.values())
-    for rank, failure in failures.items():
-        ends_itself = failure.exitcode >= 0 or -failure.exitcode in processes.SIGNALS
-        if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
-            return rank, failure.exitcode
-    with contextlib.suppress(OSError, ValueError):
-        rank = int((folder / processes.FAILED).read_text())
-        if rank in failures:
-            ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
-            return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
-    rank, failure = max(failures.items(), key=lambda item: item[1].exitcode > 0)  # one that was not stopped, if any
-    return rank, failure.exitcode
 
 
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
@@ -230,14 +218,6 @@ def _torchrun(plan: Plan) -> list[str]:
     return [*words, "--standalone", "--local-addr", _LOCAL]  # with a free port
 
 
-# Options of the launchers that `ebft train` sets, or that would replace keys of the config.
-_OURS = {
-    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
-    *("mixed_precision", "dynamo_backend", "use_deepspeed", "use_fsdp", "nproc_per_node", "nnodes", "node_rank"),
-    *("master_addr", "master_port", "standalone", "local_addr", "no_python", "run_path", "module"),
-}
-
-
 def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
     """The arguments, read by the launcher's parser. Raises ConfigError if it does not accept them."""
 
@@ -251,16 +231,3 @@ def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
     parser = parser_of()
     parser.error, parser.exit = refuse, lambda *_: refuse("it would print its help")
     return parser.parse_args(arguments)
-
-
-def check_passed_on(plan: Plan) -> None:
-    """Raise ConfigError for words after -- that are no options of the plan's launcher, or that `ebft train` sets."""
-    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in plan.options.passed_on if word[:1] == "-"}
-    if ours := sorted(names & _OURS):
-        raise ConfigError(
-            f"Options after --: ebft train sets --{ours[0]} of {plan.launcher} itself. Use its own option, before --, "
-            "or the key of the config."
-        )
-    script = parsed_arguments(plan.launcher, launcher_arguments(plan, [])).training_script
-    if script != PROGRAM:
-        raise ConfigError(f"Options after --: {script!r:.100} is not an option of {plan.launcher}. Write it before --.")

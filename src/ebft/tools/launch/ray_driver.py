@@ -101,7 +101,7 @@ def _connect(config: RunConfig) -> None:
     each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
     ray.init(
         address="local",
-        # Those of the machine, or more, so that any number of processes can be tested.
+        # The CPUs of the machine, or more, so that any number of processes can be tested.
         num_cpus=max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers)),
         object_store_memory=_OBJECT_STORE,
         include_dashboard=False,
