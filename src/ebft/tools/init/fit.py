@@ -60,7 +60,7 @@ class Source:
 
 
 def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
-    """A note of about how many steps the run has, for a number of rows of which some are held out."""
+    """A note about the number of steps of the run, from the number of rows, with the held-out ones."""
     with warnings.catch_warnings(action="ignore"):
         config = RunConfig.from_dict(copy.deepcopy(values))
     if config.max_steps is None:
@@ -87,11 +87,15 @@ def fit(
     longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limit = min(_LONGEST, longest or _LONGEST)
     if is_text or tokenizer is None:
-        rows, lengths = None, _characters(sources, None if is_text else config)
+        rows, lengths = None, []  # estimated from characters
+        for source in sources:
+            step = max(1, len(source.rows) // _SAMPLE)
+            lengths += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
     else:
         rows, lengths = _sampled(found, sources)
     if "sequence_len" not in given:
-        _set_length(found, [_total(each) for each in lengths], min(limit, WINDOW) if is_text else limit, is_text)
+        total = [one.prompt + one.reference if isinstance(one, PromptLength) else one for one in lengths]
+        _set_length(found, total, min(limit, WINDOW) if is_text else limit, is_text)
     if rows is not None and isinstance(lengths[0], PromptLength):
         _set_completion(found, given, lengths)
     config = RunConfig.from_dict(copy.deepcopy(found.values))
@@ -104,19 +108,6 @@ def fit(
     else:
         longest_of = longest_rows(config, rows, lengths)
     _fit_memory(found, given, config, model_config, longest_of)
-
-
-def _total(length: int | PromptLength) -> int:
-    return length.prompt + length.reference if isinstance(length, PromptLength) else length
-
-
-def _characters(sources: list[Source], config: RunConfig | None) -> list[int]:
-    """The lengths of rows, estimated from their characters; of texts if `config` is None."""
-    found = []
-    for source in sources:
-        step = max(1, len(source.rows) // _SAMPLE)
-        found += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
-    return found
 
 
 def _count(value: Any) -> int:
@@ -160,7 +151,7 @@ def _set_length(found: Draft, lengths: list[int], limit: int, is_text: bool) -> 
 
 
 def _set_completion(found: Draft, given: dict[str, Any], lengths: Sequence[Any]) -> None:
-    """The longest completion to sample: that of 95 of 100 references."""
+    """The longest completion to sample: 95 of 100 references are not longer."""
     if "max_completion_length" in (given.get("trl") or {}):
         return
     ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)
