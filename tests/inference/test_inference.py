@@ -139,18 +139,6 @@ def test_a_session(sampler, capsys, monkeypatch):
     assert session._messages == {False: [], True: []}
 
 
-def test_ctrl_c_ends_a_session_at_the_prompt_and_stops_a_reply(sampler, capsys, monkeypatch):
-    session = Session(sampler, chats=True)
-    session.run(lines(KeyboardInterrupt, "not read"))
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(sampler), "reply_ids", interrupted)
-    session.run(lines("say 3", "say 4"))
-    assert capsys.readouterr().out.count("(stopped)") == 2 and session._messages[False] == []
-
-
 def test_the_base_of_a_full_model_is_the_gguf_file_that_it_was_trained_from(folders, tiny_gguf, tmp_path):
     full, both = tmp_path / "full", tmp_path / "both"
     shutil.copytree(folders["full"], full)

@@ -65,12 +65,6 @@ SHAPES = {
         "ebft",
         {"type": "chat_template", "field_messages": None},
     ),
-    "prompts of messages with a text as the answer": (
-        "jsonl",
-        lambda i: {"prompt": chat(i)[:1], "ground_truth": texts(i)[1], "source": "a"},
-        "ebft",
-        {"type": "chat_template", "field_messages": None},
-    ),
     "chats with other keys": (
         "jsonl",
         lambda i: {"dialog": chat(i, "speaker", "text")},
@@ -353,6 +347,7 @@ def test_values_are_read_as_they_were_written(value):
     assert parse_yaml(f"key: {_scalar(value)}") == {"key": value}
 
 
+@pytest.mark.slow
 def test_in_a_terminal_what_is_missing_is_asked_for(here, data, tiny_llama_dir):
     data("input/output")
     terminal = Terminal(ebft_command("init", "rows.jsonl"), columns=200)

@@ -11,7 +11,6 @@ from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
 from ebft.tools.launch.ray_driver import worker_resources
-from tests.launch.test_plan import MANAGED
 
 ROWS = {"base_model": "some/model", "datasets": [{"path": "some/data", "type": "ebft_opencode.transform_strided"}]}
 
@@ -54,19 +53,6 @@ def test_what_cannot_be_combined_with_ray(monkeypatch, options, has_ray, variabl
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
         planned(options=options)
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        ({"resources_per_worker": {"GPU": 2}}, "invalid value GPU: 2; expected 1 or 0"),
-        ({"ray_max_failures": 1, "save_only_model": True}, "ray_max_failures restarts the run from its checkpoints"),
-        (MANAGED, "use_ray is incompatible with trl.vllm_mode: managed"),
-    ],
-)
-def test_impossible_keys_are_refused(keys, message):
-    with pytest.raises(ConfigError, match=message):
-        config_with(use_ray=True, **keys)
 
 
 def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch, capsys):

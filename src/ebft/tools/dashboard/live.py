@@ -22,7 +22,7 @@ _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
 # Metrics that do not compare models: each model's features are whitened with its own samples.
 NOT_COMPARABLE = ("cfm_loss_whitened",)
-# Of the metrics of an evaluation; those of a user's own functions are better if they are higher.
+# Metrics of an evaluation; metrics of a user's own functions are better if they are higher.
 LOWER_IS_BETTER = ("ce_loss", "ce_loss_all", "perplexity", "perplexity_all", "cfm_loss", "cfm_loss_plugin", "diversity")
 
 

@@ -309,15 +309,10 @@ class TrainingDashboard(Dashboard):
         if self._has_ended():
             self.exit("closed")
         else:
-            self.push_screen(LeaveDialog(), self._decide)
+            acts = {"leave": lambda: self.exit("left"), "stop": self.action_stop, "back": lambda: None}
+            self.push_screen(LeaveDialog(), lambda choice: acts[choice or "back"]())
 
     def _has_ended(self) -> bool:
         """Whether training has ended, also if its process has not exited yet."""
         is_own = self.live.run.get("pid") == self.training.pid
         return not self.training.is_running() or (is_own and self.live.state not in ("running", "lost"))
-
-    def _decide(self, choice: str | None) -> None:
-        if choice == "leave":
-            self.exit("left")
-        elif choice == "stop":
-            self.action_stop()

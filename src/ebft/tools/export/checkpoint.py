@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,21 +36,21 @@ class DequantisedFiles(WeightFiles):
         self._packed = {name for name in names if name + _SCALES in stored}
         scales = {name + _SCALES for name in self._packed}
         for path, weights in self.files.items():
-            self.files[path] = dict(self._plain(*item) for item in weights.items() if item[0] not in scales)
+            self.files[path] = {}
+            for key, weight in weights.items():
+                name = key.removesuffix(_BLOCKS)
+                if name in self._packed:
+                    experts, outputs, *blocks = weight.shape  # a byte has two values
+                    shape = experts, 2 * math.prod(blocks), outputs
+                    self.files[path][name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                elif key not in scales:
+                    self.files[path][key] = weight
 
     def read(self, key: str) -> Tensor:
         """A weight; its file stays open."""
         if key not in self._packed:
             return super().read(key)
         return convert_moe_packed_tensors(super().read(key + _BLOCKS), super().read(key + _SCALES))
-
-    def _plain(self, key: str, weight: Tensor) -> tuple[str, Tensor]:
-        name = key.removesuffix(_BLOCKS)
-        if name not in self._packed:
-            return key, weight
-        experts, outputs, *blocks = weight.shape  # a byte has two values
-        inputs = 2 * math.prod(blocks)
-        return name, torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="meta")
 
 
 def read_checkpoint(folder: Path, kind: type[WeightFiles] = WeightFiles) -> WeightFiles:
@@ -111,15 +110,6 @@ def begin(folder: Path, identity: str) -> None:
         check_free(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, identity)
-
-
-def parse_size(text: str) -> int:
-    """The number of bytes of a size such as 5GB or 500MiB. Raises ModelError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", text.strip().upper())
-    size = match and int(float(match[1]) * (1024 if match[3] else 1000) ** " KMG".index(match[2] or " "))
-    if not size:
-        raise ModelError(f"--max-shard-size: invalid value {text!r}; expected a size such as 5GB or 500MB.")
-    return size
 
 
 def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -34,7 +34,6 @@ from ebft.tools.export.checkpoint import (
     DequantisedFiles,
     base_folder,
     begin,
-    parse_size,
     read_checkpoint,
     write_tensors,
 )
@@ -54,7 +53,7 @@ _NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "READM
 class MergeSource:
     """An adapter and the base model that it was trained on, both folders or Hub ids.
 
-    `tokenizer`: folder whose tokenizer files replace those of the base model. `quantised`: the keys of a run in which
+    `tokenizer`: folder whose tokenizer files replace the base model's. `quantised`: the keys of a run in which
     bitsandbytes quantised the base weights. `base_config`: folder or Hub id of another configuration than the base's.
     """
 
@@ -90,7 +89,6 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    size = None if max_shard_size is None else parse_size(max_shard_size)
     config, weights = adapters.read_adapter_config(source.adapter), adapters.read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
@@ -101,7 +99,14 @@ def merge_adapter(
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     part_of = {key: part for part in merge.parts for key in part.outputs}
-    split = _shards(part_of, checkpoint, size)
+    # In the order of the checkpoint; weights that are no longer tied come last.
+    places = {key: place for place, key in enumerate(checkpoint.weights)}
+    keys = sorted(part_of, key=lambda key: places.get(key, len(places)))
+    # Not views, which would count with the size of the whole.
+    outputs = {key: torch.empty_like(part_of[key].outputs[key]) for key in keys}
+    largest = max(sum(outputs[key].nbytes for key in own if key in outputs) for own in checkpoint.files.values())
+    with doing("reading --max-shard-size"):
+        split = split_torch_state_dict_into_shards(outputs, max_shard_size=max_shard_size or largest)
     shards = split.filename_to_tensors
     begin(to, _identity(source, base, checkpoint, shards))
     resumed = 0
@@ -142,16 +147,6 @@ def _base_config(base: Path, source: MergeSource) -> Any:
     if method is not None:
         del found.quantization_config
     return found
-
-
-def _shards(part_of: Mapping[str, Part], checkpoint: WeightFiles, max_size: int | None) -> StateDictSplit:
-    """The weights of each shard, in the order of the checkpoint; shards are as large as its files, or `max_size`."""
-    places = {key: place for place, key in enumerate(checkpoint.weights)}
-    keys = sorted(part_of, key=lambda key: places.get(key, len(places)))  # the last ones are no longer tied
-    # Not views, which have the size of what they are views of.
-    weights = {key: torch.empty_like(part_of[key].outputs[key]) for key in keys}
-    files = [sum(weights[key].nbytes for key in own if key in weights) for own in checkpoint.files.values()]
-    return split_torch_state_dict_into_shards(weights, max_shard_size=max_size or max(files))
 
 
 def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> str:
@@ -344,10 +339,9 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
         )
     run = keys_of_base(folder)
     revision = None if base else config.revision or run.get("revision_of_model")
-    base = base or config.base_model_name_or_path
-    if not base:
-        raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
-    return MergeSource(folder, lasting_name(base), revision, tokenizer=folder, base_config=run.get("base_model_config"))
+    with doing(f"reading the name of the base model in {folder / CONFIG} (or --base-model)"):
+        base = lasting_name(base or config.base_model_name_or_path)
+    return MergeSource(folder, base, revision, tokenizer=folder, base_config=run.get("base_model_config"))
 
 
 def _was_quantised(folder: Path) -> bool:

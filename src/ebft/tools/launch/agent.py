@@ -25,7 +25,7 @@ from subprocess import CalledProcessError
 from typing import Any, NoReturn
 
 from ebft import processes
-from ebft.errors import ConfigError, LaunchError, cause
+from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
@@ -66,19 +66,13 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
 
 
 def _own_store(plan: Plan, parsed: Namespace) -> Any:
-    """The store at which processes of one machine find each other; launchers open theirs on all addresses.
-
-    The launcher, which runs in this process, finds the store by its port. accelerate refuses a port that is open on
-    127.0.0.1.
-    """
+    """The store at which processes of one machine meet, by its port; launchers open theirs on all addresses."""
     if plan.options.machines > 1 or sys.platform != "linux":  # others have no second address
         return None
     from torch.distributed import TCPStore
 
-    try:
+    with doing("opening --main-process-port"):
         listening = socket.create_server((_OWN, plan.options.main_process_port or 0))
-    except OSError as error:
-        raise LaunchError(f"The processes cannot be started: --main-process-port: {cause(error)}") from error
     port = listening.getsockname()[1]
     parsed.rdzv_backend, parsed.standalone, parsed.master_addr = "static", False, _OWN
     parsed.master_port = parsed.main_process_port = port
@@ -86,29 +80,37 @@ def _own_store(plan: Plan, parsed: Namespace) -> Any:
     return TCPStore(_OWN, port, is_master=True, master_listen_fd=listening.detach(), **options)
 
 
-def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
-    """Run the launcher in a thread, and send what is in `received` to its processes; returns its exception, if any."""
-    ended: list[BaseException] = []
+def in_thread(start: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """What `start` returns or raises in a thread, in which libraries handle no signals; `look` is called often."""
+    ended: list[Any] = []
 
     def run() -> None:
         try:
-            start()
+            ended.append(start())
         except BaseException as error:
             ended.append(error)
 
     thread = threading.Thread(target=run, name="launcher", daemon=True)
     thread.start()
-    sent: dict[int, int] = {}
-    first_signal = None
     while thread.is_alive():
         thread.join(_POLL)
-        if not received:
-            continue
-        first_signal = first_signal or time.monotonic()
-        _forward(received, folder, sent)
-        if not sent and time.monotonic() - first_signal > _STARTUP:  # for example, it still waits for other machines
-            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-    return ended[0] if ended else None
+        look()
+    return ended[0]
+
+
+def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
+    """Run the launcher in a thread, and send what is in `received` to its processes; returns its exception, if any."""
+    sent: dict[int, int] = {}
+    arrived: list[float] = []
+
+    def look() -> None:
+        if received:
+            arrived.append(time.monotonic())
+            _forward(received, folder, sent)
+            if not sent and arrived[-1] - arrived[0] > _STARTUP:  # for example, it still waits for other machines
+                raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+
+    return in_thread(start, look)
 
 
 def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
@@ -164,7 +166,7 @@ THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 PROGRAM = "ebft"  # the module that each process runs
 _LOCAL = "127.0.0.1"
-_OWN = "127.0.0.2"
+_OWN = "127.0.0.2"  # accelerate refuses a port that is open on 127.0.0.1
 
 
 def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.processes import passed_on, received_signals
+from ebft.tools.launch.agent import in_thread
 from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster
 from ebft.tools.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
 
@@ -37,7 +37,6 @@ _LOCAL = {
 }
 _BARS = ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 _OBJECT_STORE = 100 * 2**20  # bytes; nothing but the config passes through it
-_POLL = 0.1  # seconds
 _PROMPT = 30.0  # seconds in which the control actor answers
 _KILLED = 128 + signal.SIGKILL
 
@@ -159,38 +158,26 @@ def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> A
 
 
 def _fit(trainer: Any, control: Any, received: list[int]) -> Any:
-    """Run the trainer in a thread, in which Ray installs no signal handlers, and pass signals on to the workers."""
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(trainer.fit())
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=run, name="ray", daemon=True)
-    thread.start()
-    seen = 0
-    while thread.is_alive():
-        thread.join(_POLL)
-        for number in received[seen:]:
-            _forward(number, control, is_first=seen == 0)
-            seen += 1
-    if isinstance(ended[0], BaseException):
-        _raise(ended[0], control)
-    return ended[0].return_value, ended[0]
-
-
-def _forward(number: int, control: Any, is_first: bool) -> None:
-    """Pass a signal on to the workers. Raises KeyboardInterrupt if there are none yet, or on the second Ctrl-C."""
+    """Run the trainer, and pass signals on to the workers. Raises KeyboardInterrupt if there are no workers yet."""
     import ray
 
-    if is_first:
-        if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
-            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-        say("\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.", err=True)
-    elif number == signal.SIGINT:
-        raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
+    seen: list[int] = []
+
+    def look() -> None:
+        for number in received[len(seen) :]:
+            seen.append(number)
+            if len(seen) == 1:
+                if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
+                    raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+                text = "Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately."
+                say(f"\n{text}", err=True)
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
+
+    ended = in_thread(trainer.fit, look)
+    if isinstance(ended, BaseException):
+        _raise(ended, control)
+    return ended.return_value, ended
 
 
 def _raise(error: BaseException, control: Any) -> None:

@@ -37,11 +37,12 @@ class StopOnDriver(StopOnSignal):
     def __init__(self, task: Task) -> None:
         super().__init__(task.command)
         self._control = task.control
-        threading.Thread(target=self._wait, name="signals", daemon=True).start()
 
-    def _wait(self) -> None:
-        with suppress(Exception):  # of Ray, which ends before this thread
-            self.request(ray.get(self._control.wait_for_signal.remote()))
+        def wait() -> None:
+            with suppress(Exception):  # of Ray, which ends before this thread
+                self.request(ray.get(self._control.wait_for_signal.remote()))
+
+        threading.Thread(target=wait, name="signals", daemon=True).start()
 
     def follow(self, trainer: Any) -> None:
         super().follow(trainer)

@@ -1,4 +1,4 @@
-"""Before and after, in one fixed feature space: that of the frozen base model."""
+"""Before and after, in one fixed feature space: the space of the frozen base model."""
 
 import math
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ class HeldOut:
 def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.
 
-    Rows without a prompt are windows of a longer text, of which only full ones of `sequence_len` tokens are taken.
+    Rows without a prompt are windows of a longer text, and only full windows of `sequence_len` tokens are taken.
     """
     _, rows = load_datasets(config, tokenizer)
     usable = [row for row in rows if row["prompt_length"] or len(row["input_ids"]) == config.sequence_len]
@@ -71,7 +71,7 @@ def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict
 
 
 def means(groups: list[dict[str, float]]) -> dict[str, float]:
-    """Each metric over all groups; the perplexity is that of the mean cross-entropy."""
+    """Each metric over all groups; the perplexity is the exponential of the mean cross-entropy."""
     found = {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
     return {**found, "perplexity": math.exp(found["ce_loss"])}
 
@@ -86,7 +86,7 @@ def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> It
 
 
 def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
-    """A metric of each group, whose mean over the groups is that of `means`.
+    """A metric of each group, whose mean over the groups is the value of `means`.
 
     For the perplexity of the mean cross-entropy, it is its first-order expansion in the cross-entropy of each group
     (delta method).
@@ -123,7 +123,7 @@ class Sample:
 
 
 def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[Prompt]:
-    """COUNT of the held-out rows, at equal distances; references of at most `longest` tokens."""
+    """COUNT held-out rows, at equal distances; references of at most `longest` tokens."""
     prompts = []
     for index in range(COUNT):
         row = rows[index * len(rows) // COUNT]
@@ -134,7 +134,7 @@ def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[Prompt]:
 
 @torch.no_grad()
 def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) -> list[str]:
-    """What `model` writes after each prompt: the most likely token each time, up to `longest` of them.
+    """What `model` writes after each prompt: the most likely token each time, up to `longest` tokens.
 
     The text ends with the end-of-text token where the model ended it by itself.
     """

@@ -54,7 +54,7 @@ def moved(output: Path, default: Path, paths: dict[str, str]) -> list[str]:
 
 
 def check_output(output: Path) -> None:
-    """Raise ConfigError if `output` has files with the names of those that a quickstart writes, but of others."""
+    """Raise ConfigError if `output` has files that a quickstart would replace, but did not write."""
     configs = [path.name for path in CONFIGS.glob("*.yaml")]
     if any((output / name).is_file() for name in (*configs, "data/made_from.json")):
         return  # of a quickstart
@@ -98,23 +98,19 @@ class Phases:
 def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
     """Call `make`, which fills `folder`, unless an earlier run finished it from the same `made_from`, and say so."""
     stamp, mark = folder / "made_from.json", fingerprint(made_from)
-    if _is_made(stamp, mark):
+    try:
+        made = json.loads(stamp.read_text())
+        is_whole = all((folder / name).stat().st_size == size for name, size in made["files"].items())
+        is_made = is_whole and made["made_from"] == mark
+    except (OSError, ValueError, TypeError):  # it was not made, or not to the end
+        is_made = False
+    if is_made:
         console.print(f"[green]Made by an earlier run, and used again: {folder}")
         return
     stamp.unlink(missing_ok=True)
     make()
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     stamp.write_text(json.dumps({"made_from": mark, "files": sizes}))  # last: what was interrupted is made again
-
-
-def _is_made(stamp: Path, mark: str) -> bool:
-    """Whether a folder was made from what `mark` stands for, and all of its files are there."""
-    try:
-        made = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        return False
-    paths = {stamp.parent / name: size for name, size in made["files"].items()}
-    return made["made_from"] == mark and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
 
 
 def fingerprint(value: Any) -> str:

@@ -39,7 +39,6 @@ PROGRAMS = {
     ),
 }
 MOST_PROMPT, OUTPUT_TOKENS = 60, (8, 40)
-FEWEST_ROWS = 16
 GROUPS = 8  # of 8 held-out messages each
 TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
@@ -89,7 +88,7 @@ def config_overrides(output: Path, seed: int, model: str) -> list[str]:
 
 
 def write_rows(folder: Path, tokenizer: Any) -> None:
-    """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}. Raises ValueError for too few."""
+    """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}."""
     seen: set[str] = set()
     folder.mkdir(parents=True, exist_ok=True)
     for part, wheels in PROGRAMS.items():  # what is held out comes first: its messages are not trained on
@@ -97,12 +96,6 @@ def write_rows(folder: Path, tokenizer: Any) -> None:
         # In an order that does not follow the files.
         kept = sorted(within_tokens(found, tokenizer), key=lambda row: number_of(row["input"]))
         names = " and ".join(wheel.name for wheel in wheels)
-        if len(kept) < FEWEST_ROWS:
-            raise ValueError(
-                f"only {len(kept)} messages of {names} have at most {MOST_PROMPT} tokens and a translation of "
-                f"{OUTPUT_TOKENS[0]} to {OUTPUT_TOKENS[1]} with this model's tokenizer, and the quickstart needs "
-                f"{FEWEST_ROWS}. Use a model with a larger vocabulary."
-            )
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         console.print(f"{part}.jsonl: {len(kept)} messages of {names}")
@@ -115,7 +108,7 @@ def into_english(row: Row) -> Row:
 
 
 def unique(found: Iterable[Row], seen: set[str]) -> Iterator[Row]:
-    """The rows whose two texts are not in `seen`, which each of them joins."""
+    """The rows whose two texts are not in `seen`, and adds them to it."""
     for row in found:
         texts = {row["input"], row["output"]}
         if not texts & seen:
