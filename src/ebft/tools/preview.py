@@ -35,10 +35,7 @@ def legend() -> Text:
 
 
 def show_reports(reports: list[SectionReport], are_printed: bool = False) -> Iterator[Text]:
-    """The documents and rows of each section, with some documents for each reason.
-
-    If `are_printed`, the line of each section was printed when its rows were loaded, and is not repeated.
-    """
+    """The counts of each section with examples, and its line unless it was printed when the rows were loaded."""
     for report in reports:
         if not are_printed:
             yield Text(str(report), style="bold")

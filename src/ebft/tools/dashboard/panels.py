@@ -253,10 +253,7 @@ def _start(text: str, width: int) -> str:
 
 
 def health(live: LiveRun) -> RenderableType:
-    """The health messages, newest first, each with what to do, and the outcome: below them while the run goes on.
-
-    The error of a run that failed is above.
-    """
+    """The outcome and the health messages, newest first; the error of a run that failed is above."""
     parts: list[RenderableType] = []
     is_running, found = live.state == "running", live.outcome()
     outcome = [] if found is None else [Text(f"{found}\n", style="dim" if is_running else "")]

@@ -71,10 +71,7 @@ def without_repetitions(samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[Sample]:
-    """Return up to `count` samples: those with the best or worst value of the term `sort`, or the newest.
-
-    Higher is better, except for diversity. Samples without the term are left out. "newest" starts with the last one.
-    """
+    """Up to `count` samples: with the best or worst value of the term `sort`, or the newest, the last one first."""
     if order == "newest":
         return list(reversed(deque(samples, maxlen=count)))
     found = (sample for sample in samples if sort in sample.terms)
@@ -84,10 +81,7 @@ def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[S
 
 
 def first_and_last(folder: Path, count: int) -> tuple[list[Sample], list[Sample]]:
-    """Return a sample of each of `count` entries at the start of the log, and of as many others at its end.
-
-    Only the ends of the log of the main process are read.
-    """
+    """A sample of each of `count` entries at the start of the log, and at its end, of the main process."""
     files = [path for path in rollout_files(folder) if path.name.startswith(ROLLOUTS)]
     if not files:
         return [], []

@@ -177,10 +177,7 @@ def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], ad
 
 
 def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
-    """Resize the embeddings to those saved with the adapter, which has them if tokens were added before training.
-
-    Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
-    """
+    """Resize the embeddings to the saved ones, which have added tokens; returns their rows. Raises ModelError."""
     rows = saved_rows(base, weights)
     if rows is not None and rows != base.get_input_embeddings().num_embeddings:
         present, missing = saved_layers(base, weights)
@@ -191,10 +188,7 @@ def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
 
 
 def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
-    """Give the adapter's parameters memory, filled with NaN, in float32, as PEFT keeps adapters of 16-bit models, too.
-
-    Also base parameters that are saved with the adapter, such as trained biases and resized embeddings.
-    """
+    """Give what is saved with the adapter memory, filled with NaN, in float32, as PEFT keeps adapters."""
     saved = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in weights}
     allocated: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():

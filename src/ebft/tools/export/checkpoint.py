@@ -101,10 +101,7 @@ PROGRESS = "merge_progress.json"  # in a folder of shards until it is complete: 
 
 
 def begin(folder: Path, identity: str) -> None:
-    """Create a folder for shards; shards of an interrupted merge of the same `identity` stay.
-
-    Raises ModelError if it contains anything else.
-    """
+    """Create a folder for shards, or continue an interrupted merge of the same `identity`. Raises ModelError."""
     record = folder / PROGRESS
     if not record.is_file() or record.read_text(encoding="utf-8") != identity:
         check_free(folder)

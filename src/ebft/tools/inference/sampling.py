@@ -192,11 +192,7 @@ class _Printed(TextStreamer):
 
 
 class Session:
-    """A conversation, or single completions where `chats` is false, with a trained model or its base model.
-
-    With `compare`, both answer, each with its own conversation. With `scorer` and `reference`, the rewards of samples
-    are shown instead of a single reply. Ctrl-C stops a reply, and at the prompt it ends the session.
-    """
+    """A conversation (`chats`) or completions, of a trained model, its base or both; rewards with a `scorer`."""
 
     def __init__(
         self,

@@ -135,10 +135,7 @@ def _selection(keys: dict[str, Any]) -> RunConfig:
 
 
 def _model(name: str) -> tuple[Any, Any, str | None]:
-    """The tokenizer and the configuration of a model, or None and a note for one that is on the Hub only.
-
-    Raises ModelError if there is no such model.
-    """
+    """Tokenizer and configuration of a model, or None and a note for one on the Hub only. Raises ModelError."""
     config = RunConfig.from_dict({"base_model": name, "datasets": [{"path": "-", "type": "completion"}]})
     try:
         with warnings.catch_warnings(action="ignore"):

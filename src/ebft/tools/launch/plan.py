@@ -19,10 +19,7 @@ _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of `ebft train`; None is unset. `num_processes` is the number on all machines.
-
-    `passed_on` are the options for the launcher.
-    """
+    """The options of `ebft train`; None is unset. `num_processes` is on all machines, `passed_on` for the launcher."""
 
     launcher: str | None = None
     num_processes: int | None = None
@@ -45,10 +42,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run is started. Without a launcher, it is one process, which is this one.
-
-    `processes` is the number on all machines, `per_machine` on this one; `note` is a line for the user, or empty.
-    """
+    """How a run is started, in this process without a launcher; `processes` on all machines, `note` for the user."""
 
     options: LaunchOptions
     launcher: str | None
@@ -62,10 +56,7 @@ class Plan:
 
 
 def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
-    """Decide how a run is started. Raises ConfigError for options that contradict each other or the machine.
-
-    Without options, a process that a launcher started, or one on a machine without several GPUs, trains itself.
-    """
+    """Decide how a run is started. Raises ConfigError for options that contradict each other or the machine."""
     if config.use_ray:
         return _ray_plan(options, config)
     machines, rank, given = options.machines, options.machine_rank, options.words()

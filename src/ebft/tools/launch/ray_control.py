@@ -53,10 +53,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerAttempt:
-    """A start of the workers: the number of earlier ones, whether an earlier one began to train, and a signal so far.
-
-    `reason` says why the one before it failed.
-    """
+    """A start of the workers, after `earlier` ones, `reason` for the last failure, and a signal so far."""
 
     earlier: int
     has_begun: bool

@@ -62,10 +62,7 @@ def train_with_ray(
 
 @contextlib.contextmanager
 def connected(config: RunConfig) -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS or start a local Ray, and stop or leave it again.
-
-    A connection that exists already is used, and kept.
-    """
+    """Connect to the cluster at RAY_ADDRESS or start a local Ray, unless there is a connection, and leave it again."""
     variables = dict(_ENVIRONMENT)
     if not uses_cluster():
         # A token of this run alone: otherwise Ray creates one in the home folder, for all clusters.

@@ -112,10 +112,7 @@ def _trained(task: Task, rank: int) -> Outcome:
 
 
 def changes_on_restart(config: RunConfig) -> dict[str, Any]:
-    """The keys with other values when a run restarts that has begun: it continues from its own newest checkpoint.
-
-    Until there is one, it starts again from the checkpoint that the config names.
-    """
+    """Keys with other values when a run restarts: it continues from its own newest checkpoint, if there is one."""
     named = config.resume_from_checkpoint
     if named is not None and _step_reached(config) < step_of(Path(named)):
         return {}

@@ -125,10 +125,7 @@ _FAILED = 1
 
 
 class Sweep:
-    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`, checked before the first one starts.
-
-    `check` raises an EBFTError if a config cannot be trained with these launch options.
-    """
+    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`; `check` raises an EBFTError before the first starts."""
 
     def __init__(
         self,
@@ -204,10 +201,7 @@ class Sweep:
         return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)
 
     def train_all(self, say: Callable[[str], None]) -> int:
-        """Train and evaluate all runs, and store the results; returns the exit status.
-
-        It is 0 if every run is finished and evaluated, 1 if not, and 128 + n after signal n, which ends the sweep.
-        """
+        """Train and evaluate all runs; the exit status: 0 if all are complete, 1 if not, 128 + n after signal n."""
         earlier = self._earlier()
         for run in self.runs:
             before = earlier.get(run.name, {})
@@ -296,10 +290,7 @@ class Sweep:
 
 
 def _identity(config: RunConfig, folder: Path) -> str:
-    """What an evaluation depends on: its settings, the held-out rows, the base model, and the trained model.
-
-    The rows are known by the contents of their files, the models by the sizes and times of their files.
-    """
+    """What an evaluation depends on: settings, held-out rows, files of the base model and of the trained one."""
     from ebft.catalog import lasting_name
     from ebft.data.sources import content_digest  # imports datasets
 

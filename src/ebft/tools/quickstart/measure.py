@@ -86,11 +86,7 @@ def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> It
 
 
 def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
-    """A metric of each group, whose mean over the groups is the value of `means`.
-
-    For the perplexity of the mean cross-entropy, it is its first-order expansion in the cross-entropy of each group
-    (delta method).
-    """
+    """A metric of each group; of the perplexity of the mean cross-entropy, its first-order expansion (delta method)."""
     if name != "perplexity":
         return [group[name] for group in groups]
     losses = [group["ce_loss"] for group in groups]
@@ -134,10 +130,7 @@ def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[Prompt]:
 
 @torch.no_grad()
 def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) -> list[str]:
-    """What `model` writes after each prompt: the most likely token each time, up to `longest` tokens.
-
-    The text ends with the end-of-text token where the model ended it by itself.
-    """
+    """What `model` writes greedily after each prompt, up to `longest` tokens, with the end-of-text token if any."""
     greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
     with evaluating(model):
         written = greedy(model, [prompt.ids for prompt in prompts], [longest] * len(prompts))

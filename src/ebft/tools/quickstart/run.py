@@ -36,10 +36,7 @@ class Run:
 
 
 def own_copy(config_file: Path, output: Path) -> Path:
-    """A copy of a config of the package next to the results, for commands that the user repeats and changes.
-
-    A copy that was changed is renamed.
-    """
+    """A copy of a config of the package next to the results; one that was changed is renamed."""
     output.mkdir(parents=True, exist_ok=True)
     copy = output / config_file.name
     if copy.is_file() and copy.read_bytes() != config_file.read_bytes():

@@ -44,10 +44,7 @@ TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_
 
 
 def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
-    """Fetch the model and the catalogs, write the rows, and return the run that fine-tunes it.
-
-    `model` is NAME, or a model folder or hub id that takes the place of SmolLM2.
-    """
+    """Fetch the model (NAME, a folder or a hub id) and the catalogs, write the rows, and return the run to train."""
     full = scale == "full"
     overrides = [*config_overrides(output, seed, model), *([] if full else TEST["overrides"])]
     config = load_config(CONFIG, overrides)
@@ -126,11 +123,7 @@ def within_tokens(found: Iterable[Row], tokenizer: Any) -> Iterator[Row]:
 
 
 def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies matrices in bfloat16 faster than in float32.
-
-    Processors without bfloat16 instructions emulate it, far more slowly. Measured rather than looked up, as each kind
-    of processor would need its own check. With an accelerator the answer is yes.
-    """
+    """Whether this machine multiplies faster in bfloat16, measured: processors without its instructions emulate it."""
     if torch.accelerator.is_available():
         return True
     return _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)

@@ -82,10 +82,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def write_corpus(folder: Path, max_files: int | None = None) -> None:
-    """Write base.jsonl (source), ebft.jsonl and held_out.jsonl (docstrings) with rows {text, file}.
-
-    A file's part depends on its path alone, so that no run trains on what another holds out.
-    """
+    """Write base.jsonl (source), ebft.jsonl and held_out.jsonl (docstrings), by a hash of each path."""
     documents = standard_library(max_files)
     parts: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
     for file, text in documents.items():
