@@ -6,14 +6,7 @@ import sys
 
 from ebft import run_files
 from ebft.printed import duration, printable
-from ebft.run_files import (
-    JsonTail,
-    Tail,
-    is_alive,
-    read_all,
-    rollout_files,
-    state_of,
-)
+from ebft.run_files import JsonTail, Tail, is_alive, read_all, rollout_files, state_of
 
 
 def test_appended_lines_are_read_once(tmp_path):

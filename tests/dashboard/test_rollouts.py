@@ -8,13 +8,7 @@ from transformers import AutoTokenizer
 from ebft import train
 from ebft.strided.output import _characters_before
 from ebft.tools.dashboard.report import report
-from ebft.tools.dashboard.rollouts import (
-    all_samples,
-    first_and_last,
-    sample_text,
-    samples_of,
-    without_repetitions,
-)
+from ebft.tools.dashboard.rollouts import all_samples, first_and_last, sample_text, samples_of, without_repetitions
 from tests.dashboard.runs import append, prompt_entry, strided_entry
 from tests.run.test_methods import OVERRIDES, quietly, run_file
 

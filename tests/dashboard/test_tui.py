@@ -82,22 +82,6 @@ def test_every_tab_in_every_size(run, size):
     assert dashboard(run, body, size).return_value == "closed"
 
 
-def test_an_empty_folder_and_its_first_files(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-
-    async def body(app, pilot):
-        await shows(app, pilot, "run", "step 0")
-        for key, text in (("2", "No rollouts yet"), ("3", "No health messages"), ("4", "No log"), ("1", "Curves")):
-            await pilot.press(key)
-            await shows(app, pilot, text)
-        write_run(folder, step=1)
-        append(folder / "metrics.jsonl", log_line(1))
-        await shows(app, pilot, "step 1/100", "alignment")
-
-    dashboard(folder, body)
-
-
 def test_the_states_of_a_run(run):
     """Each as the file is rewritten."""
     states = (
@@ -176,11 +160,7 @@ class Process:
 
 @pytest.mark.parametrize(
     ("keys", "result", "interrupts"),
-    [
-        (["q", "c", "q", "escape", "q", "l"], "left", 0),
-        (["q", "s"], None, 1),
-        (["ctrl+c", "ctrl+c"], None, 2),
-    ],
+    [(["q", "c", "q", "escape", "q", "l"], "left", 0), (["q", "s"], None, 1), (["ctrl+c", "ctrl+c"], None, 2)],
 )
 def test_closing_the_dashboard_of_a_training_process(run, keys, result, interrupts):
     process = Process()

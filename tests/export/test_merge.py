@@ -2,12 +2,10 @@
 
 import json
 import os
-import shutil
 from pickle import UnpicklingError
 
 import pytest
 import torch
-from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
@@ -15,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ebft.config.keys.models import ModelSettings
 from ebft.errors import ModelError
 from ebft.models.pretrained import pretrained_model
-from ebft.tools.export.checkpoint import base_folder, read_checkpoint
 from ebft.tools.export.merge import MergeSource, adapter_in_folder, merge_adapter
 from tests.export.models import gpt2, gpt_oss, llama, logits, mixtral, qwen2, save_adapter, save_base, with_adapter
 from tests.file_edits import as_mxfp4, named, pickled, settings, tensors
@@ -144,22 +141,6 @@ def test_the_result_from_pickles_is_that_from_safetensors(zipped, max_shard_size
     merge_adapter(source, tmp_path / "merged")
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("expected", "merged")]
     assert files[0] == files[1] and len(files[0]) > (2 if max_shard_size == "1GB" else 4)
-
-
-def test_pickles_are_downloaded_where_there_are_no_safetensors(saved, tmp_path, monkeypatch):
-    base, to = saved()[0], tmp_path / "cache"
-    for path in base.glob("*.safetensors"):
-        pickled(path.name)(base)
-
-    def download(name, revision, **patterns):
-        to.mkdir(exist_ok=True)
-        for name in filter_repo_objects(sorted(path.name for path in base.iterdir()), **patterns):
-            shutil.copyfile(base / name, to / name)
-        return str(to)
-
-    monkeypatch.setattr("ebft.tools.export.checkpoint.locate", lambda *name: None)
-    monkeypatch.setattr("ebft.tools.export.checkpoint.snapshot_download", download)
-    assert read_checkpoint(base_folder("owner/name", "v2")).weights.keys() == read_checkpoint(base).weights.keys()
 
 
 def test_shards_of_another_size(saved, tmp_path):

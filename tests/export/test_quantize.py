@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.config.base import QuantizationSection
 from ebft.errors import ModelError
-from ebft.tools.export.quantize import ScoredTokens, quantize_model, text_sequences, torchao_settings
+from ebft.tools.export.quantize import ScoredTokens, quantize_model, text_sequences
 from tests.export.models import llama, save_adapter, save_base
 
 TEXT = "def add(x, y):\n    return x + y\n" * 40
@@ -126,7 +126,7 @@ def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
         quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
 
 
-def test_errors(tiny_llama_dir, ebft, tmp_path, monkeypatch):
+def test_errors(tiny_llama_dir, ebft, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
     with pytest.raises(ModelError, match="Merge it first .ebft merge-lora"):
@@ -137,6 +137,3 @@ def test_errors(tiny_llama_dir, ebft, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
         quantize_model(again, to, QuantizationSection(), lambda tokenizer: [])
     assert "Give a text" in flat(ebft("quantize", tiny_llama_dir, "--output", to).output)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="requires the package torchao"):
-        torchao_settings(QuantizationSection(), torch.device("cpu"))

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.files import write_checksums
-from ebft.models.pretrained import pretrained_model
 from ebft.tools.export.sharded import merge_sharded
 from tests.file_edits import settings, write
 
@@ -111,9 +110,3 @@ def test_what_cannot_be_merged_says_why(parts, change, message):
     with pytest.raises((ModelError, OSError, RuntimeError, pickle.UnpicklingError), match=message):
         merge_sharded(parts)
     assert not list(parts.glob("merged*/*model*"))
-
-
-def test_loading_parts_names_the_command(parts):
-    (parts / "rng_state.pth").write_bytes(b"")
-    with pytest.raises(ModelError, match="has saved in parts. Run `ebft merge-sharded .*checkpoint-3`"):
-        pretrained_model(str(parts))

@@ -5,7 +5,6 @@ import shutil
 import stat
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -99,16 +98,6 @@ def test_a_damaged_model_is_no_fetched_one_and_is_fetched_again(tiny_model, tmp_
     assert fetched_folder("tiny") == folder
     weights.unlink()
     assert fetched_folder("tiny") is None
-
-
-def test_an_empty_folder_is_filled_and_not_replaced(tiny_model, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.chdir(tmp_path / "here")
-    for to in (Path("."), tmp_path / "link"):
-        AutoModelForCausalLM.from_pretrained(fetch_model("tiny", to=to))
-    assert Path("model.safetensors").is_file(), "the current folder is another one"
-    assert (tmp_path / "elsewhere" / "fetched.json").is_file() and (tmp_path / "link").is_symlink()
 
 
 def test_wheel_may_come_from_elsewhere_if_it_is_the_expected_one(tiny_model, tmp_path, monkeypatch):

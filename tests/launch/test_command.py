@@ -52,14 +52,6 @@ def test_the_command_of_a_launcher(shown, run_file, gpus, words, module, options
     assert shown(gpus, words) == expected + overrides
 
 
-def test_accelerate_on_two_machines_with_its_own_file(shown):
-    machines = "--num-machines 2 --machine-rank 0 --main-process-ip host --main-process-port 7"
-    words = " ".join(shown(4, f"--num-processes 8 {machines} -- --config_file mine.yaml"))
-    assert str(NEUTRAL) not in words and "--config_file mine.yaml --module" in words
-    assert "--num_processes 8 --num_machines 2" in words
-    assert "--machine_rank 0 --same_network --main_process_ip host --main_process_port 7" in words
-
-
 def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     words = shown(0, "--launcher torchrun --num-processes 2")
@@ -69,20 +61,6 @@ def test_one_machine_and_cpu(shown, run_file, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert not shown(0, "--num-processes 2")[0].startswith("OMP_NUM_THREADS")
     assert shown(1) == [sys.executable, "-m", "ebft", "train", str(run_file)]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--num-proceses 2", "Unknown option '--num-proceses'. Did you mean --num-processes?"),
-        ("--learning-rate=x", "learning_rate: invalid value 'x'"),
-        ("ddp=true", "ddp: true, but only one process runs"),
-        ("ddp=false --num-processes 2", "ddp: false, but 2 processes were launched"),
-    ],
-)
-def test_errors_of_options(ebft, run_file, words, message):
-    result = ebft("train", run_file, "--dry-run", *words.split())
-    assert result.exit_code == 2 and message in " ".join(plain(result.stderr).replace("│", " ").split()), result.stderr
 
 
 def test_options_that_a_launcher_does_not_know(ebft, run_file):

@@ -71,11 +71,6 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch,
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
 
 
-def test_training_from_python_refuses_the_key_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="use_ray: true starts workers, which only the command ebft train does"):
-        train(config_with(use_ray=True))
-
-
 def test_a_dry_run_prints_the_workers_and_the_command(ebft, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({**ROWS, "use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}))
@@ -85,3 +80,8 @@ def test_a_dry_run_prints_the_workers_and_the_command(ebft, tmp_path):
     assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
     assert command == f"{sys.executable} -m ebft train {path} ray_num_workers=2"
     assert not (tmp_path / "out").exists()
+
+
+def test_training_from_python_refuses_the_key_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="use_ray: true starts workers, which only the command ebft train does"):
+        train(config_with(use_ray=True))

@@ -17,14 +17,7 @@ from ebft.printed import duration
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
 from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
-from ebft.tools.dashboard.rollouts import (
-    PROMPT_CHARACTERS,
-    Sample,
-    first_and_last,
-    heading,
-    html_text,
-    is_number,
-)
+from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, first_and_last, heading, html_text, is_number
 
 _SAMPLES = 4  # before and after
 _COMPLETION_CHARACTERS = 2000

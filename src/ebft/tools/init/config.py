@@ -175,11 +175,7 @@ def _refused(fitting: dict[str, Method], model_config: Any) -> dict[str, str]:
 
 
 def _method(
-    wanted: str | None,
-    fitting: dict[str, Method],
-    refused: dict[str, str],
-    shapes: list[Shape],
-    choose: Choose | None,
+    wanted: str | None, fitting: dict[str, Method], refused: dict[str, str], shapes: list[Shape], choose: Choose | None
 ) -> str:
     """The method to use: the one that is wanted, if it can train on all rows and trains the model."""
     fitting = {name: method for name, method in fitting.items() if name not in refused}

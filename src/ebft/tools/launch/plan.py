@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -59,33 +60,43 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
     """Decide how a run is started. Raises ConfigError for options that contradict each other or the machine."""
     if config.use_ray:
         return _ray_plan(options, config)
-    machines, rank, given = options.machines, options.machine_rank, options.words()
-    alone = (["--launcher", PYTHON], ["--launcher", PYTHON, "--num-processes", "1"])
-    gpus = 0 if is_launched() or options.launcher == PYTHON else visible_gpus()
+    is_one = is_launched() or options.launcher == PYTHON
+    gpus = 0 if is_one else visible_gpus()
     processes, reason = (options.num_processes, "") if options.num_processes else _automatic(options, config, gpus)
-    refused = {
-        "--machine-rank and --main-process-ip are for several machines. Set --num-machines.": machines == 1
-        and (rank or options.main_process_ip),  # rank 0 is the only machine
-        f"--num-machines {machines} requires --machine-rank, 0 to {machines - 1}, another one on each machine, and "
-        "--main-process-ip, the address of the machine with rank 0, the same on every machine.": machines > 1
-        and not (options.main_process_ip and rank is not None and 0 <= rank < machines),
-        "This process was started by a launcher (LOCAL_RANK or WORLD_SIZE is set), so the options of a launch cannot "
-        "be used here. Give them to that launcher, or unset these variables.": is_launched() and given,
-        "--launcher python trains in one process, without a launcher, so the other options of a launch have no effect. "
-        "Remove them, or use --launcher accelerate or torchrun.": options.launcher == PYTHON and given not in alone,
-        f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
-        f"--num-machines {machines}. Use {max(1, processes // machines) * machines}.": processes % machines,
-        f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * machines}. Use fewer, or make more "
-        "GPUs visible (CUDA_VISIBLE_DEVICES).": 0 < gpus < processes // machines,
-    }
-    if problem := next((message for message, is_wrong in refused.items() if is_wrong), None):
+    if problem := next(_problems(options, processes, gpus), None):
         raise ConfigError(problem)
-    if is_launched() or options.launcher == PYTHON:
+    if is_one:
         return Plan(options, None, 1, 0)
     if processes == 1 and options.launcher is None:
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
     return replace(plan, note=_note(plan, reason))
+
+
+def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str]:
+    machines, rank, given = options.machines, options.machine_rank, options.words()
+    if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
+        yield "--machine-rank and --main-process-ip are for several machines. Set --num-machines."
+    if machines > 1 and not (options.main_process_ip and rank is not None and 0 <= rank < machines):
+        needed = f"--machine-rank, 0 to {machines - 1}, another one on each machine, and --main-process-ip"
+        yield f"--num-machines {machines} requires {needed}, the address of the machine with rank 0."
+    if is_launched() and given:
+        yield (
+            "This process was started by a launcher (LOCAL_RANK or WORLD_SIZE is set), so the options of a launch "
+            "cannot be used here. Give them to that launcher, or unset these variables."
+        )
+    elif options.launcher == PYTHON and given[2:] not in ([], ["--num-processes", "1"]):
+        yield "--launcher python trains in one process, so the other options of a launch have no effect. Remove them."
+    if processes % machines:
+        yield (
+            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
+            f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
+        )
+    if 0 < gpus < processes // machines:
+        yield (
+            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * machines}. Use fewer, or make "
+            "more GPUs visible (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def visible_gpus() -> int:

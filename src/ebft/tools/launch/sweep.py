@@ -161,10 +161,7 @@ class Sweep:
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
         resumes = "false" if self._has_other_rows(run) or self._has_other_settings(run) else "true"
-        own = [
-            f"output_dir={_yaml(run.output_dir)}",
-            f"auto_resume_from_checkpoints={resumes}",
-        ]
+        own = [f"output_dir={_yaml(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
         return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
 
     def is_finished(self, run: SweepRun) -> bool:

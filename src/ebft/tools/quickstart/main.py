@@ -68,7 +68,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         after = measure(result.model, network, held_out)
         written_after = complete(result.model, tokenizer, prompts, LONGEST)
 
-    with phases.phase("report", f"Result, seed {seed}: {len(held_out)} documents of held-out files"):
+    with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
         shown = measuring.make_samples(tokenizer, prompts, written_before, written_after)
         for sample in shown:
             console.print(measuring.side_by_side(sample, console.width), "", soft_wrap=False)
@@ -183,7 +183,9 @@ def save_curves(log_history: list[dict[str, float]], path: Path, title: str, whi
         logged = [(entry["step"], entry[metric]) for entry in log_history if metric in entry]
         steps, values = zip(*logged)
         axis.plot(steps, values, color="0.75", linewidth=1, label="each log")
-        axis.plot(steps, running_mean(values), color="tab:blue", linewidth=2, label="running mean")
+        windows = [values[max(0, i - 4) : i + 5] for i in range(len(values))]
+        means_of = [sum(window) / len(window) for window in windows]
+        axis.plot(steps, means_of, color="tab:blue", linewidth=2, label="running mean")
         axis.set_title(label, fontsize=11)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
@@ -199,13 +201,6 @@ def panels_of(log_history: list[dict[str, float]], whitened: bool) -> tuple[tupl
     if not any(PANELS[0][0] in entry for entry in log_history):
         return PANELS_OF_SFT
     return WHITENED_PANELS if whitened else PANELS
-
-
-def running_mean(values: tuple[float, ...], width: int = 9) -> list[float]:
-    """The mean of the `width` values around each one, of fewer at both ends."""
-    half = width // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
 
 
 def save_summary(

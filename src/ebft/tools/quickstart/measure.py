@@ -37,9 +37,6 @@ class HeldOut:
     block_options: BlockOptions
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
 
 def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.

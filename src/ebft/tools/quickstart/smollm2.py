@@ -8,7 +8,7 @@ cores.
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from ebft.tools.quickstart.catalogs import Wheel, french, rows
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
 from ebft.tools.quickstart.tiny import number_of
 
-Row = dict[str, Any]
 NAME = "smollm2"
 OUTPUT = Path("outputs/quickstart")  # what smollm2.yaml names
 CONFIG = CONFIGS / "smollm2.yaml"
@@ -89,37 +88,22 @@ def write_rows(folder: Path, tokenizer: Any) -> None:
     seen: set[str] = set()
     folder.mkdir(parents=True, exist_ok=True)
     for part, wheels in PROGRAMS.items():  # what is held out comes first: its messages are not trained on
-        found = unique((into_english(row) for wheel in wheels for row in rows(wheel.name, french(wheel))), seen)
-        # In an order that does not follow the files.
-        kept = sorted(within_tokens(found, tokenizer), key=lambda row: number_of(row["input"]))
+        kept = []
+        for row in (row for wheel in wheels for row in rows(wheel.name, french(wheel))):
+            # With the languages exchanged: the model writes English far better than French.
+            english = row["input"].removeprefix("English: ").removesuffix("\nFrench:")
+            row |= {"input": f"French: {row['output'].strip()}\nEnglish:", "output": f" {english}\n"}
+            if seen & {row["input"], row["output"]}:
+                continue
+            seen |= {row["input"], row["output"]}
+            prompt, translation = (len(tokenizer(row[column]).input_ids) for column in ("input", "output"))
+            if prompt <= MOST_PROMPT and OUTPUT_TOKENS[0] <= translation <= OUTPUT_TOKENS[1]:
+                kept.append(row)
+        kept.sort(key=lambda row: number_of(row["input"]))  # an order that does not follow the files
         names = " and ".join(wheel.name for wheel in wheels)
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         console.print(f"{part}.jsonl: {len(kept)} messages of {names}")
-
-
-def into_english(row: Row) -> Row:
-    """A row of a catalog with its languages exchanged: the model writes English far better than French."""
-    english, french_text = row["input"].removeprefix("English: ").removesuffix("\nFrench:"), row["output"].strip()
-    return {**row, "input": f"French: {french_text}\nEnglish:", "output": f" {english}\n"}
-
-
-def unique(found: Iterable[Row], seen: set[str]) -> Iterator[Row]:
-    """The rows whose two texts are not in `seen`, and adds them to it."""
-    for row in found:
-        texts = {row["input"], row["output"]}
-        if not texts & seen:
-            seen |= texts
-            yield row
-
-
-def within_tokens(found: Iterable[Row], tokenizer: Any) -> Iterator[Row]:
-    """The rows with at most MOST_PROMPT tokens of prompt and OUTPUT_TOKENS, from and to, of translation."""
-    shortest, longest = OUTPUT_TOKENS
-    for row in found:
-        prompt, translation = (len(tokenizer(row[column]).input_ids) for column in ("input", "output"))
-        if prompt <= MOST_PROMPT and shortest <= translation <= longest:
-            yield row
 
 
 def bfloat16_is_fast() -> bool:

@@ -10,7 +10,6 @@ import json
 import sys
 import sysconfig
 from bisect import bisect
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -169,12 +168,6 @@ def train_tokenizer(texts: Path, vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(read_texts(texts), trainer)
+    with texts.open(encoding="utf-8") as lines:
+        tokenizer.train_from_iterator((json.loads(line)["text"] for line in lines), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
-
-
-def read_texts(path: Path) -> Iterator[str]:
-    """The `text` of each row of a JSONL file."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["text"]
