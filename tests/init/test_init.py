@@ -45,6 +45,12 @@ def compared(number):
 
 TOOLS = [{"name": "add", "description": "Adds numbers.", "parameters": {"type": "object", "properties": {}}}]
 PAIR_TYPE = "ebft_strided_structured.transform"
+USER = {"field_instruction": "query", "field_output": "reply"}
+PREFERENCES = {"field_prompt": "question", "field_chosen": "chosen", "field_rejected": "rejected"}
+KEYS = {"field_messages": "dialog", "message_property_mappings": {"role": "speaker", "content": "text"}}
+messages_of = lambda number: dict(zip(("prompt", "completion"), ([message] for message in chat(number))))
+labelled = lambda number: row(("prompt", "completion"), number) | {"label": number % 2 == 0}
+steps_of = lambda number: {"prompt": texts(number)[0], "completions": list(texts(number)), "labels": [True, False]}
 # Data: a file's name, the row of a number, the method that is proposed, and keys of the entry.
 SHAPES = {
     "texts": ("jsonl", lambda i: {"text": " ".join(texts(i)), "id": i}, "ebft", {"type": "ebft_pretrain.transform"}),
@@ -52,44 +58,14 @@ SHAPES = {
     "alpaca": ("json", lambda i: {**row(("instruction", "output"), i), "input": ""}, "ebft", {"type": "alpaca"}),
     "input/output": ("jsonl", lambda i: row(("input", "output"), i), "ebft", {"type": PAIR_TYPE}),
     "question/answer": ("csv", lambda i: row(("question", "answer"), i), "ebft", {"type": PAIR_TYPE}),
-    "other names": (
-        "parquet",
-        lambda i: row(("query", "reply"), i),
-        "ebft",
-        {"type": {"field_instruction": "query", "field_output": "reply"}},
-    ),
+    "other names": ("parquet", lambda i: row(("query", "reply"), i), "ebft", {"type": USER}),
     "chats": ("jsonl", lambda i: {"messages": chat(i)}, "ebft", {"type": "chat_template"}),
-    "prompts and completions of messages": (
-        "jsonl",
-        lambda i: dict(zip(("prompt", "completion"), ([message] for message in chat(i)))),
-        "ebft",
-        {"type": "chat_template", "field_messages": None},
-    ),
-    "chats with other keys": (
-        "jsonl",
-        lambda i: {"dialog": chat(i, "speaker", "text")},
-        "ebft",
-        {"field_messages": "dialog", "message_property_mappings": {"role": "speaker", "content": "text"}},
-    ),
-    "pairs of texts": (
-        "jsonl",
-        lambda i: {"question": texts(i)[0], "chosen": texts(i)[1], "rejected": "I do not know."},
-        "dpo",
-        {"type": {"field_prompt": "question", "field_chosen": "chosen", "field_rejected": "rejected"}},
-    ),
+    "messages": ("jsonl", messages_of, "ebft", {"type": "chat_template", "field_messages": None}),
+    "chats with other keys": ("jsonl", lambda i: {"dialog": chat(i, "speaker", "text")}, "ebft", KEYS),
+    "pairs": ("jsonl", lambda i: row(("question", "chosen"), i) | {"rejected": "No."}, "dpo", {"type": PREFERENCES}),
     "pairs of chats": ("jsonl", compared, "dpo", {"type": "chat_template.argilla_chat"}),
-    "labels": (
-        "jsonl",
-        lambda i: {**row(("prompt", "completion"), i), "label": i % 2 == 0},
-        "kto",
-        {"type": "passthrough"},
-    ),
-    "steps": (
-        "jsonl",
-        lambda i: {"prompt": texts(i)[0], "completions": list(texts(i)), "labels": [True, False]},
-        "process-reward-model",
-        {"type": "stepwise_supervised"},
-    ),
+    "labels": ("jsonl", labelled, "kto", {"type": "passthrough"}),
+    "steps": ("jsonl", steps_of, "process-reward-model", {"type": "stepwise_supervised"}),
 }
 
 
