@@ -29,7 +29,7 @@ def plot(curve: Curve, width: int, height: int) -> Text:
     if rows < 1 or columns < 4 or not curve.last_values():
         return title
     (low, high), (first, last) = axes(curve)
-    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one of them.
+    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one dot.
     height_of = lambda value: round((high - min(high, max(low, value))) / (high - low) * (rows * 4 - 1) + 0.01)
     dots, owners = Counter(), {}  # of each character, by row and column: its dots, and the number of the series
     for owner, series in enumerate(curve.series.values()):

@@ -44,7 +44,7 @@ _LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
 _OF_ADAPTERS = 1e-4, "the rate of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
 # Proposed keys that others replace, if those are given.
 _HELD_OUT_SPLITS = ("validation", "test")
-_FEWEST = 20  # rows, of which a tenth is held out
+_FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
 
 Choose = Callable[[dict[str, Method], str], str]
@@ -55,7 +55,7 @@ def draft(
 ) -> Draft:
     """The settings for training `model` on `data` (files, folders, Hub ids), with `overrides` (`key=value`).
 
-    `method` is one of `named_methods`; None: what `choose` returns, given the methods that fit and the first of them,
+    `method` is one of `named_methods`; None: what `choose` returns, given the methods that fit and the first one,
     or else that one. Raises DataError for rows of no known shape, ModelError for a model that does not exist, and
     ConfigError for a method that does not fit the rows.
     """
@@ -65,25 +65,7 @@ def draft(
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
     template = None if tokenizer is None else tokenizer.chat_template
-    sources = []
-    for number, path in enumerate(data):
-        entries = given["datasets"]
-        own = entries[number] if isinstance(entries, list) and number < len(entries) else None
-        entry: dict[str, Any] = {"path": path, **(own if isinstance(own, dict) else {})}
-        with doing(f"reading datasets.{number} ({path})"):
-            parsed = DatasetEntry.model_validate({"type": "completion", **entry})
-        sources.append(Source(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed)))
-    shapes = [
-        shape_of_type({"type": source.entry["type"]})
-        if "type" in source.entry
-        else shape_of(source.rows, source.entry["path"], template)
-        for source in sources
-    ]
-    fits = lambda method, shape: method.rows in shape.entries and (shape.has_references or not method.needs_reference)
-    fitting = {name: named(name) for name in named_methods() if all(fits(named(name), shape) for shape in shapes)}
-    if not fitting:
-        words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
-        raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
+    sources, shapes, fitting = _read(data, given, template)
     refused = _refused(fitting, model_config)
     note = f"Not {', '.join(refused)}: {next(iter(refused.values()))}" if refused and method is None else None
     method = _method(method, fitting, refused, shapes, choose)
@@ -117,6 +99,29 @@ def draft(
     fit(found, given, sources, is_text, tokenizer, model_config)
     found.notes += run_length(found.values, count)
     return found
+
+
+def _read(
+    data: Sequence[str], given: dict[str, Any], template: str | None
+) -> tuple[list[Source], list[Shape], dict[str, Method]]:
+    """The datasets, the shapes of their rows, and the methods that train on all rows. Raises DataError."""
+    sources, shapes = [], []
+    for number, path in enumerate(data):
+        entries = given["datasets"]
+        own = entries[number] if isinstance(entries, list) and number < len(entries) else None
+        entry: dict[str, Any] = {"path": path, **(own if isinstance(own, dict) else {})}
+        with doing(f"reading datasets.{number} ({path})"):
+            parsed = DatasetEntry.model_validate({"type": "completion", **entry})
+        rows = read_source(parsed)
+        sources.append(Source(entry, rows, None if "split" in entry else _held_out_split(parsed)))
+        given_type = {key: entry[key] for key in entry.keys() & {"type"}}
+        shapes.append(shape_of_type(given_type) if given_type else shape_of(rows, entry["path"], template))
+    fits = lambda method, shape: method.rows in shape.entries and (shape.has_references or not method.needs_reference)
+    fitting = {name: named(name) for name in named_methods() if all(fits(named(name), shape) for shape in shapes)}
+    if not fitting:
+        words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
+        raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
+    return sources, shapes, fitting
 
 
 def named(method: str) -> Method:

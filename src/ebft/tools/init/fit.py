@@ -70,7 +70,7 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
 
 
 def windows(sources: list[Source]) -> int:
-    """About how many windows the texts are cut into, from a sample of them."""
+    """About how many windows the texts are cut into, from a sample."""
     found = 0
     for source in sources:
         step = max(1, len(source.rows) // _SAMPLE)
