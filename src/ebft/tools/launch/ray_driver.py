@@ -78,32 +78,20 @@ def connected(config: RunConfig) -> Iterator[None]:
     where = f"the cluster at {RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
     try:
         with doing(f"connecting to {where} (use_ray)"):
-            _connect(config)
+            options: dict[str, Any] = {"address": os.environ.get(RAY_ADDRESS)}
+            if not uses_cluster():
+                each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
+                # The CPUs of the machine, or more, so that any number of processes can be tested.
+                cpus = max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers))
+                options = {"address": "local", "num_cpus": cpus, "object_store_memory": _OBJECT_STORE}
+                options["include_dashboard"] = False
+            ray.init(**options, runtime_env={"worker_process_setup_hook": SETUP}, logging_level="error")
     except SystemExit:  # of Ray's handler of SIGTERM
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _connect(config: RunConfig) -> None:
-    import ray
-
-    setup = {"worker_process_setup_hook": SETUP}
-    if uses_cluster():
-        ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
-        return
-    each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
-    ray.init(
-        address="local",
-        # The CPUs of the machine, or more, so that any number of processes can be tested.
-        num_cpus=max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers)),
-        object_store_memory=_OBJECT_STORE,
-        include_dashboard=False,
-        runtime_env=setup,
-        logging_level="error",
-    )
 
 
 def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str, float]:
