@@ -102,7 +102,7 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
         (["datasets.0.path=/no/data.jsonl"], "error", "data", "'/no/data.jsonl' does not exist"),
         (["deepspeed=zero2"], "error", "settings", "pip install 'ebft[deepspeed]'"),
         (["deepspeed=zero3.json"], "error", "settings", "zero3.json cannot be read as JSON"),
-        (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a folder"),
+        (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
         (["optimizer=adamm"], "error", "settings", "not known to transformers"),
         (["adapter=qlora", "load_in_4bit=true"], "warning", "packages of this config", "qlora"),
         (["use_trackio=true"], "error", "settings", "pip install trackio"),
