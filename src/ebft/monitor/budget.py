@@ -155,13 +155,18 @@ class FlopMeter:
         if not self._counting:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        flops = 2 * weight_size(module) * _rows(module, inputs)
+        rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
+        if _experts(module):  # each row is multiplied by the weights of each expert that is chosen for it
+            chosen = [value for value in inputs[1:] if not value.is_floating_point()]
+            rows *= chosen[0].shape[-1] if chosen else 1
+        flops = 2 * weight_size(module) * rows
         self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
-        outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
-        if outputs:
+        found = output if isinstance(output, tuple) else (output,)
+        with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
+        if with_gradient:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
             trained = any(weight.requires_grad for weight in weights)
-            outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
+            with_gradient[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
 
     _count.only_observes = True  # see ebft/prefix/forward.py
 
@@ -222,16 +227,3 @@ def _experts(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights (experts, ., .) of a module that stores all of its experts in one tensor."""
     stacked = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
     return stacked if type(module).__name__.endswith("Experts") else []
-
-
-def _rows(module: nn.Module, inputs: list[Tensor]) -> int:
-    """Return the number of rows in a forward pass, multiplied by the number of experts per row for experts."""
-    rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
-    if not _experts(module):
-        return rows
-    chosen = [value for value in inputs[1:] if not value.is_floating_point()]
-    return rows * chosen[0].shape[-1] if chosen else rows
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

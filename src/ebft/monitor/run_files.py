@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 import socket
 import sys
 import time
@@ -223,9 +222,6 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, int | str | None) else str(value)
 
 
-_STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as all files are written
-
-
 def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     """Remove the lines of `step` and later ones from a JSON Lines file, and lines that cannot be read.
 
@@ -233,13 +229,18 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     file is replaced as a whole, and deleted if no line remains. A missing file is not an error; others raise OSError.
     """
     part = path.with_name(f"{path.name}.part")
+
+    def is_before(line: bytes, step: int) -> bool:
+        value = (parse(line) or {}).get("step")
+        return line.endswith(b"\n") and isinstance(value, int | float) and value < step
+
     try:
         lines, counts = path.open("rb"), {True: 0, False: 0}
     except FileNotFoundError:
         return
     with lines, part.open("wb") as remaining:
         for line in lines:
-            is_kept = line.endswith(b"\n") and _is_before(line, step - (not is_evaluated and b'"eval_' in line))
+            is_kept = is_before(line, step - (not is_evaluated and b'"eval_' in line))
             counts[is_kept] += 1
             if is_kept:
                 remaining.write(line)
@@ -249,14 +250,6 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     part.unlink()
     if counts[False]:
         path.unlink()
-
-
-def _is_before(line: bytes, step: int) -> bool:
-    found = _STEP_FIRST.match(line)
-    if found:
-        return int(found[1]) < step
-    value = (parse(line) or {}).get("step")
-    return isinstance(value, int | float) and value < step
 
 
 def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -> Path | None:
@@ -309,7 +302,7 @@ def _new_previous(parent: Path) -> Path:
         return parent / str(number)
 
 
-class RolloutLog:
+class RolloutLog(TrainerCallback):
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
@@ -320,8 +313,7 @@ class RolloutLog:
 
     def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20, *, processes: int = 1) -> None:
         self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
-        self._rank, self._processes = rank, processes
-        self._max_bytes = max_bytes
+        self._rank, self._processes, self._max_bytes = rank, processes, max_bytes
         self._handler: _Handler | None = None
         self._has_failed = False
 
@@ -330,9 +322,7 @@ class RolloutLog:
         try:
             if self._handler is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._handler = _Handler(
-                    self.path, maxBytes=self._max_bytes, backupCount=3, encoding="utf-8", delay=True
-                )
+                self._handler = _Handler(self.path, "a", self._max_bytes, backupCount=3, encoding="utf-8", delay=True)
             for row in rows:
                 line = json.dumps(row, ensure_ascii=False, default=str)
                 self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
@@ -344,6 +334,12 @@ class RolloutLog:
         if self._handler is not None:
             self._handler.close()
             self._handler = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.continue_from(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
 
     def continue_from(self, step: int) -> None:
         """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead.
@@ -385,7 +381,7 @@ class ScoredRollouts:
         self._log = None
         if self._logs_all or (args.log_rollouts == "few" and args.process_index == 0):
             self._log = RolloutLog(args.output_dir, args.process_index, processes=args.world_size)
-            trainer.add_callback(_ContinueLog(self._log))
+            trainer.add_callback(self._log)
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
         """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
@@ -395,7 +391,11 @@ class ScoredRollouts:
         is_whole = self._logs_all or self.hooks
         entries = list(rollouts() if is_whole else islice(rollouts(), _FEW_ENTRIES))
         if is_logged:
-            self._log.write(entries if self._logs_all else map(_with_few_blocks, entries[:_FEW_ENTRIES]))
+            logged = entries if self._logs_all else [dict(entry) for entry in entries[:_FEW_ENTRIES]]
+            for entry in () if self._logs_all else logged:  # a few blocks of the document, evenly spread
+                if blocks := entry.get("blocks"):
+                    entry["blocks"] = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
+            self._log.write(logged)
         for hook in self.hooks:
             hook(copy.deepcopy(entries), rewards.clone())
 
@@ -411,24 +411,6 @@ class ScoredRollouts:
 
 
 _FEW_STEPS, _FEW_ENTRIES, _FEW_BLOCKS = 100, 2, 4
-
-
-def _with_few_blocks(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry with at most four of the blocks of its document, evenly spread."""
-    blocks = entry.get("blocks", [])
-    few = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
-    return entry | {"blocks": few} if blocks else entry
-
-
-class _ContinueLog(TrainerCallback):
-    def __init__(self, log: RolloutLog) -> None:
-        self._log = log
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log.continue_from(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log.close()
 
 
 class _Handler(RotatingFileHandler):
