@@ -2,19 +2,18 @@
 
 import json
 import math
+import re
 import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.load import YAMLError, parse_yaml
 from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, SaveError, cause, save_remedy
+from ebft.errors import ConfigError, doing
 from ebft.files import CHECKSUMS, STATE, checksum, json_object
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
@@ -25,8 +24,7 @@ from ebft.trainer.checkpoints import step_in_name
 _RESUME = "resume_from_checkpoint"
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What an earlier run left behind: its newest weights, and the newest checkpoint that training can resume from.
 
     `newest` may be a checkpoint without optimizer state or, if `is_final`, the final model in `output_dir`.
@@ -61,9 +59,23 @@ def find_checkpoints(config: RunConfig) -> Found:
     """
     output_dir = Path(config.output_dir)
     if config.resume_from_checkpoint is not None:
-        named = _named(Path(config.resume_from_checkpoint), output_dir)
+        named = Path(config.resume_from_checkpoint)
+        try:
+            check_complete(named)
+        except DamagedError as error:
+            raise ConfigError(
+                f"resume_from_checkpoint: {named} is not a complete checkpoint: {error}. The newest complete one in "
+                f"output_dir ({output_dir}) is {next(_complete(output_dir), None)}."
+            ) from error
         found = Found(named, named if has_optimizer_state(named) else None)
-        _warn_of_another_folder(named, output_dir)
+        is_own = output_dir.resolve() in (named.resolve(), named.resolve().parent)
+        if not is_own and (has_records(output_dir) or newest_checkpoint(output_dir) is not None):
+            warnings.warn(
+                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
+                "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of "
+                f"the checkpoint. Set output_dir to {named.parent} or to a new folder.",
+                stacklevel=2,
+            )
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
     else:
@@ -141,16 +153,9 @@ def how_to_resume(
     words = [word for word in command if word.partition("=")[0].strip() != _RESUME]
     if not is_found:
         end = words.index("--") if "--" in words else len(words)  # options for a launcher follow
-        words.insert(end, f"{_RESUME}={_as_yaml(str(newest))}")
+        is_plain = re.fullmatch(r"[\w./-]+", str(newest))  # as YAML
+        words.insert(end, f"{_RESUME}={newest if is_plain else json.dumps(str(newest))}")
     return f"Stopped at step {step}. Resume with: {shlex.join(words)}"
-
-
-def _as_yaml(text: str) -> str:
-    """A text as the value of an override."""
-    try:
-        return text if parse_yaml(text) == text else json.dumps(text)
-    except YAMLError:
-        return json.dumps(text)
 
 
 def _newest_of(output_dir: Path) -> Found:
@@ -186,39 +191,11 @@ def _complete(
             yield folder
 
 
-def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
-    """Warn if a run continues from another folder than its own, and its own contains a run already."""
-    if named.resolve().parent == output_dir.resolve() or named.resolve() == output_dir.resolve():
-        return
-    if has_records(output_dir) or newest_checkpoint(output_dir) is not None:
-        warnings.warn(
-            f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
-            "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of the "
-            f"checkpoint. Set output_dir to {named.parent} or to a new folder.",
-            stacklevel=3,
-        )
-
-
-def _named(folder: Path, output_dir: Path) -> Path:
-    problem = "is not a folder"
-    if folder.is_dir():
-        try:
-            check_complete(folder)
-            return folder
-        except DamagedError as error:
-            problem = f"is not a complete checkpoint: {error}"
-    newest = next(_complete(output_dir), None)
-    advice = f"output_dir ({output_dir}) has no complete checkpoint."
-    if newest is not None:
-        advice = f"The newest complete one in output_dir is {newest}."
-    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {advice}")
-
-
 class PreviousRun(TrainerCallback):
     """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
 
     It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are
-    None on other processes. Raises SaveError if the output folder cannot be written.
+    None on other processes.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
@@ -228,31 +205,22 @@ class PreviousRun(TrainerCallback):
         self._trainer, self._files = trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        previous = None
+        previous, output_dir = None, self._output_dir
         if args.should_save:
-            try:
+            with doing(f"moving the files of an earlier run to {output_dir / PREVIOUS}"):
                 if state.global_step == 0:
                     previous = self._set_earlier_aside()
                 else:
-                    if self._named is not None:
-                        self._set_later_aside(self._named)
+                    if self._named is not None:  # a later run would return to the checkpoints after it
+                        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # of an earlier run
+                        found, step = checkpoint_folders(output_dir), step_of(self._named)
+                        later = [each for each in found if step_in_name(each) >= step]
+                        later = [each for each in later if not each.samefile(self._named)]
+                        self._move(f"Training resumes from {self._named}, so later checkpoints", later)
                     self._move("Models of the run before it was resumed", self._derived())
-            except OSError as error:
-                raise SaveError(
-                    f"The files of an earlier run in {self._output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
-                    f"{save_remedy(self._output_dir / PREVIOUS, error)}, or set another output_dir."
-                ) from error
         if self._files is not None:
             self._files.begin(state, previous)
         self._trainer.accelerator.wait_for_everyone()
-
-    def _set_later_aside(self, named: Path) -> None:
-        """Move the checkpoints after the one that training resumes from, to which a later run would else return."""
-        output_dir = self._output_dir
-        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is an earlier run's
-        found, step = checkpoint_folders(output_dir), step_of(named)
-        later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
-        self._move(f"Training resumes from {named}, so later checkpoints", later)
 
     def _set_earlier_aside(self) -> Path | None:
         """Move the checkpoints and the final model of an earlier run, which would be taken for this run's."""

@@ -11,8 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -115,7 +114,9 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
     try:
-        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"), _without_progress():
+        were_on = not are_progress_bars_disabled()
+        disable_progress_bars()
+        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"):
             partial.mkdir(parents=True)
             parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
             for name, part in parts.items():
@@ -131,18 +132,9 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
             flush(partial)
             partial.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _without_progress() -> Iterator[None]:
-    were_on = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
         if were_on:
             enable_progress_bars()
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # Entries of tokenizer_config.json about the place that the tokenizer was loaded from.

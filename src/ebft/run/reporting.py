@@ -116,10 +116,13 @@ def write_model_card(config: RunConfig, metrics: Mapping[str, float], folder: Pa
 
 def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
     """The card as Markdown with the hub's YAML header."""
-    parts = [_header(config), _summary(config), _config(config), _results(metrics)]
+    parts = [_header(config), _summary(config), _config(config)]
+    results = [f"| `{name}` | {metrics[name]:.6g} |" for name in sorted(metrics) if name.startswith(_RESULTS)]
+    if results:
+        parts.append("\n".join(["## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |", *results]))
     if config.method.citation:
         parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
-    return _PATH.sub("", "\n\n".join(part for part in parts if part)) + "\n"
+    return _PATH.sub("", "\n\n".join(parts)) + "\n"
 
 
 def _public(value: Any) -> Any:
@@ -181,12 +184,6 @@ def _config(config: RunConfig) -> str:
         "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
         f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
     )
-
-
-def _results(metrics: Mapping[str, float]) -> str:
-    reported = [f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)]
-    rows = "\n".join(reported)
-    return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
 
 
 _WHEN = {

@@ -63,7 +63,7 @@ _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
 _OF_ROWS = "Training continues at the same position in the new data, so rows may be repeated or left out."
 _OF_STEPS = "Training continues after the same number of steps, so rows may be repeated or left out."
-_OF_EVALUATIONS = "Evaluations cannot be compared with those before, of which the best checkpoint is one."
+_OF_EVALUATIONS = "Evaluations cannot be compared with earlier ones, and so neither can the best checkpoint."
 # Reason -> keys, or sections, whose changes give no warning.
 _NOT_COMPARED = {
     "their contents are compared": """
@@ -72,7 +72,7 @@ _NOT_COMPARED = {
     "it has the value of chat_template_kwargs": "trl.chat_template_kwargs",
     "it is the length of the run": "max_steps num_epochs budget",
     "the rows per step are compared": "micro_batch_size gradient_accumulation_steps batch_size eval_batch_size",
-    "the initial weights are those of the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
+    "the initial weights come from the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
     "it only affects files and logs": """
         log_rollouts ebft.log_completions ebft.grad_norms_every trl.log_completions trl.num_completions_to_print
         dataset_prepared_path trust_remote_code""",
@@ -149,7 +149,7 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
     warnings.warn(
-        f"Optimizer settings differ from those of {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
+        f"Optimizer settings differ from {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
         f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
         f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint.",
         stacklevel=2,
@@ -366,7 +366,7 @@ def _effect_of_weights(config: RunConfig) -> str:
     if config.adapter is not None:
         return "The adapter of the checkpoint was trained with the former weights, and belongs to them."
     return (
-        "All trained weights are those of the checkpoint. A feature network or a reference model, if the method has "
+        "All trained weights come from the checkpoint. A feature network or a reference model, if the method has "
         "one, is the new model."
     )
 

@@ -21,7 +21,7 @@ from ebft.machine import Machine
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
-from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
+from ebft.run.checks import check_adapted_experts, launched_processes
 from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
@@ -56,7 +56,6 @@ def build_trainer(
     plugins: Plugins | None = None,
 ) -> Trainer:
     """The trainer of the config's method, which the plugins follow."""
-    check_wrapping(config, model)
     check_adapted_experts(config, model)
     trainer = config.method.build_trainer(
         config,
@@ -149,7 +148,11 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
     kwargs |= _saves_of_the_best(config, kwargs) if has_eval else {}
     if has_eval:
-        kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start}
+        metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
+        greater = config.greater_is_better
+        if greater is None:  # transformers would guess it from the name
+            greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
+        kwargs |= {"metric_for_best_model": metric, "greater_is_better": greater, "eval_on_start": config.eval_on_start}
     if has_eval and config.lr_scheduler in _WATCHING:
         mode = {"mode": "max" if kwargs["greater_is_better"] else "min"}
         kwargs["lr_scheduler_kwargs"] = mode | (kwargs["lr_scheduler_kwargs"] or {})
@@ -219,7 +222,7 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
 
 
 def _saves_of_the_best(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Steps between saves that are a multiple of those between evaluations, if the best checkpoint is wanted.
+    """Steps between saves that are a multiple of the steps between evaluations, if the best checkpoint is wanted.
 
     Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4 times.
     """
@@ -228,15 +231,6 @@ def _saves_of_the_best(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, A
     if not wants_best or not saves or not evaluations or evaluations % saves:
         return {}
     return {"save_steps": kwargs["eval_steps"] * (evaluations // saves)}
-
-
-def _best_model(config: RunConfig) -> dict[str, Any]:
-    """The metric that selects the best checkpoint, and its direction, which transformers would guess from the name."""
-    metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
-    greater = config.greater_is_better
-    if greater is None:
-        greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
-    return {"metric_for_best_model": metric, "greater_is_better": greater}
 
 
 def _best_of_early_stopping(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -274,8 +268,8 @@ def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
 def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:
     """A function from the names of parameters to their learning rates; None if all have the same one.
 
-    The first that applies: an element of `lr_groups`, the rate of embeddings, that of LoRA+. Raises ModelError if an
-    element of `lr_groups` applies to no trained parameter.
+    The first that applies: an element of `lr_groups`, the rate of embeddings, the rate of LoRA+. Raises ModelError if
+    an element of `lr_groups` applies to no trained parameter.
     """
     if all(getattr(config, key) is None for key in RATE_KEYS):
         return None

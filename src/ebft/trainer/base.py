@@ -67,7 +67,7 @@ class OverTrainer(Trainer):
 
     `budget`: totals of the run, to which subclasses add documents and generated tokens; logged with the loss. FLOPs are
     not counted for compiled models.
-    `rate_of`: returns the learning rate of a parameter by its name; if unset, all have that of the optimizer.
+    `rate_of`: returns the learning rate of a parameter by its name; if unset, all have the rate of the optimizer.
     `into_checkpoint`: functions that are called with the folder of each checkpoint before it is complete, on one
     process; `into_model` also with the folder of the final model.
     `card`: returns the model card; if unset, none is pushed.
@@ -197,7 +197,8 @@ class OverTrainer(Trainer):
             counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
             logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
         if "loss" in logs and torch.cuda.is_available():
-            logs |= self._peak_memory()
+            peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+            logs |= zip(("memory/max_alloc", "memory/max_reserved"), maxima_over_ranks(peaks, self.accelerator))
         if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
             logs = {name: value for name, value in logs.items() if name != "train_loss"}
             if self._total_loss is not None:
@@ -213,11 +214,6 @@ class OverTrainer(Trainer):
         missing -= {name for tied in names.values() if not tied <= missing for name in tied}
         load_result.missing_keys[:] = [name for name in load_result.missing_keys if name in missing]
         super()._issue_warnings_after_load(load_result)
-
-    def _peak_memory(self) -> dict[str, float]:
-        """Return the peaks in GiB of what PyTorch has allocated and reserved on the GPU, the maxima over ranks."""
-        peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
-        return dict(zip(("memory/max_alloc", "memory/max_reserved"), maxima_over_ranks(peaks, self.accelerator)))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_losses()  # of an epoch that ends without an update
@@ -251,7 +247,7 @@ class OverTrainer(Trainer):
         self._is_stopping = False
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    # Evaluations, of which an unfinished one is made by the resumed run
+    # Evaluations; the resumed run makes an unfinished one
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         if self.only_evaluates:
@@ -384,7 +380,7 @@ class OverTrainer(Trainer):
         is_whole = not isinstance(self.model, PeftModel)
         if is_whole:
             check_tied_weights(self.model)
-        with checkpoints.without_progress_bar():  # of shards, of which there are none
+        with checkpoints.without_progress_bar():  # there are no shards
             self._save(str(folder), state_dict={} if is_whole else None)
         self.state.save_to_json(str(folder / STATE))
         for write in (*self.into_model, *self.into_checkpoint):
@@ -506,7 +502,7 @@ class OverTrainer(Trainer):
             resumed = Path(resume_from_checkpoint)
             self.find_best_checkpoint(resumed / STATE, resumed.parent)
         checkpoints.compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
-        # transformers keeps the steps between logs, evaluations and saves of the checkpoint; those of this run apply.
+        # transformers keeps the steps between logs, evaluations and saves of the checkpoint; this run's apply.
         self.state.compute_steps(self.args, max_steps)
         self._saved_step, self._total_loss, self._completed = self.state.global_step, 0.0, None
         return found
@@ -531,7 +527,7 @@ class OverTrainer(Trainer):
             sampler = sampler.batch_sampler
         if isinstance(sampler, BatchSampler) and hasattr(sampler.sampler, "set_epoch"):
             sampler.sampler.set_epoch(epoch)
-        if self._loss_to_log is not None:  # transformers has set both to those of a new run
+        if self._loss_to_log is not None:  # transformers has set both as for a new run
             loss, self._globalstep_last_logged = self._loss_to_log
             self._tr_loss += loss
             self._total_loss_scalar += self._total_loss or 0.0
@@ -585,7 +581,7 @@ class OverTrainer(Trainer):
 
 
 def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
-    """Split the groups of a new optimizer by learning rate; the schedule multiplies each of them.
+    """Split the groups of a new optimizer by learning rate; the schedule multiplies each rate.
 
     Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
     """

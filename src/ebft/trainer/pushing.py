@@ -1,6 +1,6 @@
-"""Pushes to the Hub: the files of the model and, if wanted, those of checkpoints, and nothing else of a run.
+"""Pushes to the Hub: the files of the model and, if wanted, of checkpoints, and nothing else of a run.
 
-The lists are in `run_files.py`. Each push is one commit, and all of them are made here.
+The lists are in `run_files.py`. Each push is one commit, made here.
 """
 
 from __future__ import annotations
@@ -78,11 +78,10 @@ def _without_folders(value: Any, keys: set[str], is_path: bool = False) -> Any:
         return {key: _without_folders(inner, keys, key in keys) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner, keys, is_path) for inner in value]
-    return Path(value).name if is_path and _is_local(value) else value
-
-
-def _is_local(value: Any) -> bool:
-    return isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value))
+    if not is_path or not isinstance(value, str):
+        return value
+    is_local = os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value)
+    return Path(value).name if is_local else value
 
 
 class Pushing:
@@ -115,7 +114,7 @@ class Pushing:
     def push_checkpoint(self, folder: Path) -> None:
         """Push the model of a saved checkpoint, and its other files if `hub_strategy` includes them.
 
-        While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each of them. A
+        While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each one. A
         checkpoint in parts has no files of a model.
         """
         if not self.trainer.is_world_process_zero() or self._strategy == "end":
