@@ -1,6 +1,5 @@
 """What changes the key of prepared rows, and what does not."""
 
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import ebft
 from ebft.config.reference import option_groups
 from ebft.config.section import Section
-from ebft.errors import DataError
 from ebft.files import json_hash
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run import prepared_rows
@@ -82,7 +80,6 @@ def test_settings_of_several_kinds(key_for, tmp_path):
     for change in (
         {"method": "structured"},
         {"special_tokens": {"pad_token": "<|begin|>"}},
-        {"special_tokens": {"pad_token": "<|padding|>"}},
         {"chat_template": "chatml"},
     ):
         assert key_for(**change) != key_for(), change
@@ -103,20 +100,6 @@ def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, ro
     assert key_for() == before
     os.utime(rows_file, ns=(1, 1))
     assert key_for() != before
-
-
-def test_a_file_in_a_folder_changes_the_key(key_for, rows_file, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text(rows_file.read_text())
-    of_folder = lambda: key_for(datasets=[{"path": str(folder), "type": "ebft_pretrain.transform"}])
-    before = of_folder()
-    (folder / "more.jsonl").write_text(json.dumps({"text": "more " * 20}))
-    more = of_folder()
-    (folder / "more.jsonl").rename(folder / "test.jsonl")  # another split
-    assert len({before, more, of_folder()}) == 3
-    with pytest.raises(DataError, match="the local path './nowhere' does not exist"):
-        key_for(datasets=[{"path": "./nowhere", "type": "completion"}])
 
 
 def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
