@@ -1,13 +1,13 @@
 """What is pushed to the Hub: the files of the model, and nothing else of the output folder, by every method."""
 
 import re
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi
 
-import ebft.trainer
 from ebft import train
 from ebft.errors import SaveError
 from ebft.files import CHECKSUMS
@@ -27,7 +27,8 @@ class Hub:
     """A Hub that records commits: of each, its message and the contents of its files by name."""
 
     def __init__(self):
-        self.repositories, self.commits, self.failures = {}, [], []
+        self.repositories, self.commits, self.failures, self.is_free = {}, [], [], threading.Event()
+        self.is_free.set()
 
     def create_repo(self, api, repo_id, *, private=None, exist_ok=False, **_):
         assert exist_ok
@@ -35,6 +36,7 @@ class Hub:
         return SimpleNamespace(repo_id=repo_id)
 
     def create_commit(self, api, repo_id, operations, *, commit_message, **_):
+        assert self.is_free.wait(60)
         if self.failures and self.failures.pop(0):
             raise ConnectionError("no route")
         found = {}
@@ -130,13 +132,6 @@ def test_checkpoints_are_pushed_if_asked_for(strategy, pushed, tmp_path, hub):
         check_complete(tmp_path / f"copy-{step}")
 
 
-def test_a_push_that_fails_in_training_is_repeated_at_the_next_save(pushed, hub):
-    hub.failures = [True]
-    with pytest.warns(UserWarning, match=r"not pushed to me/model \(no route\). It is saved here; the next save"):
-        train(pushed())
-    assert [message for message, _ in hub.commits] == STEPS[1:]
-
-
 def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
     hub.failures, config = [True], pushed(hub_strategy="end")
     said = "was not pushed to me/model .no route.*hf upload me/model .* --include adapter"
@@ -148,23 +143,21 @@ def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
     assert len(hub.commits) == 1 and hub.commits[0][1].keys() == ADAPTER
 
 
-def test_a_checkpoint_is_not_deleted_while_it_is_pushed(pushed, hub, monkeypatch):
-    kept = []
-    monkeypatch.setattr(pushing.Pushing, "needs_files", property(lambda part: part.trainer.state.global_step == 2))
-    monkeypatch.setattr(ebft.trainer.checkpoints, "rotate", lambda folder, *_: kept.append(folder.name))
-    train(pushed(max_steps=3, save_total_limit=1))
-    assert kept[:2] == ["checkpoint-1", "checkpoint-3"] and "checkpoint-2" not in kept
-
-
 @pytest.mark.parametrize("failures", [[], [False, True]])
-def test_checkpoints_that_were_not_pushed_at_their_save_are_pushed_at_the_end(failures, pushed, out, hub, monkeypatch):
-    hub.failures = failures
-    busy = property(lambda part: 1 < part.trainer.state.global_step < 4)
-    monkeypatch.setattr(pushing.Pushing, "is_busy", busy)
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_checkpoints_that_wait_for_a_push(strategy, failures, pushed, out, hub, monkeypatch):
+    """The first push ends when training does."""
+    hub.failures, remaining = failures, pushing.Pushing.push_remaining
+    hub.is_free.clear()
+    monkeypatch.setattr(pushing.Pushing, "push_remaining", lambda part: (hub.is_free.set(), remaining(part)))
     with pytest.warns(UserWarning, match="not pushed") if failures else nullcontext():
-        train(pushed(max_steps=4, save_total_limit=1, hub_strategy="all_checkpoints"))
+        train(pushed(max_steps=4, save_total_limit=1, hub_strategy=strategy))
     found = {name.partition("/")[0] for _, files in hub.commits for name in files if "/" in name}
-    assert found == {f"checkpoint-{step}" for step in range(1, 5)}
+    each = strategy == "all_checkpoints"
+    assert found == ({f"checkpoint-{step}" for step in range(1, 5)} if each else {"last-checkpoint"})
+    assert len(hub.commits) == (5 if each else 3) and hub.commits[-2][0].endswith(
+        "step 2" if each and failures else "4"
+    )
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-4"}
 
 
