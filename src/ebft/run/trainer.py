@@ -145,18 +145,8 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
-    kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
-    kwargs |= _saves_of_the_best(config, kwargs) if has_eval else {}
     if has_eval:
-        metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
-        greater = config.greater_is_better
-        if greater is None:  # transformers would guess it from the name
-            greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
-        kwargs |= {"metric_for_best_model": metric, "greater_is_better": greater, "eval_on_start": config.eval_on_start}
-    if has_eval and config.lr_scheduler in _WATCHING:
-        mode = {"mode": "max" if kwargs["greater_is_better"] else "min"}
-        kwargs["lr_scheduler_kwargs"] = mode | (kwargs["lr_scheduler_kwargs"] or {})
-    kwargs |= _best_of_early_stopping(config, kwargs) if has_eval else {}
+        kwargs |= _with_evaluations(config, kwargs, per_epoch)
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
     if not machine.has_accelerator:  # as check_machine warns
@@ -221,34 +211,34 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
     return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
 
 
-def _saves_of_the_best(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Steps between saves that are a multiple of the steps between evaluations, if the best checkpoint is wanted.
-
-    Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4 times.
-    """
+def _with_evaluations(config: RunConfig, kwargs: dict[str, Any], steps_per_epoch: int) -> dict[str, Any]:
+    """The arguments of a run with held-out data: when it is evaluated, and which checkpoint is its best one."""
+    kwargs = kwargs | _schedule(config, "eval", config.evals_per_epoch, steps_per_epoch)
+    stops_early, best = config.early_stopping_patience is not None, config.load_best_model_at_end
     saves, evaluations = config.saves_per_epoch, config.evals_per_epoch
-    wants_best = config.load_best_model_at_end or config.early_stopping_patience is not None
-    if not wants_best or not saves or not evaluations or evaluations % saves:
-        return {}
-    return {"save_steps": kwargs["eval_steps"] * (evaluations // saves)}
-
-
-def _best_of_early_stopping(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`load_best_model_at_end` of a run that stops early, if it is unset and the arguments allow it."""
-    if config.early_stopping_patience is None or config.load_best_model_at_end is not None:
-        return {}
-    if config.save_only_model and (config.fsdp or config.deepspeed):
-        problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
-    elif not _saves_at_evaluations(kwargs):
-        problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
-    else:
-        return {"load_best_model_at_end": True}
-    warnings.warn(
-        f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
-        "load_best_model_at_end: false.",
-        stacklevel=3,
-    )
-    return {}
+    if (best or stops_early) and saves and evaluations and evaluations % saves == 0:
+        # Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4.
+        kwargs["save_steps"] = kwargs["eval_steps"] * (evaluations // saves)
+    metric, greater = config.metric_for_best_model, config.greater_is_better
+    metric = metric or config.method.held_out_metrics(config)[0]
+    if greater is None:  # transformers would guess it from the name
+        greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
+    kwargs |= {"metric_for_best_model": metric, "greater_is_better": greater, "eval_on_start": config.eval_on_start}
+    if config.lr_scheduler in _WATCHING:
+        kwargs["lr_scheduler_kwargs"] = {"mode": "max" if greater else "min"} | (kwargs["lr_scheduler_kwargs"] or {})
+    if stops_early and best is None:  # the best model is the result if that is possible
+        if config.save_only_model and (config.fsdp or config.deepspeed):
+            problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
+        elif not _saves_at_evaluations(kwargs):
+            problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
+        else:
+            return kwargs | {"load_best_model_at_end": True}
+        warnings.warn(
+            f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
+            "load_best_model_at_end: false.",
+            stacklevel=3,
+        )
+    return kwargs
 
 
 def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:

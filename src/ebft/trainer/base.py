@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, Sampler
 from transformers import Trainer, TrainerControl
 
-from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.errors import NonFiniteLossError
 from ebft.files import STAGING, STATE, clean_staging
 from ebft.models.load import warn_of_lost_steps
 from ebft.models.sharding import (
@@ -85,7 +85,6 @@ class OverTrainer(Trainer):
     may_stop: bool = True
     when_stoppable: Callable[[], None] = staticmethod(lambda: None)
     is_interrupted: bool = False
-    only_evaluates: bool = False  # whether `predict` is not supported
     is_saving: bool = False  # whether a checkpoint is being saved
     _is_stopping = False  # whether it is the one of `save_stopped`
     _is_ending = False  # whether the last step and its evaluation are complete
@@ -248,14 +247,6 @@ class OverTrainer(Trainer):
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     # Evaluations; the resumed run makes an unfinished one
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        if self.only_evaluates:
-            raise ValueError(
-                f"{type(self).__name__} does not support predict(). Use evaluate() for metrics on held-out documents, "
-                "or the model's generate() to generate text."
-            )
-        return super().predict(*args, **kwargs)
 
     def _evaluate(self, *args: Any, skip_scheduler: bool = False, **kwargs: Any) -> dict[str, float]:
         """Evaluate at a point where training may be stopped; `skip_scheduler`: for eval_on_start."""
@@ -586,12 +577,6 @@ def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[st
     Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ConfigError(
-            f"{type(optimizer).__name__} does not update the parameters of the model itself, so they cannot have "
-            "learning rates of their own. Use optimizer: adamw_torch_fused, or remove lr_groups, embedding_lr, "
-            "embedding_lr_scale and loraplus_lr_ratio."
-        )
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         by_rate: dict[float, list[nn.Parameter]] = {}
