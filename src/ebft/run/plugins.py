@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from math import nan
 from typing import Any
@@ -23,37 +23,25 @@ from ebft.config.user_functions import find_function, plugin_values
 from ebft.errors import ConfigError
 
 SCORED = "on_rollouts_scored"
-# Hooks of axolotl's plugins, with their arguments.
-_DURING = {
-    SCORED: ("cfg", "trainer", "prompts", "completions", "rewards", "advantages"),
-    "post_train": ("cfg", "model"),
-    "post_train_unload": ("cfg",),
+_DURING = (SCORED, "post_train", "post_train_unload")
+# Hooks that are asked before training, and may return nothing: why.
+_REFUSED = {
+    "load_datasets": "rows are read from datasets. Write them to a file, and list it there",
+    "get_trainer_cls": "the method has a trainer of its own. Change it in post_trainer_create",
+    "get_training_args": "training arguments are keys of the config. Set them there",
+    "get_training_args_mixin": "training arguments are keys of the config. Return None",
+    "get_collator_cls_and_kwargs": "the method makes its batches itself. Return None",
+    "get_adapter_capabilities": "adapters come from PEFT. Return an empty list",
+    "get_lora_config_kwargs": "the adapter is described by the keys lora_ and peft_. Set them",
 }
-_BEFORE = {
-    "register": ("cfg",),
-    "get_input_args": (),
-    "pre_model_load": ("cfg",),
-    "post_model_build": ("cfg", "model"),
-    "pre_lora_load": ("cfg", "model"),
-    "post_lora_load": ("cfg", "model"),
-    "post_model_load": ("cfg", "model"),
-    "add_callbacks_pre_trainer": ("cfg", "model"),
-    "post_trainer_create": ("cfg", "trainer"),
-    "create_optimizer": ("cfg", "trainer"),
-    "create_lr_scheduler": ("cfg", "trainer", "optimizer", "num_training_steps"),
-    "add_callbacks_post_trainer": ("cfg", "trainer"),
-}
-# Hooks that are asked before training, and may return nothing: their arguments, and why.
-_REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "load_datasets": (("cfg", "preprocess"), "rows are read from datasets. Write them to a file, and list it there"),
-    "get_trainer_cls": (("cfg",), "the method has a trainer of its own. Change it in post_trainer_create"),
-    "get_training_args": (("cfg",), "training arguments are keys of the config. Set them there"),
-    "get_training_args_mixin": ((), "training arguments are keys of the config. Return None"),
-    "get_collator_cls_and_kwargs": (("cfg", "is_eval"), "the method makes its batches itself. Return None"),
-    "get_adapter_capabilities": ((), "adapters come from PEFT. Return an empty list"),
-    "get_lora_config_kwargs": (("cfg",), "the adapter is described by the keys lora_ and peft_. Set them"),
-}
-HOOKS = {**_BEFORE, **{name: arguments for name, (arguments, _) in _REFUSED.items()}, **_DURING}
+_WITH_FLAG = ("load_datasets", "get_collator_cls_and_kwargs")  # preprocess, is_eval
+_WITHOUT_CONFIG = ("get_input_args", "get_training_args_mixin", "get_adapter_capabilities")
+# Hooks of axolotl's plugins.
+HOOKS = (
+    *("register", "get_input_args", "pre_model_load", "post_model_build", "pre_lora_load", "post_lora_load"),
+    *("post_model_load", "add_callbacks_pre_trainer", "post_trainer_create", "create_optimizer"),
+    *("create_lr_scheduler", "add_callbacks_post_trainer", *_REFUSED, *_DURING),
+)
 
 
 class PluginConfig(dict[str, Any]):
@@ -101,21 +89,19 @@ class Plugins:
             found = find_plugin(name)
             with user_code(f"plugins: creating {name} without arguments", ConfigError):
                 self._plugins[name] = found()
-        own = {
-            key: value
-            for name, each in self._plugins.items()
-            for key, value in plugin_values(name, each, config.plugin_args).items()
-        }
-        self.cfg: PluginConfig = PluginConfig(config.model_dump() | config.plugin_args | own)
+        values = config.model_dump() | config.plugin_args
+        for name, plugin in self._plugins.items():
+            values |= plugin_values(name, plugin, config.plugin_args)
+        self.cfg: PluginConfig = PluginConfig(values)
         self("register")
-        for hook, (arguments, reason) in _REFUSED.items():
-            for name, returned in self(hook, *(False for _ in arguments[1:])).items():
-                if returned is not None and returned != {} and returned != []:
+        for hook, reason in _REFUSED.items():
+            for name, returned in self(hook, *([False] if hook in _WITH_FLAG else [])).items():
+                if returned not in (None, {}, []):
                     raise ConfigError(f"plugins: {name}.{hook} returned {returned!r:.80}, but {reason}.")
 
     def __call__(self, hook: str, *args: Any) -> dict[str, Any]:
         """Call a hook of all plugins that have it; returns what each plugin returned, by its name."""
-        given = (self.cfg, *args) if HOOKS[hook][:1] == ("cfg",) else args
+        given = args if hook in _WITHOUT_CONFIG else (self.cfg, *args)
         return {
             name: self._call(name, hook, *given) for name, plugin in self._plugins.items() if _has(type(plugin), hook)
         }
@@ -177,50 +163,37 @@ class Plugins:
             setattr(trainer, what, created)
 
 
-def _by_sample(call: Callable[..., Any], cfg: PluginConfig, trainer: Trainer) -> Callable[..., None]:
+def _by_sample(call: Callable[..., Any], cfg: PluginConfig, trainer: Any) -> Callable[..., None]:
     """A function of `ScoredRollouts.hooks` that calls axolotl's hook: one value per sample of all processes, in lists.
 
-    As in axolotl, only the first process calls it.
+    As in axolotl, only the first process calls it. In strided mode, each sample continues its document up to the
+    anchor; completions of prompts are as the model saw them, without special tokens.
     """
 
     def hook(entries: list[dict[str, Any]], rewards: Tensor) -> None:
-        is_strided = any("blocks" in entry for entry in entries)
-        found = gather_object(list(_of_blocks(entries) if is_strided else _of_completions(entries, trainer)))
-        if not trainer.is_world_process_zero():
-            return
-        names = dict.fromkeys(name for _, _, by_name, _ in found for name in by_name)
-        call(
-            cfg,
-            trainer,
-            [prompt for prompt, _, _, _ in found],
-            [completion for _, completion, _, _ in found],
-            {name: [nan if each.get(name) is None else each[name] for _, _, each, _ in found] for name in names},
-            [advantage for _, _, _, advantage in found],
-        )
+        found: list[tuple[str, str, dict[str, float | None], float]] = []  # prompt, completion, rewards, advantage
+        for entry in entries:
+            for block in entry.get("blocks", []):
+                prompt = entry["document"][: block["offset"]]
+                for each in block["samples"]:
+                    rewarded = {"feature_matching": each["rewards"]}
+                    found.append((prompt, each["completion"], rewarded, each["advantages"]))
+        if not any("blocks" in entry for entry in entries):
+            samples = [each for entry in entries for each in entry["samples"]]
+            texts = partial(trainer.text_tokenizer.batch_decode, skip_special_tokens=True)
+            rollouts = trainer.rollouts[: len(samples)]
+            prompts, completions = texts([each.prompt_ids for each in rollouts]), texts([each.ids for each in rollouts])
+            for prompt, completion, each in zip(prompts, completions, samples, strict=True):
+                found.append((prompt, completion, each["rewards"], each["advantage"]))
+        found = gather_object(found)
+        if trainer.is_world_process_zero():
+            names = dict.fromkeys(name for _, _, by_name, _ in found for name in by_name)
+            prompts, completions, _, advantages = ([each[part] for each in found] for part in range(4))
+            by_name = {name: [each.get(name) for _, _, each, _ in found] for name in names}
+            numbers = {name: [nan if each is None else each for each in values] for name, values in by_name.items()}
+            call(cfg, trainer, prompts, completions, numbers, advantages)
 
     return hook
-
-
-Sample = tuple[str, str, dict[str, float | None], float]  # prompt, completion, rewards by name, advantage
-
-
-def _of_blocks(entries: list[dict[str, Any]]) -> Iterator[Sample]:
-    """The samples of strided mode: each continues its document up to the anchor."""
-    for entry in entries:
-        for block in entry["blocks"]:
-            for each in block["samples"]:
-                rewards = {"feature_matching": each["rewards"]}
-                yield entry["document"][: block["offset"]], each["completion"], rewards, each["advantages"]
-
-
-def _of_completions(entries: list[dict[str, Any]], trainer: Any) -> Iterator[Sample]:
-    """The completions of prompts, as the model saw them, without special tokens."""
-    samples = [each for entry in entries for each in entry["samples"]]
-    texts = partial(trainer.text_tokenizer.batch_decode, skip_special_tokens=True)
-    rollouts = trainer.rollouts[: len(samples)]
-    prompts, completions = texts([each.prompt_ids for each in rollouts]), texts([each.ids for each in rollouts])
-    for prompt, completion, each in zip(prompts, completions, samples, strict=True):
-        yield prompt, completion, each["rewards"], each["advantage"]
 
 
 def find_plugin(name: str) -> type[Any]:

@@ -106,8 +106,6 @@ def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResul
 
 def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     """`train` until it is complete or `stop` is requested."""
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"train() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
     with ExitStack() as run:
         run.enter_context(_interruptible(config, stop))
         _check(config)
