@@ -103,7 +103,7 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
         (["deepspeed=zero2"], "error", "settings", "pip install 'ebft[deepspeed]'"),
         (["deepspeed=zero3.json"], "error", "settings", "zero3.json cannot be read as JSON"),
         (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
-        (["optimizer=adamm"], "error", "settings", "not known to transformers"),
+        (["optimizer=adamm"], "error", "settings", "adamm is not a valid"),
         (["adapter=qlora", "load_in_4bit=true"], "warning", "packages of this config", "qlora"),
         (["use_trackio=true"], "error", "settings", "pip install trackio"),
         (["wandb_project=mine"], "warning", "packages of this config", "pip install wandb"),

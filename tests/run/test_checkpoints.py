@@ -171,16 +171,19 @@ def test_folders_with_other_names_are_no_checkpoints(make, checkpoint, folder):
         assert resumed(make(**AUTO)) == str(folder) and checkpoint_folders(folder.parent) == [folder]
 
 
-def test_a_checkpoint_without_permission_is_an_error(make, checkpoint, folder, as_user):
+def test_a_checkpoint_that_cannot_be_read_is_an_error(make, checkpoint, folder, monkeypatch):
     """It may be the newest one, which the run would replace."""
     torn = checkpoint(6, "optimizer.pt")
     write_checksums(torn)
-    (torn / "optimizer.pt").chmod(0)
-    with as_user():
-        for keys in (AUTO, {"resume_from_checkpoint": torn}):
-            with pytest.raises(PermissionError, match="optimizer.pt"):
-                resumed(make(**keys))
-        assert newest_checkpoint(folder.parent) == torn  # whose checksums are not computed
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("ebft.run.checkpoints.checksum", refuse)
+    for keys in (AUTO, {"resume_from_checkpoint": torn}):
+        with pytest.raises(PermissionError, match="checkpoint-6"):
+            resumed(make(**keys))
+    assert newest_checkpoint(folder.parent) == torn  # whose checksums are not computed
 
 
 def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoint, recwarn):

@@ -16,7 +16,6 @@ import ebft.run.training
 import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
-from ebft.run.training import make_output_dir
 from ebft.trainer import checkpoints
 from tests.run.crash import before, config_of, kill, result, run_processes, trained, without_summary
 
@@ -128,15 +127,6 @@ def test_a_model_that_cannot_be_saved_is_not_trained(inject, code, said, inputs,
     printed = trained(config_of("sft_full", inputs, out, max_steps=1), code, inject)
     assert said in printed if said else "disk may" not in printed
     assert not (out / "_saving").exists() and (newest_checkpoint(out) is None) == (code == 2)
-
-
-def test_an_output_folder_that_is_not_writable_is_refused(out, as_user):
-    out.mkdir()
-    make_output_dir(str(out))
-    assert not list(out.iterdir())
-    out.chmod(0o555)
-    with as_user(), pytest.raises(PermissionError):
-        make_output_dir(str(out))
 
 
 BEST = {"load_best_model_at_end": True, "eval_steps": 1, "save_total_limit": 1, "learning_rate": 1.0}

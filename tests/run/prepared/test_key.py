@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import warnings
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -73,19 +72,6 @@ def test_an_idle_key_that_a_custom_transform_mentions_is_included(make):
     assert "budget.documents" in settings("cfg.budget.documents")
     assert "dataset_num_proc" in settings("return f, {'batched': True}")
     assert settings(train_on_inputs=False) == settings()  # a default that is set
-
-
-def test_settings_of_several_kinds(key_for, tmp_path):
-    assert key_for(output_dir=str(tmp_path / "b"), learning_rate=0.5) == key_for()
-    for change in (
-        {"method": "structured"},
-        {"special_tokens": {"pad_token": "<|begin|>"}},
-        {"chat_template": "chatml"},
-    ):
-        assert key_for(**change) != key_for(), change
-    # Values that are not JSON.
-    of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
-    assert of(1) == of(1) != of(2)
 
 
 def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, rows_file, monkeypatch):

@@ -81,19 +81,6 @@ def test_a_killed_process_leaves_nothing_that_is_used(make, base, prepare, monke
     assert prepared.is_new and folders(base) == [prepared.folder.name]
 
 
-def test_an_error_while_writing_leaves_nothing(make, tokenizer, base, prepare, monkeypatch, tmp_path):
-    def full(self, *arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Dataset, "save_to_disk", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        prepare(make())
-    assert folders(base) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="dataset_prepared_path: cannot write to .*file"):
-        prepare_rows(make(), tokenizer, tmp_path / "file" / "prepared")
-
-
 def test_a_file_that_changes_while_it_is_read_is_an_error(make, base, prepare, rows_file, monkeypatch):
     config = make()
     load = type(config.method).load_rows
