@@ -147,9 +147,9 @@ def test_a_final_push_that_fails_says_how_to_repeat_it(pushed, out, hub):
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
 def test_checkpoints_that_wait_for_a_push(strategy, failures, pushed, out, hub, monkeypatch):
     """The first push ends when training does."""
-    hub.failures, remaining = failures, pushing.Pushing.push_remaining
+    hub.failures, finish = [*failures], pushing.Pushing.finish
     hub.is_free.clear()
-    monkeypatch.setattr(pushing.Pushing, "push_remaining", lambda part: (hub.is_free.set(), remaining(part)))
+    monkeypatch.setattr(pushing.Pushing, "finish", lambda part: (hub.is_free.set(), finish(part)))
     with pytest.warns(UserWarning, match="not pushed") if failures else nullcontext():
         train(pushed(max_steps=4, save_total_limit=1, hub_strategy=strategy))
     found = {name.partition("/")[0] for _, files in hub.commits for name in files if "/" in name}
