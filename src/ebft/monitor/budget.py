@@ -41,10 +41,7 @@ class Budget:
         self._documents, self._generated_tokens, self.meter.flops = 0.0, 0, 0
 
     def add(self, documents: float = 0, generated_tokens: int = 0, flops: int = 0) -> None:
-        """Add to the amounts of this rank; `flops` only for computation that the meter does not count.
-
-        `documents` may be fractional if the samples of a prompt are shared between ranks.
-        """
+        """Add to the amounts of this rank: documents may be fractional; `flops` that the meter does not count."""
         self._documents += documents
         self._generated_tokens += generated_tokens
         self.meter.flops += flops

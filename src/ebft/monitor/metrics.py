@@ -273,10 +273,7 @@ _CONTINUED = "    | "
 
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int, times: str = "") -> str | None:
-    """Return the console text of a log of training or evaluation, or None for a log without metrics of either.
-
-    Lines are broken between terms. `times` is the last term of a log of training.
-    """
+    """The lines of a log of training, which end with `times`, or of an evaluation; None for other logs."""
     logs = {name: value for name, value in logs.items() if value is not None}  # TRL: no reward in this interval
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]

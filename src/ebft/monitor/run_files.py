@@ -97,10 +97,7 @@ class RunFiles(TrainerCallback):
         return not is_unchanged
 
     def restore(self, state: Any) -> None:
-        """Take the progress from the trainer state of a run that has no more steps to train.
-
-        The run.json of one that was finished before is left unchanged.
-        """
+        """Take the progress from the state of a run that is complete; a finished run's run.json is left unchanged."""
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
         if (read_object(self._folder / RUN) or {}).get("state") != "finished":
             self._use_run_file()
@@ -342,10 +339,7 @@ class RolloutLog(TrainerCallback):
         self.close()
 
     def continue_from(self, step: int) -> None:
-        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead.
-
-        The main process does so too with the files of processes that an earlier run had in addition.
-        """
+        """Remove entries after `step`; at step 0, move the files away, also of processes that the run no longer has."""
         self.close()
         files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         if self._rank == 0:

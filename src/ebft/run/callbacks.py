@@ -162,10 +162,7 @@ def _counted(callbacks: dict[str, Any]) -> int:
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was interrupted by a signal; the message contains the checkpoint and how to resume.
-
-    `signal_number` is SIGINT (Ctrl-C) or SIGTERM (sent by job schedulers, for example).
-    """
+    """Training was interrupted by `signal_number`; the message contains the checkpoint and how to resume."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)

@@ -113,10 +113,7 @@ def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | N
 
 
 def checkpoint_hint(folder: Path, use: str) -> str:
-    """For messages about a folder without a final model: its newest checkpoint, and how to use it; empty if none.
-
-    `use` has `{}` in place of the folder of the checkpoint.
-    """
+    """For messages about a folder without a final model: `use`, with its newest checkpoint for `{}`; or empty."""
     newest = newest_checkpoint(folder) if folder.is_dir() else None
     if newest is None:
         return ""
@@ -131,10 +128,7 @@ def step_of(checkpoint: Path) -> int:
 def how_to_resume(
     config: RunConfig, step: int, resumed: str | Path | None, command: Sequence[str] | None = None
 ) -> str:
-    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any.
-
-    `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
-    """
+    """The message for a run stopped at `step`, which `command` had started and, if any, resumed from `resumed`."""
     newest = newest_checkpoint(Path(config.output_dir), last_step=step)  # later ones are from another run
     newest = newest or (None if resumed is None else Path(resumed))
     if newest is None:
@@ -241,10 +235,7 @@ class PreviousRun(TrainerCallback):
         return target
 
     def _derived(self) -> list[Path]:
-        """Merged and quantised models in the output folder that were made from the model of an earlier run.
-
-        A run whose base model is such a folder keeps it, since its adapter belongs to it.
-        """
+        """Merged and quantised models of an earlier run, without the base model: an adapter belongs to it."""
         folders = [each for name in DERIVED if ((each := self._output_dir / name) / "config.json").is_file()]
         return [each for each in folders if not each.is_symlink() and each.resolve() != self._base_model.resolve()]
 

@@ -77,10 +77,7 @@ def _with_attributes(value: Any) -> Any:
 
 
 class Plugins:
-    """The plugins of a run; created before anything is loaded.
-
-    Raises ConfigError if a plugin fails there, or asks for what is not possible.
-    """
+    """The plugins of a run; ConfigError if one fails when it is created, or asks for what is not possible."""
 
     def __init__(self, config: RunConfig) -> None:
         self._strict, self._warned = config.plugins_strict, set[str]()
@@ -125,10 +122,7 @@ class Plugins:
         return None
 
     def follow(self, trainer: Trainer, num_training_steps: int) -> None:
-        """Add callbacks and hooks to a trainer, and let plugins create the optimizer and its schedule.
-
-        Raises ConfigError if the trainer has no rollouts for a plugin.
-        """
+        """Add callbacks and hooks to a trainer; ConfigError if it has no rollouts for a plugin."""
         for name, plugin in self._plugins.items():
             if isinstance(plugin, TrainerCallback):
                 trainer.add_callback(plugin)

@@ -106,10 +106,7 @@ def read_rows(folder: Path) -> LoadedRows | None:
 
 
 def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
-    """Write `rows`, made from `inputs`, to `folder`. To be called while holding the lock of `folder`.
-
-    If writing fails, or if the process is killed, `folder` does not exist.
-    """
+    """Write `rows`, made from `inputs`, to `folder`, whose lock is held; it is complete, or does not exist."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
@@ -164,10 +161,7 @@ IDLE |= {key for group in _IDLE_GROUPS for key in group.model_fields} - _OF_ROWS
 
 
 def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Everything that determines the rows of a run, as JSON: settings, data, transforms, tokenizer, code.
-
-    Raises DataError if a data source or a transform does not exist.
-    """
+    """What determines the rows of a run, as JSON. Raises DataError if a source or a transform does not exist."""
     sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
     inputs = {
         "settings": row_settings(config, sources.values()),

@@ -18,10 +18,7 @@ _STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
 
 
 def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
-    """Save everything but the weights of a whole model and the optimizer state, and delete it again.
-
-    Raises SaveError for what cannot be saved.
-    """
+    """Save all but the weights of a whole model and the optimizer state, and delete it. Raises SaveError."""
     if not trainer.args.should_save or trainer.is_deepspeed_enabled:  # which has emptied the weights
         return
     output_dir = Path(config.output_dir)

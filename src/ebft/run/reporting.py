@@ -38,10 +38,7 @@ PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datas
 
 @contextmanager
 def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
-    """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
-
-    Yields the callback that also writes the metrics, or None in processes other than the main one.
-    """
+    """Describe the run inside the block in `run.json`; yields the callback that does, on the main process."""
     if not is_main_process():
         yield None
         return
@@ -195,11 +192,7 @@ _WHEN = {
 
 
 def check_hub(config: RunConfig) -> None:
-    """Create the repository `hub_model_id` on the main process, and print what will be pushed to it.
-
-    Raises ConfigError if that fails. An existing repository that is public gives a warning, unless
-    hub_private_repo is false.
-    """
+    """Create the repository `hub_model_id`, on the main process. ConfigError if that fails; warn if it is public."""
     if not config.hub_model_id or not is_main_process():
         return
     from huggingface_hub import HfApi
@@ -223,10 +216,7 @@ def check_hub(config: RunConfig) -> None:
 
 
 def push(config: RunConfig, names: list[str], card: str, tokenizer: object = None) -> None:
-    """Push the final model: the files `names` in the output folder that belong to a model, and its card.
-
-    Raises SaveError, with the command that pushes by hand, if that fails.
-    """
+    """Push the final model: its files among `names`, and its card. Raises SaveError, with the command that does."""
     from ebft.trainer.pushing import commit, pushed_files  # imports torch
 
     folder = Path(config.output_dir)

@@ -61,8 +61,8 @@ OF_OPTIMIZER = (
 FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
-_OF_ROWS = "Training continues at the same position in the new data, so rows may be repeated or left out."
-_OF_STEPS = "Training continues after the same number of steps, so rows may be repeated or left out."
+_OF_ROWS = "Training continues after the same number of steps, so rows may be repeated or left out."
+_OF_WEIGHTS = "The trained weights come from the checkpoint: an adapter was trained with the former weights."
 _OF_EVALUATIONS = "Evaluations cannot be compared with earlier ones, and so neither can the best checkpoint."
 # Reason -> keys, or sections, whose changes give no warning.
 _NOT_COMPARED = {
@@ -109,10 +109,7 @@ NOT_COMPARED = {key: reason for key, reason in NOT_COMPARED.items() if key not i
 
 
 def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
-    """Write the file of settings into the folder of a checkpoint or of the final model.
-
-    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state, `optimizer_keys`.
-    """
+    """Write the file of settings, with `others`, into the folder of a checkpoint or of the final model."""
     write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
 
 
@@ -131,10 +128,7 @@ def _optimizer_changes(config: RunConfig, saved: Mapping[str, Any]) -> list[tupl
 
 
 def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
-    """The settings of optimizer and schedule that are in effect, in a run that is resumed from `checkpoint` or new.
-
-    Settings that differ from the checkpoint's give one warning, which says which have an effect.
-    """
+    """The settings of optimizer and schedule in effect; one warning if the config's differ from `checkpoint`'s."""
     now = {key: getattr(config, key) for key in OF_OPTIMIZER}
     changed = [] if checkpoint is None else _optimizer_changes(config, saved_keys(checkpoint))
     if not changed:
@@ -334,15 +328,15 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
         yield (
             f"{math.prod(batch)} rows per step instead of {math.prod(former)} ({processes} processes instead of "
             f"{former[0]}, micro_batch_size: {per_process}, gradient_accumulation_steps: {accumulated})",
-            _OF_STEPS,
+            _OF_ROWS,
         )
     before, inputs, names = saved["inputs"], now["inputs"], saved["names"]
     differ = {name: changed_values(before.get(name, {}), parts) for name, parts in inputs.items()}
     changed = {name: ", ".join(key for key, *_ in found) for name, found in differ.items()}
     if changed["base_model"]:
-        yield f"other weights of base_model: {config.model_name}", _effect_of_weights(config)
+        yield f"other weights of base_model: {config.model_name}", _OF_WEIGHTS
     elif not before["base_model"].get("weights") and names["base_model"] != now["names"]["base_model"]:
-        yield f"base_model: {config.model_name} instead of {names['base_model']}", _effect_of_weights(config)
+        yield f"base_model: {config.model_name} instead of {names['base_model']}", _OF_WEIGHTS
     for key in dict.fromkeys((*inputs["config.json"], *before["config.json"])):
         old, new = before["config.json"].get(key), inputs["config.json"].get(key)
         if old != new:
@@ -360,15 +354,6 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
     if differ["packages"]:
         facts = ", ".join(f"{name} {new} instead of {old}" for name, old, new in differ["packages"])
         yield f"other versions of packages: {facts}", "Numbers may differ."
-
-
-def _effect_of_weights(config: RunConfig) -> str:
-    if config.adapter is not None:
-        return "The adapter of the checkpoint was trained with the former weights, and belongs to them."
-    return (
-        "All trained weights come from the checkpoint. A feature network or a reference model, if the method has "
-        "one, is the new model."
-    )
 
 
 def _short(value: Any) -> str:

@@ -30,10 +30,7 @@ from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_av
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The training arguments for `rows` rows of training data.
-
-    Raises ConfigError for errors that only transformers detects, such as an unknown optimizer.
-    """
+    """The arguments for `rows` rows. Raises ConfigError for what only transformers detects."""
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
     try:
         args = config.method.arguments_class()(**kwargs)
@@ -170,11 +167,7 @@ def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
 
 
 def _precision_of_config(config: RunConfig, machine: Machine) -> str:
-    """The precision of the config, as accelerate names it.
-
-    transformers reads it from the environment, where accelerate's launcher puts the value of its own config file, if
-    neither bf16 nor fp16 is used. Raises ConfigError if the two contradict each other.
-    """
+    """The precision, as accelerate names it, which reads its own config file from the environment if it is "no"."""
     ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     theirs = os.environ.get(_PRECISION, "no").lower()
     if theirs not in ("no", ours):

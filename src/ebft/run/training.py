@@ -206,10 +206,7 @@ def _check(config: RunConfig) -> None:
 
 @contextmanager
 def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
-    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run, if any.
-
-    Raises RolloutError if the user's server is not there, before a model is loaded.
-    """
+    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run."""
     check_hub(config)
     os.environ.update(tracker_environment(config))
     set_seed(config.seed)
@@ -243,10 +240,7 @@ def load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> tuple[Any
 
 
 def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[Any, Any]:
-    """`rows` after checks of the model and the method, with the training rows as the method's trainer receives them.
-
-    Without `model_config`, transformers' configuration of the model, its number of positions is not checked.
-    """
+    """`rows` as the method's trainer receives them, after checks; of the model's positions only with `model_config`."""
     if model_config is not None:
         longest = longest_document(rows.train, rows.evaluation)
         check_sequence_len(config.sequence_len, model_config, config.base_model, longest)
@@ -336,10 +330,7 @@ def _check_weights(trainer: OverTrainer) -> None:
 
 
 def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> None:
-    """Push the saved model to the Hub, also after a run that was finished before, whose push may have failed.
-
-    Raises TrainingInterrupted if Ctrl-C or SIGTERM prevents it.
-    """
+    """Push the saved model to the Hub, also after a run that was finished before, whose push may have failed."""
     try:
         if stop.requested:
             raise StopRequested

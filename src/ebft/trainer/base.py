@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -21,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, Sampler
 from transformers import Trainer, TrainerControl
+from transformers import logging as transformers_logging
 
 from ebft.errors import NonFiniteLossError
-from ebft.files import STAGING, STATE, clean_staging
+from ebft.files import STAGING, STATE, clean_staging, json_object, publish, write_checksums
 from ebft.models.load import warn_of_lost_steps
 from ebft.models.sharding import (
     check_fits,
@@ -63,28 +65,20 @@ class OverTrainer(Trainer):
     state, and made when training is resumed. Non-finite losses and gradients raise NonFiniteLossError. Pushes contain
     the files of the model only, and a new repository is private unless asked otherwise.
 
-    Subclasses extend `running_state` and `restore_running_state`, `save_shared` and `load_shared`.
-
-    `budget`: totals of the run, to which subclasses add documents and generated tokens; logged with the loss. FLOPs are
-    not counted for compiled models.
-    `rate_of`: returns the learning rate of a parameter by its name; if unset, all have the rate of the optimizer.
-    `into_checkpoint`: functions that are called with the folder of each checkpoint before it is complete, on one
-    process; `into_model` also with the folder of the final model.
-    `card`: returns the model card; if unset, none is pushed.
-    `may_stop`: whether an exception may be raised now, after which `save_stopped` can save the last completed step; not
-    during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
-    `is_interrupted`: whether training ends before its last step.
+    Subclasses extend `running_state` and `restore_running_state`, `save_shared` and `load_shared`, and add documents
+    and generated tokens to `budget`, the totals of the run, which are logged with the loss (FLOPs not for compiled
+    models).
     """
 
     control: TrainerControl
     current_flos: float
-    rate_of: Callable[[str], float] | None = None
-    into_checkpoint: Sequence[Callable[[Path], None]] = ()
-    into_model: Sequence[Callable[[Path], None]] = ()
-    card: Callable[[], str] | None = None
-    may_stop: bool = True
-    when_stoppable: Callable[[], None] = staticmethod(lambda: None)
-    is_interrupted: bool = False
+    rate_of: Callable[[str], float] | None = None  # the learning rate of a parameter by its name
+    into_checkpoint: Sequence[Callable[[Path], None]] = ()  # called on one process with the folder of each checkpoint
+    into_model: Sequence[Callable[[Path], None]] = ()  # also with the folder of the final model
+    card: Callable[[], str] | None = None  # the model card that is pushed
+    may_stop: bool = True  # whether `save_stopped` could save the last completed step after an exception
+    when_stoppable: Callable[[], None] = staticmethod(lambda: None)  # called when that becomes possible
+    is_interrupted: bool = False  # whether training ends before its last step
     is_saving: bool = False  # whether a checkpoint is being saved
     _is_stopping = False  # whether it is the one of `save_stopped`
     _is_ending = False  # whether the last step and its evaluation are complete
@@ -140,10 +134,7 @@ class OverTrainer(Trainer):
         return found
 
     def use_result(self) -> None:
-        """Give the model the weights that are the optimizer's result until the next step.
-
-        Those that schedule-free optimizers train at are others.
-        """
+        """Give the model the weights that are the result: schedule-free optimizers train at others."""
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
@@ -340,7 +331,10 @@ class OverTrainer(Trainer):
                 if self.args.should_save:
                     if is_best:
                         self.state.save_to_json(str(staged / STATE))
-                    checkpoints.complete(staged, folder, (*self.into_model, *self.into_checkpoint))
+                    for write in (*self.into_model, *self.into_checkpoint):
+                        write(staged)
+                    write_checksums(staged)
+                    publish(staged, folder)
                 self.accelerator.wait_for_everyone()
         finally:
             self.is_saving, self.may_stop = False, could_stop
@@ -364,15 +358,15 @@ class OverTrainer(Trainer):
         return checkpoints.saving(folder, staged, self._newest_checkpoint, is_writer=self.args.should_save)
 
     def rehearse_save(self, folder: Path) -> None:
-        """Write what is saved of the model and the trainer to `folder`, without the weights of a whole model.
-
-        Called on one process, before training; raises what a save would raise after hours.
-        """
+        """Write what is saved to `folder`, without a whole model's weights; called on one process, before training."""
         is_whole = not isinstance(self.model, PeftModel)
         if is_whole:
             check_tied_weights(self.model)
-        with checkpoints.without_progress_bar():  # there are no shards
-            self._save(str(folder), state_dict={} if is_whole else None)
+        shows_progress = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # there are no shards
+        self._save(str(folder), state_dict={} if is_whole else None)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
         self.state.save_to_json(str(folder / STATE))
         for write in (*self.into_model, *self.into_checkpoint):
             write(folder)
@@ -487,8 +481,11 @@ class OverTrainer(Trainer):
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        with checkpoints.without_wrong_warnings():
+        logging.disable(logging.WARNING)  # that settings differ, and that the best checkpoint is in another place
+        try:
             found = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        finally:
+            logging.disable(logging.NOTSET)
         if resume_from_checkpoint is not None:
             resumed = Path(resume_from_checkpoint)
             self.find_best_checkpoint(resumed / STATE, resumed.parent)
@@ -499,11 +496,16 @@ class OverTrainer(Trainer):
         return found
 
     def find_best_checkpoint(self, state: Path, folder: Path) -> None:
-        """Note where in `folder` the best checkpoint of a run is that continues from the file `state`."""
-        name, self.state.best_model_checkpoint = checkpoints.best_checkpoint(state, folder)
-        if name is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
+        """Note where in `folder` the best checkpoint of a run is that continues from the file `state`.
+
+        The path in the file is as output_dir was written, which may be relative, and the folder may have been moved.
+        """
+        recorded = json_object(state).get("best_model_checkpoint")
+        found = None if recorded is None else folder / Path(recorded).name
+        self.state.best_model_checkpoint = str(found) if found is not None and found.is_dir() else None
+        if found is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
             warnings.warn(
-                f"load_best_model_at_end: {name}, the best checkpoint so far, is not in {folder}, so the best "
+                f"load_best_model_at_end: {found.name}, the best checkpoint so far, is not in {folder}, so the best "
                 "model of this run is only looked for among the steps that follow.",
                 stacklevel=2,
             )
@@ -572,10 +574,7 @@ class OverTrainer(Trainer):
 
 
 def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
-    """Split the groups of a new optimizer by learning rate; the schedule multiplies each rate.
-
-    Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
-    """
+    """Split the groups of a new optimizer by learning rate; the optimizer's is first, and logged."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:

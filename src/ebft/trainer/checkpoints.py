@@ -6,14 +6,13 @@ That is the state of each process, the schedule, and a description of the rows.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ import numpy as np
 import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import logging as transformers_logging
 
 from ebft.errors import EBFTError, SaveError
-from ebft.files import CHECKSUMS, STATE, discard, json_object, publish, remove_staged, write_checksums
+from ebft.files import CHECKSUMS, STATE, discard, json_object, remove_staged
 
 
 @contextmanager
@@ -47,26 +45,6 @@ def saving(folder: Path, staged: Path, newest: Path, *, is_writer: bool) -> Iter
         if isinstance(error, EBFTError) or (is_distributed and any(word in str(error) for word in words)):
             raise  # in the latter case, because another process has ended
         raise SaveError.of(folder, error, newest if newest.is_dir() else None) from error
-
-
-def complete(staged: Path, folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
-    """Let `writers` add their files to a staged checkpoint, and move it to its folder; called on one process."""
-    for write in writers:
-        write(staged)
-    write_checksums(staged)
-    publish(staged, folder)
-
-
-@contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Context manager without the progress bars of transformers."""
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
 
 
 def rotate(newest: Path, limit: int, best: str | None) -> None:
@@ -150,40 +128,6 @@ def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
     scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})  # what is logged
 
 
-@contextmanager
-def without_wrong_warnings() -> Iterator[None]:
-    """Context manager without two warnings of transformers about a checkpoint from which a run resumes.
-
-    That its logging_steps, eval_steps, save_steps and batch size differ: this run's apply. And that the best
-    checkpoint is not where the state says: `best_checkpoint` finds it.
-    """
-    wrong = {
-        "transformers.trainer_utils": "do not match the ones in the `trainer_state.json`",
-        "transformers.trainer": "recorded in the resumed state does not exist anymore",
-    }
-    with ExitStack() as stack:
-        for name, text in wrong.items():
-            keep = lambda record, text=text: text not in record.getMessage()
-            logging.getLogger(name).addFilter(keep)
-            stack.callback(logging.getLogger(name).removeFilter, keep)
-        yield
-
-
-def best_checkpoint(state: Path, folder: Path) -> tuple[str | None, str | None]:
-    """The name of the best checkpoint by the file `state`, and its path if it is in `folder`.
-
-    The path in the file is as output_dir was written, which may be relative, and the folder may have been moved.
-    """
-    try:
-        recorded = json_object(state).get("best_model_checkpoint")
-    except (OSError, ValueError):
-        recorded = None
-    if recorded is None:
-        return None, None
-    found = folder / Path(recorded).name
-    return found.name, str(found) if found.is_dir() else None
-
-
 # Rows that are compared with the checkpoint's: their name among the `stateful_callbacks` of trainer_state.json,
 # what they are called, and what follows from a difference.
 _ROWS = (
@@ -221,10 +165,7 @@ def compare_rows(state: Any, training: Any, held_out: Any, *, warns: bool) -> No
 
 
 def describe_rows(rows: Any) -> dict[str, int] | None:
-    """The number of rows and a checksum of up to 256 rows, evenly spaced; None for data without a length.
-
-    Several evaluation datasets, by name, are described together.
-    """
+    """The number of rows and a checksum of up to 256 rows, evenly spaced; None for data without a length."""
     parts = list(rows.values()) if isinstance(rows, dict) else [rows]
     if not all(hasattr(part, "__len__") for part in parts):
         return None
@@ -253,10 +194,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Restore the random state at the end of the block: an evaluation must not change the training after it.
-
-    Each pass over a data loader, for example, draws a number.
-    """
+    """Restore the random state after the block: an evaluation must not change the training after it."""
     state = random_state()
     try:
         yield
