@@ -81,25 +81,22 @@ def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(ru
         train(quietly(run_file, ["base_model=does/not-exist"]))
     assert read(out / RUN)["state"] == "failed" and "does/not-exist" in read(out / RUN)["error"]
     shutil.rmtree(out)
-    keys, folders = ["ebft.log_completions=true", "max_steps=1"], [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
-    for _ in folders:
-        train(quietly(run_file, keys))
-        assert steps_with_a_loss(out) == [1] and set(steps(out / ROLLOUTS)) == {1} and not (out / START).exists()
-        write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
-        files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        with pytest.raises(ValueError):
-            train(quietly(run_file, [*keys, "datasets.0.path=/does/not/exist.jsonl"]))
-        start = read(out / START)
-        assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
-        (out / START).unlink()
-        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
-        assert read_run(out)["state"] == "finished"
-    assert sorted((out / PREVIOUS).iterdir()) == folders[:2]
-    assert all((folder / name).is_file() for folder in folders for name in (METRICS, RUN, ROLLOUTS, HEALTH))
+    keys = ["ebft.log_completions=true", "max_steps=1"]
+    train(quietly(run_file, keys))
+    write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError):
+        train(quietly(run_file, [*keys, "datasets.0.path=/does/not/exist.jsonl"]))
+    start = read(out / START)
+    assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
+    (out / START).unlink()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+    assert read_run(out)["state"] == "finished"
     with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
         train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
-    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2}
-    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "3") == [1]
+    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2} and not (out / START).exists()
+    assert all((out / PREVIOUS / "1" / name).is_file() for name in (METRICS, RUN, ROLLOUTS, HEALTH))
+    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "1") == [1]
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")
@@ -108,7 +105,7 @@ def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out
     compared = {"models": [{"model": "a", "metrics": {"x": 1.0}}, {"model": "b", "metrics": {"x": 2.0}}]}
     compared["models"][1]["differences"] = {"x": 1.0}
     out.mkdir()
-    for number, run in enumerate((["max_steps=1"], ["max_steps=1"], ["max_steps=2", AUTO]), start=1):
+    for number, run in enumerate((["max_steps=1"], ["max_steps=2", AUTO]), start=1):
         write(out / EVALUATION, [compared])
         train(quietly(run_file, [*keys, *run]))
         assert (out / PREVIOUS / str(number) / EVALUATION).is_file() and not (out / EVALUATION).exists()

@@ -1,11 +1,8 @@
 """Checks of rows and models: processes that train other models, modules that cannot be adapted."""
 
-import json
-
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from ebft import train
 from ebft.config.section import flat_settings
@@ -13,7 +10,6 @@ from ebft.errors import ConfigError
 from ebft.models.pretrained import pretrained_model
 from ebft.run import checks
 from ebft.run.checks import check_adapted_experts
-from ebft.tools.cli import app
 from tests.config.conftest import make
 from tests.models.multimodal import save_multimodal
 
@@ -75,9 +71,6 @@ def test_vllm_serves_what_is_trained(make, tmp_path):
     }
     with pytest.raises(ConfigError, match=r"would serve all of .*whole \(gemma3\), but its text model \(gemma3_text\)"):
         train(make(**keys))
-    (tmp_path / "run.yaml").write_text(json.dumps(keys))
-    result = CliRunner().invoke(app, ["vllm-serve", str(tmp_path / "run.yaml")])
-    assert result.exit_code != 0 and "vLLM would serve all of" in " ".join(result.stderr.split())
     pretrained_model(keys["base_model"]).save_pretrained(tmp_path / "text")
     checks.check_served(make(**{**keys, "base_model": str(tmp_path / "text")}))
 

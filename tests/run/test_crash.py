@@ -13,7 +13,7 @@ from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
 from ebft.run_files import METRICS
 from ebft.sft.trainer import SFTTrainer
-from ebft.trainer import checkpoints
+from ebft.trainer import base, checkpoints
 from tests.run import crash
 from tests.run.crash import METHODS, STEPS, as_resumed, before, config_of, result, run_processes, trained
 
@@ -42,7 +42,7 @@ def killed_and_resumed(method, inject, inputs, out, **changes):
 MOMENTS = {
     "between the update and its save": before_save(5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
-    "before the rename": before(checkpoints, "publish", 5),
+    "before the rename": before(base, "publish", 5),
     "in the rotation": before(checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
     "before the final save": before(ebft.transformers_internals, "save_final_weights", 1),

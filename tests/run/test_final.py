@@ -16,7 +16,7 @@ import ebft.run.training
 import ebft.trainer
 from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
-from ebft.trainer import checkpoints
+from ebft.trainer import base, checkpoints
 from tests.run.crash import before, config_of, kill, result, run_processes, trained, without_summary
 
 
@@ -139,7 +139,7 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
     trained(config)
     whole = result(out), json.loads((out / "trainer_state.json").read_text())["best_global_step"]
     shutil.rmtree(out)
-    trained(config, -9, before(checkpoints, "publish", 6))
+    trained(config, -9, before(base, "publish", 6))
     moved = out.rename(out.with_name("moved"))
     trained(config_of("sft", inputs, moved, **BEST))
     state = json.loads((moved / "trainer_state.json").read_text())

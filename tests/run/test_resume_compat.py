@@ -135,8 +135,6 @@ def of_file(name, old, new):
 
 NOTHING = lambda folder: None
 OF_TRL = {"trl": {**KEYS["trl"], "beta": 0.1, "temperature": 1.0}}
-ADAPTER = {"adapter": "lora", "lora_r": 2, "lora_alpha": 4, "lora_target_linear": True}
-OTHER_ADAPTER = "weights of base_model: model. The adapter of the checkpoint was trained with the former weights"
 EPSILON = of_file("model/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
 PREFIX = of_file("model/tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
@@ -144,18 +142,17 @@ PREFIX = of_file("model/tokenizer.json", '"add_prefix_space": false', '"add_pref
 @pytest.mark.parametrize(
     ("changes", "act", "expected"),
     [
-        ({}, of_model(one_value), ["other weights of base_model: model. All trained weights are those of the"]),
+        ({}, of_model(one_value), ["other weights of base_model: model. The trained weights come from the checkpoint"]),
         ({}, of_model(one_value, "reward"), ["another model in the folder of trl.reward_funcs: ./reward"]),
         ({}, EPSILON, ["config.json: rms_norm_eps: 1e-05 instead of 1e-06"]),
         ({}, PREFIX, ["other contents of the tokenizer's files: tokenizer.json"]),
         ({}, of_file("template.jinja", "[0]", "[1]"), ["chat_template: another text of template.jinja"]),
         ({}, of_file("own_parts.py", "1.0", "2.0"), ["other code in own_parts. It applies from here on"]),
         ({}, of_file("rows.jsonl", "one", "two"), [
-            "other contents of datasets: rows.jsonl. Training continues at the same position", "test_datasets: rows"]),
+            "other contents of datasets: rows.jsonl. Training continues after the same number", "test_datasets: rows"]),
         (OF_TRL, of_model(one_value), [
             "trl.beta: 0.1 instead of null. It applies from here on, without effect on earlier steps",
             "trl.temperature: 1.0 instead of 0.7", "other weights of base_model"]),
-        (ADAPTER, of_model(one_value), [OTHER_ADAPTER]),
         ({"seed": 7, "sequence_len": 99}, NOTHING, ["seed: 7 instead", "sequence_len: 99"]),
         ({"metric_for_best_model": "loss"}, NOTHING, ["metric_for_best_model: loss instead of null"]),
         ({}, NOTHING, ["16 rows per step instead of 8 (2 processes instead of 1, micro_batch_size: 1"]),
