@@ -25,21 +25,8 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
+from ebft import run_files as files
 from ebft.files import write_text
-from ebft.run_files import (
-    EVALUATION,
-    HEALTH,
-    METRICS,
-    PREVIOUS,
-    REPORT,
-    ROLLOUTS,
-    RUN,
-    START,
-    parse,
-    rank_of,
-    read_object,
-    rollout_files,
-)
 
 State = Literal["running", "finished", "stopped", "failed"]
 # Among the `stateful_callbacks` of a trainer state: the evaluation of this step was not finished when it was saved.
@@ -70,14 +57,14 @@ class RunFiles(TrainerCallback):
             "max_steps": None,
         }
         self.description = description
-        self._path = self._folder / RUN
+        self._path = self._folder / files.RUN
         self._last_update = 0.0
         self._has_failed = False
 
     def start(self) -> None:
         """Write run.json or, if the folder has files of an earlier run, start.json."""
         self._run["started"] = time.time()
-        self._path = self._folder / (START if has_records(self._folder) else RUN)
+        self._path = self._folder / (files.START if has_records(self._folder) else files.RUN)
         self._update()
 
     def describe(self, **facts: Any) -> None:
@@ -86,7 +73,7 @@ class RunFiles(TrainerCallback):
 
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
-        is_unchanged = self._path.name == START
+        is_unchanged = self._path.name == files.START
         if is_unchanged and state == "finished":
             self._try(self._path.unlink, True)
             return False
@@ -99,7 +86,7 @@ class RunFiles(TrainerCallback):
     def restore(self, state: Any) -> None:
         """Take the progress from the state of a run that is complete; a finished run's run.json is left unchanged."""
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
-        if (read_object(self._folder / RUN) or {}).get("state") != "finished":
+        if (files.read_object(self._folder / files.RUN) or {}).get("state") != "finished":
             self._use_run_file()
 
     def begin(self, state: Any, previous: Path | None = None) -> None:
@@ -111,10 +98,11 @@ class RunFiles(TrainerCallback):
         if state.global_step > 0:
             self._run["resumed_from_step"] = state.global_step
             is_evaluated = PENDING_EVALUATION not in state.stateful_callbacks
-            for name in (METRICS, HEALTH):
+            for name in (files.METRICS, files.HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1, is_evaluated)
-            self._try(set_aside, self._folder, [self._folder / EVALUATION])  # of the model that is trained further
-        elif self._path.name == START:
+            of_model = self._folder / files.EVALUATION  # which is trained further
+            self._try(set_aside, self._folder, [of_model])
+        elif self._path.name == files.START:
             self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
 
@@ -127,14 +115,14 @@ class RunFiles(TrainerCallback):
         if logs:
             values = {name: _as_json(value) for name, value in logs.items() if name not in ("step", "time")}
             line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **values}, allow_nan=False)
-            self._try(_append, self._folder / METRICS, line)
+            self._try(_append, self._folder / files.METRICS, line)
         self._run["global_step"] = state.global_step
         self._update()
 
     def _use_run_file(self) -> None:
-        self._path = self._folder / RUN
+        self._path = self._folder / files.RUN
         self._update()
-        self._try((self._folder / START).unlink, True)
+        self._try((self._folder / files.START).unlink, True)
 
     def _update(self) -> None:
         self._last_update = time.monotonic()
@@ -228,7 +216,7 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     part = path.with_name(f"{path.name}.part")
 
     def is_before(line: bytes, step: int) -> bool:
-        value = (parse(line) or {}).get("step")
+        value = (files.parse(line) or {}).get("step")
         return line.endswith(b"\n") and isinstance(value, int | float) and value < step
 
     try:
@@ -258,7 +246,7 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
     found = [path for path in paths if path.exists()]
     if not found:
         return None
-    target = target or _new_previous(folder / PREVIOUS)
+    target = target or _new_previous(folder / files.PREVIOUS)
     moved: list[tuple[Path, Path]] = []
     try:
         for path in found:
@@ -275,15 +263,16 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
 
 def set_run_aside(folder: Path, target: Path | None = None) -> None:
     """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
-    names = (METRICS, RUN, HEALTH, REPORT, EVALUATION)
-    set_aside(folder, [*(folder / name for name in names), *rollout_files(folder)], target)
+    names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
+    set_aside(folder, [*(folder / name for name in names), *files.rollout_files(folder)], target)
 
 
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
-    if any((folder / name).is_file() for name in (METRICS, HEALTH, EVALUATION)) or rollout_files(folder):
+    records = (folder / name for name in (files.METRICS, files.HEALTH, files.EVALUATION))
+    if any(path.is_file() for path in records) or files.rollout_files(folder):
         return True
-    run = read_object(folder / RUN) or {}
+    run = files.read_object(folder / files.RUN) or {}
     return run.get("state") == "finished" or bool(run.get("global_step"))
 
 
@@ -309,7 +298,7 @@ class RolloutLog(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20, *, processes: int = 1) -> None:
-        self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
+        self.path = Path(folder) / (files.ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
         self._rank, self._processes, self._max_bytes = rank, processes, max_bytes
         self._handler: _Handler | None = None
         self._has_failed = False
@@ -341,14 +330,14 @@ class RolloutLog(TrainerCallback):
     def continue_from(self, step: int) -> None:
         """Remove entries after `step`; at step 0, move the files away, also of processes that the run no longer has."""
         self.close()
-        files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+        paths = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         if self._rank == 0:
-            files += [path for path in rollout_files(self.path.parent) if rank_of(path) >= self._processes]
+            paths += [path for path in files.rollout_files(self.path.parent) if files.rank_of(path) >= self._processes]
         try:
             if step == 0:
-                set_aside(self.path.parent, files)
+                set_aside(self.path.parent, paths)
             else:
-                for path in files:
+                for path in paths:
                     remove_from_step(path, step + 1)
         except OSError as error:
             self._warn(error)

@@ -141,19 +141,8 @@ _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 # Groups of keys that no row depends on, apart from `_OF_ROWS`: the files of the tokenizer are compared, and rows of a
 # stream are not stored.
 _IDLE_GROUPS = (
-    AdapterKeys,
-    AttentionKeys,
-    CarriedOverKeys,
-    CheckpointKeys,
-    EvaluationKeys,
-    HardwareKeys,
-    HubKeys,
-    LengthKeys,
-    ModelKeys,
-    OptimizerKeys,
-    RayKeys,
-    ReportingKeys,
-    StreamKeys,
+    *(AdapterKeys, AttentionKeys, CarriedOverKeys, CheckpointKeys, EvaluationKeys, HardwareKeys, HubKeys),
+    *(LengthKeys, ModelKeys, OptimizerKeys, RayKeys, ReportingKeys, StreamKeys),
 )
 _OF_ROWS = {"chat_template_kwargs", "seed", "data_seed"}
 IDLE = {"dataset_prepared_path", "dataset_num_proc", "vllm"}

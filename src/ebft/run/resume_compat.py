@@ -18,6 +18,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import TrainingArguments
 
+from ebft import files
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
 from ebft.config.base import EvaluationKeys, RayKeys
@@ -28,17 +29,6 @@ from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
 from ebft.errors import ConfigError, DataError, doing, shortened
-from ebft.files import (
-    ADAPTER_CONFIG,
-    RUN_FILE,
-    json_hash,
-    json_object,
-    sample_hash,
-    settings_of,
-    tokenizer_hashes,
-    weights_hash,
-    write_text,
-)
 from ebft.methods import FLAGS
 from ebft.methods.method import foreign_keys, selecting_keys
 from ebft.printed import without_secrets
@@ -110,12 +100,12 @@ NOT_COMPARED = {key: reason for key, reason in NOT_COMPARED.items() if key not i
 
 def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
     """Write the file of settings, with `others`, into the folder of a checkpoint or of the final model."""
-    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
+    files.write_text(folder / files.RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
 
 
 def saved_keys(folder: Path) -> dict[str, Any]:
     """The file of settings in a folder; empty if there is none."""
-    return _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    return _read(folder / files.RUN_FILE) if (folder / files.RUN_FILE).is_file() else {}
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -193,8 +183,8 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
 
 def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
     """The keys that can be read from the files of a model or an adapter."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        saved = _read(folder / ADAPTER_CONFIG)
+    if (folder / files.ADAPTER_CONFIG).is_file():
+        saved = _read(folder / files.ADAPTER_CONFIG)
         keys = {key: saved[name] for key, name in (("lora_r", "r"), ("lora_alpha", "lora_alpha")) if name in saved}
         return {"adapter": config.adapter or "lora", **keys}  # the same files for lora and qlora
     return {"adapter": None} if any(folder.glob("model*.safetensors")) else {}
@@ -202,7 +192,7 @@ def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     with doing(f"reading {path}"):
-        return json_object(path)
+        return files.json_object(path)
 
 
 def _unordered(value: Any) -> Any:
@@ -252,23 +242,23 @@ def _inputs(config: RunConfig, tokenizer: Any, data_hashes: Sequence[str | None]
     texts = base if config.tokenizer_config is None else model_folder(config.tokenizer_config)
     found: dict[str, dict[str, Any]] = {"base_model": {}, "code": {}, "packages": dict(versions())}
     if base is not None:
-        found["base_model"]["weights"] = weights_hash(base, config.gguf_file)
+        found["base_model"]["weights"] = files.weights_hash(base, config.gguf_file)
         for path in sorted(base.glob("*.py")) if config.trust_remote_code else []:
-            found["base_model"][path.name] = sample_hash(path)
-    found["config.json"] = {} if settings is None else settings_of(settings, "config.json")
-    found["tokenizer"] = {} if texts is None else tokenizer_hashes(texts)
-    found["chat_template"] = {"text": json_hash(tokenizer.chat_template)}
+            found["base_model"][path.name] = files.sample_hash(path)
+    found["config.json"] = {} if settings is None else files.settings_of(settings, "config.json")
+    found["tokenizer"] = {} if texts is None else files.tokenizer_hashes(texts)
+    found["chat_template"] = {"text": files.json_hash(tokenizer.chat_template)}
     rewards = (config.trl.reward_funcs or []) if config.method.rows == "prompts" else []
     folders = {str(place): model_folder(name) for place, name in enumerate(rewards)}
     found["trl.reward_funcs"] = {
-        place: json_hash([weights_hash(folder), tokenizer_hashes(folder)])
+        place: files.json_hash([files.weights_hash(folder), files.tokenizer_hashes(folder)])
         for place, folder in folders.items()
         if folder is not None
     }
     types = {entry.type for entry in (*config.datasets, *config.test_datasets)}  # their rows are compared
     functions = [name for name in imported_names(config) if name not in types]
     sources = module_sources(name.rpartition(".")[0] for name in functions)
-    found["code"] = {name: json_hash(source) for name, source in sources.items()}
+    found["code"] = {name: files.json_hash(source) for name, source in sources.items()}
     given = [*data_hashes, *[None] * (len(config.datasets) - len(data_hashes))]
     found["datasets"] = {str(n): _of_data(entry, given[n]) for n, entry in enumerate(config.datasets)}
     found["test_datasets"] = {str(n): _of_data(entry, None) for n, entry in enumerate(config.test_datasets)}
@@ -282,10 +272,10 @@ def _of_data(entry: Any, known_hash: str | None) -> str:
     try:
         files = source_files(entry) if known_hash is None else []
         if files is not None:
-            return known_hash or json_hash([sample_hash(path) for _, path in files])
+            return known_hash or files.json_hash([files.sample_hash(path) for _, path in files])
     except (DataError, OSError):
         pass
-    return json_hash([without_secrets(entry.path), entry.name, entry.revision])
+    return files.json_hash([without_secrets(entry.path), entry.name, entry.revision])
 
 
 def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:

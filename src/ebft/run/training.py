@@ -40,16 +40,8 @@ from ebft.monitor.run_files import RunFiles
 from ebft.printed import say
 from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
+from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
-from ebft.run.checkpoints import (
-    Found,
-    PreviousRun,
-    find_checkpoints,
-    how_to_resume,
-    newest_checkpoint,
-    refuse_checkpoint,
-    step_of,
-)
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
@@ -113,7 +105,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
         output_dir = Path(config.output_dir)
         make_output_dir(output_dir)
         run.enter_context(output_lock(output_dir))
-        found = find_checkpoints(config)
+        found = checkpoints.find_checkpoints(config)
         claim(output_dir)
         files, server = run.enter_context(recorded(config)), run.enter_context(_services(config))
         plugins = Plugins(config)
@@ -150,7 +142,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
         trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
         trainer.into_checkpoint = [partial(write_run_keys, config, others=settings | optimizer)]
         trainer.card = lambda: model_card(config, last_metrics(trainer))
-        trainer.callback_handler.callbacks.insert(0, PreviousRun(config, trainer, files))
+        trainer.callback_handler.callbacks.insert(0, checkpoints.PreviousRun(config, trainer, files))
         if files is not None:
             trainer.add_callback(files)
 
@@ -198,7 +190,7 @@ def _check(config: RunConfig) -> None:
             "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
             "train in this process."
         )
-    refuse_checkpoint(Path(config.output_dir))
+    checkpoints.refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
     check_served(config)
@@ -288,7 +280,7 @@ def _interrupted(
     config: RunConfig, trainer: OverTrainer, stop: StopOnSignal, resumed: Path | None = None, before: str = ""
 ) -> TrainingInterrupted:
     """The exception with the text `before`, and how to resume a run that was resumed from `resumed`, if any."""
-    text = how_to_resume(config, trainer.state.global_step, resumed, stop.command)
+    text = checkpoints.how_to_resume(config, trainer.state.global_step, resumed, stop.command)
     return TrainingInterrupted(before + text, stop.signal_number)
 
 
@@ -417,7 +409,7 @@ def _last_two(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
+def completed_run(config: RunConfig, found: checkpoints.Found, rows: int) -> Path | None:
     """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
 
     It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder. Raises ConfigError if
@@ -426,9 +418,9 @@ def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
     newest = found.newest
     if newest is None or _end_of(config, newest, rows) is None:
         return None
-    output_dir, step = Path(config.output_dir), step_of(newest)
-    last = newest_checkpoint(output_dir)
-    later = max(final_step(output_dir) or 0, 0 if last is None else step_of(last))
+    output_dir, step = Path(config.output_dir), checkpoints.step_of(newest)
+    last = checkpoints.newest_checkpoint(output_dir)
+    later = max(final_step(output_dir) or 0, 0 if last is None else checkpoints.step_of(last))
     if config.resume_from_checkpoint is not None and later > step:
         raise ConfigError(
             f"resume_from_checkpoint: {newest} is at step {step}, at or past the end of this run, so nothing would be "
@@ -444,13 +436,13 @@ def _end_of(config: RunConfig, folder: Path, rows: int) -> str | None:
     limit = limit_reached(config.budget, spent_at(folder))
     if limit is not None:
         return f"budget.{limit}"
-    is_last = step_of(folder) >= planned_steps(config, this_machine(), rows)
+    is_last = checkpoints.step_of(folder) >= planned_steps(config, this_machine(), rows)
     return stopped_early(config, folder) or ("max_steps or num_epochs" if is_last else None)
 
 
 def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None, rows: int) -> None:
     """Restore model and state of a completed run over `rows` rows from its folder, and warn that nothing is trained."""
-    step = step_of(folder)
+    step = checkpoints.step_of(folder)
     warnings.warn(
         f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase "
         f"{_end_of(config, folder, rows)} to continue training.",

@@ -26,20 +26,8 @@ from transformers import logging as transformers_logging
 
 from ebft.errors import NonFiniteLossError
 from ebft.files import STAGING, STATE, clean_staging, json_object, publish, write_checksums
+from ebft.models import sharding
 from ebft.models.load import warn_of_lost_steps
-from ebft.models.sharding import (
-    check_fits,
-    has_other_names,
-    is_enabled,
-    is_in_parts,
-    is_sharded,
-    load_on_every_process,
-    load_optimizer,
-    load_weights,
-    save_whole_optimizer,
-    saves_parts,
-    shard_on_cpu,
-)
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
 from ebft.monitor.metrics import maxima_over_ranks, read_numbers
 from ebft.monitor.run_files import PENDING_EVALUATION
@@ -107,9 +95,9 @@ class OverTrainer(Trainer):
         # Batches are in pinned memory (`dataloader_pin_memory`), so that copies need not wait for the steps before.
         self.accelerator.dataloader_config.non_blocking = True
         if self.args.fsdp_plugin_args is not None:
-            shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
-            self.is_fsdp_enabled = is_enabled(self.accelerator)
-            load_on_every_process()
+            sharding.shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = sharding.is_enabled(self.accelerator)
+            sharding.load_on_every_process()
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None
@@ -389,7 +377,7 @@ class OverTrainer(Trainer):
 
     def saves_parts(self) -> bool:
         """Whether every process saves its part of the model and of the optimizer state."""
-        return self.is_fsdp_enabled and is_sharded(self.model) and saves_parts(self.accelerator)
+        return self.is_fsdp_enabled and sharding.is_sharded(self.model) and sharding.saves_parts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; into a checkpoint in parts, all of its files but the weights."""
@@ -409,7 +397,7 @@ class OverTrainer(Trainer):
         if not self.is_fsdp_enabled or self.saves_parts():
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_whole_optimizer(self.optimizer, Path(output_dir), is_writer=self.args.should_save)
+        sharding.save_whole_optimizer(self.optimizer, Path(output_dir), is_writer=self.args.should_save)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
@@ -418,12 +406,13 @@ class OverTrainer(Trainer):
         if self.is_deepspeed_enabled:
             return False
         has_several = isinstance(self.model, PeftModel) and set(self.model.peft_config) != {"default"}
-        return has_several or self.is_fsdp_enabled or is_in_parts(folder) or has_other_names(self.model, folder)
+        has_others = sharding.is_in_parts(folder) or sharding.has_other_names(self.model, folder)
+        return has_several or self.is_fsdp_enabled or has_others
 
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            sharding.load_weights(self.model, folder)
         else:
             super()._load_best_model()
         self._has_best = True
@@ -444,20 +433,20 @@ class OverTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = Path(resume_from_checkpoint), self.model if model is None else model
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            sharding.load_weights(self.model, folder)
             return
         if not self.is_deepspeed_enabled:
-            check_fits(target, folder)
+            sharding.check_fits(target, folder)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     # Resuming, in the order in which transformers calls these
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        is_whole = checkpoint is None or not is_in_parts(Path(checkpoint))
+        is_whole = checkpoint is None or not sharding.is_in_parts(Path(checkpoint))
         if is_whole and (checkpoint is None or not self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load_optimizer(self.model, self.optimizer, Path(checkpoint))
+            sharding.load_optimizer(self.model, self.optimizer, Path(checkpoint))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
         if checkpoint is not None:
             checkpoints.use_schedule(self.lr_scheduler, self.state.global_step, self.is_world_process_zero())
