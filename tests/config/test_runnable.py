@@ -6,7 +6,7 @@ import pytest
 from ebft.config.checks.processes import check_deepspeed
 from ebft.errors import ConfigError, MissingPackageError
 from ebft.machine import Machine
-from ebft.run.checks import check_machine, check_runnable
+from ebft.run.checks import check_machine, check_runnable, launched_processes
 from tests.config.conftest import warned
 
 
@@ -66,6 +66,14 @@ def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(ma
     if "use_ray" not in keys:  # which `ebft train` reports when it plans the launch
         with pytest.raises(MissingPackageError, match=re.escape(message.partition(": ")[2])):
             trains(config, *of_gpu)
+
+
+def test_the_processes_are_those_that_accelerate_starts(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a job scheduler
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert launched_processes() == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert launched_processes() == 2
 
 
 def test_a_schedule_with_its_arguments_is_accepted(make):

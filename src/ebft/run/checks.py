@@ -120,9 +120,12 @@ def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
 
 
 def launched_processes() -> int:
-    """The number of processes of the launch to which this process belongs; 1 without a launcher."""
-    with doing("reading the environment variable WORLD_SIZE, which launchers set"):
-        return int(os.environ.get("WORLD_SIZE", 1))
+    """The number of processes of the launch to which this process belongs; 1 without a launcher.
+
+    Without LOCAL_RANK, accelerate trains in one process, also if a job scheduler has set WORLD_SIZE.
+    """
+    with doing("reading WORLD_SIZE, which launchers set with LOCAL_RANK"):
+        return int(os.environ["WORLD_SIZE"]) if "LOCAL_RANK" in os.environ else 1
 
 
 def imported_names(config: RunConfig) -> list[str]:
