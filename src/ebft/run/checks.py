@@ -240,12 +240,11 @@ def check_served(config: RunConfig) -> None:
     except (OSError, ModelError):  # reported when it is loaded
         return
     if text != whole:
-        save = "pretrained_model(IN).save_pretrained(OUT); pretrained_tokenizer(IN).save_pretrained(OUT)"
         raise ConfigError(
             f"trl.use_vllm: vLLM would serve all of {config.base_model} ({whole}), but its text model ({text}) is "
-            "trained alone, whose weights and adapters have other names, so vLLM would not sample from the trained "
-            "model. Save the text model in a folder, with its names IN and OUT in `from ebft.models.pretrained import "
-            f"pretrained_model, pretrained_tokenizer; {save}`, and set base_model to it; or set trl.use_vllm: false."
+            "trained alone, with other names of weights, so vLLM would not sample from it. Save the text "
+            "model (ebft.models.pretrained.pretrained_model) with its tokenizer and set base_model to it, or set "
+            "trl.use_vllm: false."
         )
 
 

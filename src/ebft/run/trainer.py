@@ -171,12 +171,10 @@ def _precision_of_config(config: RunConfig, machine: Machine) -> str:
     ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     theirs = os.environ.get(_PRECISION, "no").lower()
     if theirs not in ("no", ours):
-        key = "bf16: true" if theirs == "bf16" else "fp16: true" if theirs == "fp16" else "bf16 or fp16"
-        given = f"fp16: {str(config.fp16).lower()}" if theirs == "fp16" else f"bf16: {str(config.bf16).lower()}"
         raise ConfigError(
-            f"The environment variable {_PRECISION} is {theirs:.60}, which contradicts {given} of the config, with "
-            f"which the precision is {ours} here. It is set by hand, or by accelerate launch from its own config file. "
-            f"Set {key} in the config, or unset the variable (accelerate launch --mixed_precision no)."
+            f"The environment variable {_PRECISION} is {theirs:.60}, but the precision of the config is {ours} here. "
+            "It is set by hand, or by accelerate launch from its own config file. Set bf16 and fp16 in the config, or "
+            "unset the variable (accelerate launch --mixed_precision no)."
         )
     return ours
 

@@ -314,10 +314,9 @@ def _check_weights(trainer: OverTrainer) -> None:
     found = [name for name, each in local if each.requires_grad and not torch.isfinite(each).all()]
     if on_any_process(trainer.accelerator, bool(found)):
         raise NonFiniteLossError(
-            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, although its "
-            "loss was finite, so the final model was not saved. A plugin changed them, the last update overflowed, or "
-            "they were so in base_model. Check the plugins and base_model, or reduce learning_rate; an "
-            "earlier checkpoint can be used as base_model or lora_model_dir."
+            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, so the final "
+            "model was not saved. A plugin changed them, the last update overflowed, or they were so in base_model. "
+            "Check these, or reduce learning_rate; an earlier checkpoint can be used as base_model or lora_model_dir."
         )
 
 
@@ -379,34 +378,23 @@ def _whitening(config: RunConfig) -> str:
 
 def _adapter(model: PeftModel) -> str:
     """What the adapter changes, by the last parts of names with their numbers, and which experts it does not."""
-    parameters = list(model.targeted_parameter_names)
-    adapted = [*(name.rpartition(".")[2] for name in model.targeted_module_names), *map(_last_two, parameters)]
+    last_two = lambda name: ".".join(name.split(".")[-2:])
+    counted = lambda names: ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
+    modules, parameters = model.targeted_module_names, list(model.targeted_parameter_names)
+    adapted = [*(name.rpartition(".")[2] for name in modules), *map(last_two, parameters)]
     kind = model.peft_config["default"].peft_type.value.replace("LORA", "LoRA")
-    size = f"{len(model.targeted_module_names)} modules"
-    if parameters:
-        size += f" and {len(parameters)} parameters"
+    size = f"{len(modules)} modules" + (f" and {len(parameters)} parameters" if parameters else "")
     whole = [
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, ModulesToSaveWrapper) and any(own.requires_grad for own in module.parameters())
     ]
     experts = {name.replace(".base_layer", "").removeprefix("base_model.model.") for name in fused_experts(model)}
-    frozen = sorted({_last_two(name) for name in experts.difference(parameters)})
-    return "; ".join(
-        (
-            f"{kind} on {size}: {_counted(adapted)}",
-            *([f"trained fully: {_counted(whole)}"] if whole else ()),
-            *([f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else ()),
-        )
-    )
-
-
-def _counted(names: list[str]) -> str:
-    return ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
-
-
-def _last_two(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
+    frozen = sorted({last_two(name) for name in experts.difference(parameters)})
+    parts = [f"{kind} on {size}: {counted(adapted)}"]
+    parts += [f"trained fully: {counted(whole)}"] if whole else []
+    parts += [f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else []
+    return "; ".join(parts)
 
 
 def completed_run(config: RunConfig, found: checkpoints.Found, rows: int) -> Path | None:
