@@ -231,7 +231,7 @@ class PreviousRun(TrainerCallback):
         target = set_aside(self._output_dir, [*folders, *final])
         if target is not None:
             names = [*(folder.name for folder in folders), *(["the final model"] if final else [])]
-            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=3)
+            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=2)
         return target
 
     def _derived(self) -> list[Path]:
