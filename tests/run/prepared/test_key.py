@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
@@ -96,31 +95,6 @@ def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key
     assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
     rate = "str(cfg.learning_rate)"
     assert of(rate) != of(rate, learning_rate=0.5)
-
-
-HELPER = {"own_encoded_helper": b""}
-
-
-@pytest.mark.parametrize(
-    ("content", "others"),
-    [
-        (b"import json, turtle\n", {"turtle": b"NAME = 'a'\n"}),  # the name of a module of Python's library
-        (b"\xef\xbb\xbfimport own_encoded_helper\n", HELPER),
-        ("# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"), HELPER),
-        (b"def f():\n    from folder_without_init.part import NAME\n", {"folder_without_init.part": b"NAME = 'a'\n"}),
-    ],
-)
-def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, text in {"own_encoded": content + b"\ndef transform(cfg):\n    return None\n", **others}.items():
-        path = tmp_path / f"{name.replace('.', '/')}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text)
-    found = prepared_rows.transform_sources(["own_encoded.transform"])
-    assert found.keys() == {"own_encoded", *others} and "import " in found["own_encoded"]
-    assert all(found[name] == text.decode() for name, text in others.items())
-    for name in found:
-        sys.modules.pop(name, None)
 
 
 def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypatch, tmp_path):
