@@ -270,9 +270,9 @@ def _inputs(config: RunConfig, tokenizer: Any, data_hashes: Sequence[str | None]
 def _of_data(entry: Any, known_hash: str | None) -> str:
     """The contents of the files of a dataset entry, or else its name and revision."""
     try:
-        files = source_files(entry) if known_hash is None else []
-        if files is not None:
-            return known_hash or files.json_hash([files.sample_hash(path) for _, path in files])
+        paths = source_files(entry) if known_hash is None else []
+        if paths is not None:
+            return known_hash or files.json_hash([files.sample_hash(path) for _, path in paths])
     except (DataError, OSError):
         pass
     return files.json_hash([without_secrets(entry.path), entry.name, entry.revision])
