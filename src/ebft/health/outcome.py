@@ -82,10 +82,7 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Whether a run learned anything: a verdict, the changes that it is based on, and sentences about them.
-
-    `steps` are the steps of the first and the last evaluation, None without `held_out`.
-    """
+    """Whether a run learned anything: verdict, changes, steps of the first and last evaluation, and sentences."""
 
     verdict: str
     training: list[Change]
@@ -287,10 +284,7 @@ def series_error(values: list[float]) -> float | None:
 
 @cache
 def series_quantile(length: int, level: float, correlation: float = 0.0) -> float:
-    """What |last - first| / `series_error` exceeds with probability `level` in series of normal values.
-
-    `correlation`: the largest one between neighbours, of an autoregressive series.
-    """
+    """What |last - first| / `series_error` exceeds with this probability in autoregressive series of normal values."""
     import numpy as np
 
     generator = np.random.default_rng(0)

@@ -209,10 +209,7 @@ def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
 
 
 def weight_size(module: nn.Module) -> int:
-    """Return the number of weight elements that a row is multiplied with; 0 for modules without matrix products.
-
-    Declared sizes are used if available, because quantised and sharded weights have fewer elements.
-    """
+    """The number of weights that a row is multiplied with, as declared: quantised ones have fewer elements."""
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features
     if isinstance(module, Conv1D):

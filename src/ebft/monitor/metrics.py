@@ -164,10 +164,7 @@ class HeldOutRows:
 
 
 def held_out_batches(rows: int, size: int, rank: int, processes: int) -> tuple[list[list[int]], list[int]]:
-    """Return the batches of a process, and for each the number of processes that have the same one.
-
-    All processes have the same number of batches. Rows that do not fill a batch of each are evaluated by all processes.
-    """
+    """The batches of a process, and how many processes have the same one: all evaluate the rows left over."""
     whole = rows // (size * processes)
     starts = [(batch * processes + rank) * size for batch in range(whole)]
     rest = range(whole * size * processes, rows, size)

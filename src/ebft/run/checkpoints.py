@@ -25,10 +25,7 @@ _RESUME = "resume_from_checkpoint"
 
 
 class Found(NamedTuple):
-    """What an earlier run left behind: its newest weights, and the newest checkpoint that training can resume from.
-
-    `newest` may be a checkpoint without optimizer state or, if `is_final`, the final model in `output_dir`.
-    """
+    """What an earlier run left: its newest weights (the final model if `is_final`), and what can be resumed."""
 
     newest: Path | None = None
     resumable: Path | None = None

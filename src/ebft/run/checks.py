@@ -193,10 +193,7 @@ _ROWS = 8  # compared rows
 
 
 def check_same_everywhere(config: RunConfig, precision: str, rows: Any, held_out: Any, checkpoint: str | None) -> None:
-    """Raise ConfigError, in all processes, if one of them has another config, other rows, or resumes elsewhere.
-
-    `precision` is the one in effect, `held_out` the evaluation rows or None. All processes must call this together.
-    """
+    """Raise ConfigError, in all processes, which call this together, if one has another config, rows or checkpoint."""
     from accelerate.utils import gather_object
 
     def summary(rows: Any) -> list[Any]:

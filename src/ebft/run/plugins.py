@@ -45,10 +45,7 @@ HOOKS = (
 
 
 class PluginConfig(dict[str, Any]):
-    """A config, or a section of one, whose keys are attributes and items; what is not set or not known is None.
-
-    Keys of the config cannot be changed; others can be set, for example for another hook.
-    """
+    """A config or a section, whose keys are attributes and items, None if unset; its keys cannot be changed."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         super().__init__({key: _with_attributes(value) for key, value in values.items()})

@@ -50,10 +50,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Path) -> Prepared:
-    """The rows of a run, read from a folder in `base`, or prepared and stored in it if there are none that fit.
-
-    Of several processes, one prepares the rows while the others wait. Raises DataError if the rows cannot be loaded.
-    """
+    """The rows of a run, read from a folder in `base`, or prepared there by one process. Raises DataError."""
     inputs = row_inputs(config, tokenizer)
     folder = base.expanduser() / json_hash(inputs)[:32]
     if (rows := read_rows(folder)) is not None:

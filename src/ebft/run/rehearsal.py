@@ -57,10 +57,7 @@ def check_space(config: RunConfig, trainer: OverTrainer, rows: int, is_resumed: 
 
 
 def disk_need(config: RunConfig, weights: int, checkpoint: int, count: int) -> tuple[str | None, str]:
-    """What a run needs on the disk, for `count` checkpoints and the model: the problem, if there is one, and the facts.
-
-    `weights` and `checkpoint` are the bytes of the model and of one checkpoint.
-    """
+    """What a run needs on the disk for `count` checkpoints and the model, in bytes: the problem, if any, and facts."""
     total = checkpoint * count + weights
     free, existing = free_disk(config.output_dir)
     kept = f"{count} checkpoint{'' if count == 1 else 's'}"

@@ -233,10 +233,7 @@ _ASKED = {
 
 
 def trackers(config: RunConfig) -> list[str]:
-    """Names for `report_to`; without the package wandb, `wandb_project` alone gives one warning: shared configs set it.
-
-    transformers refuses trackers of report_to whose packages are not installed.
-    """
+    """Names for `report_to`; without the package wandb, `wandb_project` alone is a warning: shared configs set it."""
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
     if config.use_wandb is None and config.wandb_project and "wandb" not in names:

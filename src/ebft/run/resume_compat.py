@@ -153,10 +153,7 @@ def run_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def check_same_run(config: RunConfig, checkpoint: Path) -> None:
-    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for the base model only warn.
-
-    Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
-    """
+    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; warn of the base model."""
     saved, now = _keys_in_files(checkpoint, config) | saved_keys(checkpoint), run_keys(config)
     changed = [key for key, *_ in changed_values(saved, now)]
     schedule, saved_schedule = config.lr_scheduler, saved.get("lr_scheduler", config.lr_scheduler)
@@ -205,10 +202,7 @@ def text_of(value: Any) -> str:
 
 
 def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[str, Any]:
-    """The settings of a run that determine what it trains, by dotted key, as JSON values without secrets.
-
-    Keys that the method does not read are left out. `uses_bf16`: the value of bf16 in effect; None leaves it out.
-    """
+    """The settings that determine what a run trains, by dotted key, as JSON without secrets; bf16 as in effect."""
     idle = foreign_keys(config) | ({"vllm"} if not config.uses_server else set())
     idle |= set() if config.method.rows == "prompts" else {"trl"} if config.method.samples_blocks else {"trl", "ebft"}
     idle |= NOT_COMPARED.keys()
@@ -279,10 +273,7 @@ def _of_data(entry: Any, known_hash: str | None) -> str:
 
 
 def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
-    """One warning for each setting and input in `now`, a `run_record`, that differs in the run in `folder`.
-
-    `folder` is None for a new run. `is_finished`: whether nothing is trained, so that changes have no effect.
-    """
+    """Warn of each setting and input in `now`, a `run_record`, that differs in `folder`; None for a new run."""
     if folder is None:
         return
     saved = saved_keys(folder)

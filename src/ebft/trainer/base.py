@@ -271,10 +271,7 @@ class OverTrainer(Trainer):
     # Saving: what is the same on all processes, and the running state of each
 
     def running_state(self) -> dict[str, Any]:
-        """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
-
-        Tensors and plain Python values; they must not be changed by later steps.
-        """
+        """What else this process needs to continue; later steps must not change it."""
         return {
             "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
             "total_loss": self._total_loss_scalar,
@@ -418,10 +415,7 @@ class OverTrainer(Trainer):
         self._has_best = True
 
     def load_result(self) -> bool:
-        """After an exception in `train`: whether the model is trained; then load the best one if it is the result.
-
-        False for the last step of several processes, since the others go on to its evaluation.
-        """
+        """After an exception in `train`: whether the result is there, in one process; it is then loaded."""
         is_last = 0 < self.state.max_steps <= self.state.global_step and self.args.world_size == 1
         if not (is_last or self._is_ending):
             return False
