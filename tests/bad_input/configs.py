@@ -42,7 +42,6 @@ UNUSUAL = [
          warns=("val_set_size: 1e-09 of 4 documents is less than one",),
          why="a fraction holds out at least one document, which small data sets rely on"),
     good("more workers than cores", config={"dataloader_num_workers": 999},
-         warns=("dataloader_num_workers: 999 is more than",),
          why="workers that wait for a disk or a network do not need a core each"),
     good("settings of GPUs", config={"flash_attention": True, "tf32": True},
          warns=("flash_attention_2 cannot be used", "tf32: true has no effect"),

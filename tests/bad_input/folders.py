@@ -26,14 +26,14 @@ KEYS = json.dumps({"rl": "ebft", "ebft.mode": "strided", "adapter": None, "optim
                    "base_model": "model"})  # fmt: skip
 
 FOLDERS = [
-    folder("a file", "rows.jsonl", "file", unchanged=("rows.jsonl",)), folder("below a file", "rows.jsonl/out", "file"),
+    folder("a file", "rows.jsonl", unchanged=("rows.jsonl",)), folder("below a file", "rows.jsonl/out"),
     folder("the base model", "model", "base_model", unchanged=("model/model.safetensors",)),
     folder("the base model, spelled otherwise", "./model/.", "base_model"),
     folder("the base model through a link", "link", "base_model",
            files={"link": lambda path: path.symlink_to("model")}),
     folder("the base model in the home folder", "model", "base_model", command="train run.yaml base_model=~/model"),
     folder("empty", "", command="train run.yaml"), folder("blank", "  ", command="train run.yaml"),
-    bad("output_dir: NUL", "run.yaml", "NUL", config={"output_dir": "a\0b"}), folder("long name", "a" * 300),
+    bad("output_dir: NUL", "null", config={"output_dir": "a\0b"}), folder("long name", "a" * 300),
     folder("long path", "/".join(["a" * 200] * 30)), folder("a FIFO", "fifo", files={"fifo": os.mkfifo}),
     folder("a symlink to itself", "loop", files={"loop": loop}), folder("read-only", "/proc/ebft"),
     folder("a device", "/dev/null"), folder("a user that does not exist", "~nobody-of-this-name/out"),

@@ -151,8 +151,6 @@ PLUGINS = [
     plugin("raises when created", "def __init__(self): raise KeyError('missing')", "own.py", "line 5", "missing"),
     plugin("exits in training", "def on_train_begin(self, *a, **k): raise SystemExit(0)", "own.py", "line 5", "exit",
            trains=True),
-    plugin("returns a number", "def on_step_end(self, *a, **k): return 5", "own.Own.on_step_end returned a int",
-           trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",
            "missing", trains=True),
     bad("plugin: of axolotl, with its base class", "No module named 'axolotl'", "needs no base class here",

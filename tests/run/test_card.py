@@ -39,13 +39,6 @@ def test_cards_of_other_methods():
     assert "a QLoRA adapter for `some/model`" in card_of(**qlora)[0]
 
 
-def test_a_value_stays_in_its_cell():
-    modules = {"lora_target_modules": r"model\.layers\.(1|2)\..*"}
-    config = card_of(**LORA, **modules, chat_template="{% if a %}\n{{ a | trim }}")[0].split("## Config")[1]
-    assert r"| `lora_target_modules` | `model\.layers\.(1\|2)\..*` |" in config
-    assert r"| `chat_template` | `{% if a %}\n{{ a \| trim }}` |" in config
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_the_card_of_a_fetched_model_names_its_origin_and_licence(by_name, tmp_path, monkeypatch):
     cache = tmp_path / "home" / "cache" / "smollm2"

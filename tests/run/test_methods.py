@@ -105,12 +105,3 @@ def test_the_base_model_is_evaluated_before_the_first_step_and_compared_with_the
     result = train(quietly(run_file, overrides))
     assert [entry["step"] for entry in result.trainer.state.log_history if "eval_loss" in entry] == [0, 1]
     assert "First and last evaluation (steps 0 and 1)" in result.outcome and "already followed" not in result.outcome
-    unevaluated = train(quietly(run_file, ["rl=", "eval_strategy=no", "max_steps=1"]))
-    assert "val_set_size" not in unevaluated.outcome and "ebft evaluate" in unevaluated.outcome
-
-
-@pytest.mark.parametrize("override", ["rl=", "rl=null"])
-def test_unsetting_rl_is_plain_fine_tuning_with_one_warning_for_sections(run_file, override):
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        assert load_config(run_file, [override]).rl is None
-    assert [str(w.message).partition(",")[0] for w in caught] == ["ebft"]

@@ -67,8 +67,6 @@ def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
     assert several["eval_a_ce_loss"] == pytest.approx(wanted, abs=1e-4)
     assert {"eval_a_cfm_loss", "eval_b_cfm_loss"} <= set(several) and "eval_cfm_loss" not in several
     assert several["eval_a_ce_loss"] != several["eval_b_ce_loss"]
-    with pytest.raises(ValueError, match=r"EBFTTrainer does not support predict\(\)"):
-        trainer.predict(trainer.eval_dataset)
 
 
 @pytest.mark.first(1)

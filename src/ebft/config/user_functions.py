@@ -54,20 +54,6 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     return vars(found)[function]
 
 
-def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: Any) -> str | None:
-    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can.
-
-    Also None for what does not tell its arguments, such as functions that are written in C.
-    """
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        return f"cannot be called as {call}: {error}"
-    except ValueError:
-        return None
-    return None
-
-
 def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:
     """A config whose `unknown` keys are in `plugin_args` if one of its plugins declares them with `get_input_args`.
 

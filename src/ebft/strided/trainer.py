@@ -96,7 +96,6 @@ class StridedEBFTTrainer(OverTrainer):
     """
 
     args: StridedEBFTConfig
-    only_evaluates = True
     control: TrainerControl
 
     def __init__(

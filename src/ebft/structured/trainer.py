@@ -51,7 +51,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
     args: EBFTConfig
     config_class: type[RolloutGRPOConfig] = EBFTConfig
     _tokens_of_step: Tensor
-    only_evaluates = True
 
     def __init__(
         self,

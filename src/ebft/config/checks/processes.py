@@ -58,11 +58,6 @@ def fsdp_arguments(config: MethodConfig) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": details or None}
 
 
-def offloads(config: MethodConfig) -> bool:
-    """Whether the config asks to keep sharded parameters in CPU memory."""
-    return bool((fsdp_arguments(config).get("fsdp_config") or {}).get("cpu_offload"))
-
-
 def _words(config: MethodConfig) -> list[str]:
     given = config.fsdp
     return given.split() if isinstance(given, str) else given if isinstance(given, list) else []

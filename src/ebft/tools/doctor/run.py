@@ -38,7 +38,7 @@ from ebft.run.checks import check_machine, check_runnable
 from ebft.run.rehearsal import rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
-from ebft.run.training import arranged, check_output_dir, run_rows
+from ebft.run.training import arranged, make_output_dir, run_rows
 from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
 from ebft.tools.doctor.environment import Attempt, Check
@@ -206,7 +206,7 @@ def _check_login(config: RunConfig) -> None:
 
 def _check_output_dir(config: RunConfig) -> str:
     free, existing = free_disk(config.output_dir)
-    check_output_dir(existing)
+    make_output_dir(existing)
     return f"{config.output_dir} is writable, {gib(free)} free"
 
 
