@@ -50,7 +50,6 @@ SETTINGS |= dict(max_completion_length=16, temperature=TEMPERATURE, learning_rat
 SETTINGS |= dict(logging_steps=1, gradient_checkpointing=False, report_to="none", disable_tqdm=True, loss_type="grpo")
 SETTINGS |= dict(save_strategy="no", use_vllm=True, vllm_mode="server", vllm_server_timeout=600)
 SETTINGS |= dict(per_device_eval_batch_size=64)
-BY_REFERENCE = {"gt_length_multiplier": 1.0, "gt_length_floor": 1}
 COMMAND = [sys.executable, "-m", "ebft"]
 
 
@@ -106,30 +105,22 @@ def steps_of(history):
     return [entry for entry in history if "loss" in entry]
 
 
-# The command
+def history_in(tmp_path):
+    return json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
 
 
-def trained(tmp_path, command, *overrides):
-    """What a run in processes of its own prints, whose config is in the folder, and its logs."""
-    command = [*command, "train", str(tmp_path / "run.yaml"), *overrides]
+@pytest.mark.parametrize("ahead", [False, True])
+def test_serve_and_train_from_the_command_line(base, port, tmp_path, ahead):
+    command = [*COMMAND, "train", str(write_config(tmp_path, base, port)), f"trl.async_prefetch={ahead}".lower()]
     finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
-    assert not (tmp_path / "out" / "vllm_adapters").exists()
-    return finished.stdout, json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
-    write_config(tmp_path, base, port)
-    printed, history = trained(tmp_path, COMMAND, f"trl.async_prefetch={mode == 'async'}".lower())
-    assert "Model saved in" in printed
+    assert "Model saved in" in finished.stdout and not (tmp_path / "out" / "vllm_adapters").exists()
+    history = history_in(tmp_path)
     steps = steps_of(history)
-    assert [entry["rollouts/staleness"] for entry in steps] == ([0, 0, 0] if mode == "sync" else [0, 1, 1])
+    assert [entry["rollouts/staleness"] for entry in steps] == ([0, 1, 1] if ahead else [0, 0, 0])
     assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
-    if mode == "sync":
-        assert max(differences(history)) < AGREE
-    else:
-        assert steps[1]["sampling/sampling_logp_difference/max"] > AGREE  # sampled before the first update
+    # With prefetching, the second batch was sampled before the first update.
+    assert (max(differences(history)) > AGREE) == ahead and max(e["sampling/logp_diff"] for e in steps) < AGREE
     assert any("eval_alignment" in entry for entry in history)
 
 
@@ -143,12 +134,9 @@ def test_managed_is_one_command(base, tmp_path):
         time.sleep(0.5)
     out, error = process.communicate()
     assert process.returncode == 0, error
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history = history_in(tmp_path)
     assert len(differences(history)) == 2 and max(differences(history)) < AGREE
     assert len(children) >= 3 and not alive(children)  # supervisor, API server, engine
-
-
-# The weights
 
 
 def test_rollouts_follow_the_policy(base, port, tmp_path):
@@ -169,31 +157,6 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
     assert abs(mean(rewards[1000][6:]) - mean(rewards[1000][:6])) < 0.1  # and would not without the updates
 
 
-class _OnStepEnd(TrainerCallback):
-    def __init__(self, call):
-        self.call = call
-
-    def on_step_end(self, *_, **__):
-        self.call()
-
-
-def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    turns = [{"role": "user", "content": "and then"}, {"role": "assistant", "content": "return self.value"}]
-    prompt = lambda i: {"prompt": [{"role": "user", "content": f"def f{i}"}], "ground_truth": "x = " * (1 + i % 3)}
-    later = [turns, [], [*turns, *turns], turns] * 4
-    rows = [{**prompt(i), "remaining_turns": remaining} for i, remaining in enumerate(later)]
-    args = arguments(tmp_path, port, max_steps=2)
-    trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    trainer.train()
-    assert max(differences(trainer.state.log_history)) < AGREE
-    assert {2, 3} <= {len(rollout.replies) for rollout in trainer.rollouts}
-
-
 def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
     def staleness(delay):
         with Proxy(port) as proxy:
@@ -204,9 +167,6 @@ def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
         return [entry["rollouts/staleness"] for entry in steps_of(trainer.state.log_history)]
 
     assert staleness(0.0) == staleness(0.3) == [0, 1, 2, 2, 2]
-
-
-# Faults
 
 
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):
@@ -258,9 +218,6 @@ def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
             make(base, arguments(tmp_path, port))
 
 
-# Samples from other weights
-
-
 def an_old_adapter(base):
     loaded = []
 
@@ -310,22 +267,6 @@ def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_
         with pytest.raises(RolloutError, match=FAULTS[fault]):
             trainer.train()
         assert trainer.state.global_step == (0 if fault is another_temperature else 1)
-
-
-def test_samples_from_an_outdated_version_are_compared_with_that_version(base, port, tmp_path):
-    with Proxy(port) as proxy:
-        options = {"max_steps": 6, **FAST}
-        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
-        trainer.train()
-        steps = steps_of(trainer.state.log_history)
-        assert steps[-1]["rollouts/staleness"] == 1 and steps[-1]["sampling/sampling_logp_difference/mean"] > AGREE
-        assert max(entry["sampling/logp_diff"] for entry in steps) < AGREE
-        assert all(abs(entry["sampling/raw_ratio_mean"] - 1) < AGREE for entry in steps)
-        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
-        proxy.change_request = an_old_adapter(base)
-        with pytest.raises(RolloutError, match="but it sampled from the (base model|adapter of step)"):
-            trainer.train()
-        assert trainer.state.global_step <= 3
 
 
 def test_an_adapter_with_the_files_of_another_is_refused(base, port, tmp_path):

@@ -38,10 +38,7 @@ FEATURE_MATCHING = "feature_matching"
 _CAP, _FLOOR = "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min"
 _TRLS_CAP = 3.0  # where the first is unset
 # Keys of `trl:` that are arguments of TRL's GRPOConfig under another name.
-_OTHER_NAME = {
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    _CAP: "vllm_importance_sampling_clip_max",
-}
+_OTHER_NAME = {"vllm_guided_decoding_regex": "vllm_structured_outputs_regex", _CAP: "vllm_importance_sampling_clip_max"}
 
 
 class GRPO(Method):

@@ -40,8 +40,7 @@ class SFTKeys(Section):
     liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
 
     eval_sample_packing: bool | None = Field(
-        None,
-        description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing.",
+        None, description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing."
     )
     batch_flattening: bool | Literal["auto"] = Field(
         False,

@@ -320,11 +320,7 @@ def _padded(rows: list[list[int]]) -> Tensor:
 
 
 def load_reward_funcs(
-    trl: TRLSection,
-    ebft: RewardOptions,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    built_in: Mapping[str, Any],
+    trl: TRLSection, ebft: RewardOptions, model: Any, tokenizer: PreTrainedTokenizerBase, built_in: Mapping[str, Any]
 ) -> list:
     """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models.
 

@@ -40,15 +40,12 @@ def found(mean, tokens=300):
     return Difference(mean, 1.0, 1.0, tokens)
 
 
-GIVEN = (0.01, 0.02)
-
-
-@pytest.mark.parametrize(
-    ("floor", "given", "warn", "stop"),
-    [(1e-6, (), 0.05, 0.2), (0.04, (), 0.12, 0.4), (None, (), 0.15, 0.5), (0.1, GIVEN, *GIVEN)],
-)
+@pytest.mark.parametrize(("floor", "given", "warn", "stop"), [
+    (1e-6, (None, None), 0.05, 0.2), (0.04, (None, None), 0.12, 0.4), (None, (None, None), 0.15, 0.5),
+    (0.1, (0.01, 0.02), 0.01, 0.02),
+])  # fmt: skip
 def test_limits_follow_the_difference_before_training(floor, given, warn, stop):
-    check = SamplingCheck("the server", floor, *(given or (None, None)))
+    check = SamplingCheck("the server", floor, *given)
     assert (check.warn, check.stop) == pytest.approx((warn, stop))
     with warnings.catch_warnings(action="error"):
         check.check_limits(found(0.99 * warn), "v1", 3)

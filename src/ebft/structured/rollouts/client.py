@@ -37,12 +37,7 @@ class VLLMClient:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout: float,
-        *,
-        failure: Callable[[], str | None] = lambda: None,
+        self, host: str, port: int, timeout: float, *, failure: Callable[[], str | None] = lambda: None
     ) -> None:
         url = base_url(host, port)
         self.address: str = url.removeprefix("http://")

@@ -226,12 +226,7 @@ _SAME_NAME, _OTHER_NAME = 0.25, 0.05
 
 
 def check_server(
-    client: VLLMClient,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    *,
-    compare_weights: bool,
+    client: VLLMClient, model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, compare_weights: bool
 ) -> tuple[dict[str, Any], float | None]:
     """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 
