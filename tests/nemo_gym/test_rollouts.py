@@ -6,10 +6,9 @@ import pytest
 
 from ebft.errors import ConfigError, RolloutError
 from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined, request_body
-from ebft.structured.rollouts.server import AgentSampling
 from tests.nemo_gym.servers import row
 
-SAMPLING = AgentSampling(version="ebft-1-step-3", temperature=0.8, top_p=1.0, max_tokens=16)
+SAMPLING = {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
 
 
 def item(prompt, ids, logps=None, kind="message", **changes):
@@ -64,8 +63,7 @@ def test_the_request_is_the_row_with_how_to_sample(gym, client):
     _, server = run(gym, client, [([item([1], [2])], 1.0)], rows=[given])
     [body] = server.requests
     params = body["responses_create_params"]
-    sent = {name: params.pop(name) for name in ("model", "temperature", "top_p", "max_output_tokens")}
-    assert sent == {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
+    assert {name: params.pop(name) for name in SAMPLING} == SAMPLING
     del given["responses_create_params"]["model"]
     assert body == given
     short = json.dumps({"responses_create_params": {"input": "x", "max_output_tokens": 4}})

@@ -48,8 +48,8 @@ def of_rows(**entry):
 
 
 OF_NO_METHOD = [
-    ({"sample_packing": True}, "sample_packing: true is not supported by rl: {method}"),
-    ({"train_on_inputs": True}, "train_on_inputs: true is not supported by rl: {method}"),
+    ({"sample_packing": True}, "sample_packing is not supported with rl: {method}"),
+    ({"train_on_inputs": True}, "train_on_inputs is not supported with rl: {method}"),
     ({"metric_for_best_model": "ce_loss"}, "'ce_loss' is not computed in this run. Choose from loss, rewards/"),
 ]
 

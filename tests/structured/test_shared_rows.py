@@ -44,7 +44,7 @@ def test_same_loss_and_gradients_as_with_separate_rows(chat_tokenizer, build, tm
         trainer = build(lora(model) if adapter else model, **of_kind, **changes)
         assert trainer.shares_prompts
         if not shared:
-            trainer.score = lambda *rows: None  # the same rollouts, but TRL scores them
+            trainer.scorer.score = lambda *rows: None  # the same rollouts, but TRL scores them
         torch.manual_seed(6)
         loss, gradients, rollouts, _ = one_step(trainer)
         found[shared] = loss, gradients, [rollout.ids for rollout in rollouts]
@@ -62,7 +62,7 @@ def test_same_evaluation_as_with_separate_rows(build, masking):
     found = []
     for shared in (True, False):
         trainer = build(**masking)
-        trainer.score = trainer.score if shared else lambda *rows: None
+        trainer.scorer.score = trainer.scorer.score if shared else lambda *rows: None
         torch.manual_seed(3)
         found.append(trainer.evaluate(rows()))
     names = [name for name in found[0] if not name.endswith(("time", "per_second", "_s"))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 import weakref
 from collections.abc import Iterator
@@ -147,7 +146,14 @@ class GymClient:
         Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not. `are_runs`:
         whether the URLs belong to agents.
         """
-        return self._loop.run(self._post_all(requests, are_runs))
+        timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
+
+        async def post_all() -> list[Any]:
+            return await asyncio.gather(
+                *(self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
+            )
+
+        return self._loop.run(post_all())
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
@@ -156,11 +162,6 @@ class GymClient:
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
         self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
-
-    async def _post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool) -> list[Any]:
-        timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
-        sent = (self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
-        return await asyncio.gather(*sent)
 
     async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""
@@ -231,7 +232,17 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
         log = ServerLog(Path(output_dir) / LOG)
         process = start_supervisor(start_command(keys), log, cwd=Path(keys.nemo_gym_dir).expanduser())
         try:
-            _await_head(process, client, keys.nemo_gym_server_timeout, log)
+            deadline, timeout = time.monotonic() + keys.nemo_gym_server_timeout, keys.nemo_gym_server_timeout
+            while not client.is_up():
+                if process.poll() is not None:
+                    code = process.poll()
+                    raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {code}). {log.tail()}")
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"NeMo Gym was not up at {client.head} within {timeout:g} s (nemo_gym_server_timeout). "
+                        f"{log.tail()}"
+                    )
+                time.sleep(_SERVER_POLL)
             yield
         finally:
             end_supervisor(process)
@@ -252,16 +263,3 @@ def start_command(keys: NemoGymKeys) -> list[str]:
     if keys.nemo_gym_head_port != DEFAULT_PORT:
         command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
     return command
-
-
-def _await_head(process: subprocess.Popen, client: GymClient, timeout: float, log: ServerLog) -> None:
-    deadline = time.monotonic() + timeout
-    while not client.is_up():
-        if process.poll() is not None:
-            raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {process.poll()}). {log.tail()}")
-        if time.monotonic() > deadline:
-            raise ServerError(
-                f"NeMo Gym was not up at {client.head} within {timeout:g} s. Increase nemo_gym_server_timeout if it "
-                f"needs more time. {log.tail()}"
-            )
-        time.sleep(_SERVER_POLL)

@@ -78,7 +78,7 @@ def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if changed:
         text = "; ".join(f"{key}: {now[key]} instead of {saved.get(key)}" for key in changed)
         raise ConfigError(
-            f"The stream differs from that of the checkpoint: {text}. A run cannot continue in another stream: set "
+            f"The stream differs from the one of the checkpoint: {text}. A run cannot continue in another stream: set "
             "these keys to their former values, or start a new run in another output_dir."
         )
 
@@ -86,7 +86,7 @@ def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
 class StreamCollator(JoiningCollator):
     """`JoiningCollator` that also collates rows of a stream.
 
-    Their batch also has `position`, that of its last row, and `pieces`, the number of documents. Rows of steps before a
+    Their batch also has `position`, after its last row, and `pieces`, the number of documents. Rows of steps before a
     checkpoint make an empty batch.
     """
 

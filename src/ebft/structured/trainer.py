@@ -30,7 +30,6 @@ from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
-from ebft.structured.validation import check_arguments, check_rows
 
 SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
@@ -65,14 +64,11 @@ class EBFTTrainer(RolloutGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
-        check_arguments(args, self.config_class)
-        for name in ("train_dataset", "eval_dataset"):
-            check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if not (others or args.alignment_coef or args.diversity_coef or args.ce_coef or args.beta):
             raise ConfigError(
                 "alignment_coef: 0 with diversity_coef: 0 and ce_coef: 0: the loss is always 0, so nothing is trained. "
-                "Set one of them above 0, or add reward_funcs."
+                "Set one above 0, or add reward_funcs."
             )
         model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         if processing_class is None:

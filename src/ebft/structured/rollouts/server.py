@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,8 @@ class ServerRollouts:
         """
         step, server = self._step(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        compared = _rows_with(mask, _COMPARED_TOKENS)
+        enough = (mask.sum(-1).cumsum(0) >= _COMPARED_TOKENS).nonzero()
+        compared = int(enough[0]) + 1 if len(enough) else len(mask)  # the first rows
         is_outdated = weights_step != step
         if is_outdated or "old_per_token_logps" not in inputs:
             with self._adapters.weights_of(version) if is_outdated and version else nullcontext():
@@ -116,20 +117,18 @@ class ServerRollouts:
         name = "the transferred weights" if version is None else _name(version)
         if version is not None and version != self._identified:
             self._identified = version
+            # What the server may have used instead of `version`.
+            kept = {_name(other): partial(self._adapters.weights_of, other) for other in self._adapters.kept}
+            weights = {"the base model without an adapter": self._model.disable_adapter} | kept
             others = {}
-            for other, active in self._other_weights(version).items():
-                with active():
-                    others[other] = difference(score(compared))
+            for other, active in weights.items():
+                if other != name:
+                    with active():
+                        others[other] = difference(score(compared))
             self._check.check_others(difference(own[:compared]), name, step, others)
         if self._is_scored and not (is_outdated and version is None):
             self._check.check_limits(found, name, step)
         return found
-
-    def _other_weights(self, version: Version) -> dict[str, Callable[[], AbstractContextManager]]:
-        """Return contexts with the weights that the server may have used instead of `version`, by name."""
-        others = [other for other in self._adapters.kept if other != version]
-        named = {_name(other): partial(self._adapters.weights_of, other) for other in others}
-        return {"the base model without an adapter": self._model.disable_adapter} | named
 
     def release(self, backend: VLLMBackend) -> None:
         """Release the weights of `backend`, which must not be used for sampling any more."""
@@ -146,12 +145,6 @@ class ServerRollouts:
 
 def _name(version: Version) -> str:
     return f"the adapter of step {version.step} ({version.name})"
-
-
-def _rows_with(mask: Tensor, tokens: int) -> int:
-    """Return the number of the first rows of `mask` (B, C) that contain at least `tokens` tokens, or of all rows."""
-    enough = (mask.sum(-1).cumsum(0) >= tokens).nonzero()
-    return int(enough[0]) + 1 if len(enough) else len(mask)
 
 
 _RELOADS = 3  # attempts per call to reload an adapter that a restarted server has lost
@@ -182,24 +175,15 @@ class VLLMBackend:
 POLICY = "ebft-policy"  # the name of the policy's current adapter on the server
 
 
-@dataclass(frozen=True)
-class AgentSampling:
-    """How an agent samples: `version` is the name of the adapter's version, which `POLICY` stands for meanwhile.
-
-    `max_tokens` is the maximum number of tokens of each reply.
-    """
-
-    version: str
-    temperature: float
-    top_p: float
-    max_tokens: int
-
-
 class Agents(Protocol):
     """Runs conversations with agents."""
 
-    def run(self, rows: list[dict[str, Any]], sampling: AgentSampling) -> list[Rollout]:
-        """Return one rollout with its reward per row; blocks until all are complete. Raises RolloutError."""
+    def run(self, rows: list[dict[str, Any]], params: dict[str, Any]) -> list[Rollout]:
+        """Return one rollout with its reward per row; blocks until all are complete. Raises RolloutError.
+
+        `params` of requests: the `model`, a version of the adapter, which `POLICY` stands for meanwhile; `temperature`,
+        `top_p`, and `max_output_tokens`, the limit of each reply.
+        """
         ...
 
     def cancel(self) -> None:
@@ -214,7 +198,8 @@ def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend,
     """
     version, sampling = backend.version, backend.sampling
     with backend.adapters.served_as(POLICY, version):
-        return agents.run(rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, max_tokens))
+        params = {"model": version.name, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        return agents.run(rows, params | {"max_output_tokens": max_tokens})
 
 
 _TEXT = "def add(a, b):\n    return a + b\n\n# Every token counts: 3.14159, naïve, 東京."
@@ -355,7 +340,7 @@ class SamplingCheck:
         sampled = " or ".join(name for name, other in others.items() if other.mean <= best + _ROUNDING)
         raise RolloutError(
             f"Step {step}: {self._server} should have sampled this batch from {version}, but it sampled from "
-            f"{sampled}: the log-probabilities it reports differ by {found.mean:.3g} nats on average from those of the "
-            f"former and by {best:.3g} from those of the latter. The server ignored the update or serves a stale copy "
+            f"{sampled}: the log-probabilities it reports differ by {found.mean:.3g} nats on average from the "
+            f"former and by {best:.3g} from the latter. The server ignored the update or serves a stale copy "
             "of the weights. Restart it, and resume from the last checkpoint."
         )
