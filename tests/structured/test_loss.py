@@ -97,6 +97,13 @@ def test_what_is_trained_and_every_family(chat_tokenizer, build, variant):
             assert (gradient - gradients[name]).abs().max() < 1e-3 * gradient.abs().max(), name
 
 
+def test_a_reference_model_with_learned_positions_agrees_with_itself(chat_tokenizer, build):
+    policy = tiny_model("gpt2", vocab_size=len(chat_tokenizer), n_positions=256, eos_token_id=1)
+    trainer = build(policy, beta=0.1, learning_rate=0.0, max_steps=1, shared_prefix=False)  # padded rows, as in TRL
+    trainer.train()
+    assert logged(trainer, "kl") == [pytest.approx(0.0, abs=1e-6)]
+
+
 def test_experts_are_scored_under_one_distribution(chat_tokenizer, build):
     """TRL scores the loss, which has the term of the router, and knows no top-k."""
     policy = tiny_model("mixtral", vocab_size=len(chat_tokenizer), eos_token_id=1)

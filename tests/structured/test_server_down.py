@@ -39,6 +39,20 @@ def test_a_response_that_does_not_end_and_a_server_that_is_not_vllm():
             client.close()
 
 
+def test_errors_are_retried_with_a_bound(monkeypatch):
+    monkeypatch.setattr("ebft.structured.rollouts.client._BACKOFF", 0.01)
+    with servers.gym() as gym:
+        answers = [(500, {})] * 4 + [{"data": [1]}] + [(500, {"error": "x"})] * 5 + [(400, {"error": "no"})]
+        server = gym.serve(lambda path, body: answers.pop(0))
+        client = VLLMClient("127.0.0.1", server.port, 5.0)
+        assert client.models() == [1]
+        with pytest.raises(RolloutError, match="failed 5 times on /v1/models.*500"):
+            client.models()
+        with pytest.raises(RolloutError, match="rejected /v1/models .400.: .*no"):
+            client.models()
+        client.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_server_that_is_never_up(tmp_path, host):
     port = free_port()

@@ -6,7 +6,6 @@ of it adds faults where a test needs them.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, load_config, train
+from ebft import EBFTConfig, EBFTTrainer, load_config, train
 from ebft.errors import RolloutError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.serving.processes import alive, eventually, free_port
@@ -157,18 +156,6 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
     assert abs(mean(rewards[1000][6:]) - mean(rewards[1000][:6])) < 0.1  # and would not without the updates
 
 
-def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
-    def staleness(delay):
-        with Proxy(port) as proxy:
-            proxy.delay = delay
-            args = arguments(tmp_path, proxy.port, AsyncEBFTConfig, prefetch_depth=2, max_steps=5)
-            trainer = make(base, args, AsyncEBFTTrainer)
-            trainer.train()
-        return [entry["rollouts/staleness"] for entry in steps_of(trainer.state.log_history)]
-
-    assert staleness(0.0) == staleness(0.3) == [0, 1, 2, 2, 2]
-
-
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):
     own_port, killed = free_port(), []
     overrides = ["trl.vllm_mode=managed", "trl.async_prefetch=true", "max_steps=4"]
@@ -269,21 +256,6 @@ def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_
         assert trainer.state.global_step == (0 if fault is another_temperature else 1)
 
 
-def test_an_adapter_with_the_files_of_another_is_refused(base, port, tmp_path):
-    copy = tmp_path / "copy"
-
-    def elsewhere(path, content):
-        if path == "/v1/load_lora_adapter":
-            shutil.copytree(content["lora_path"], copy)
-            content["lora_path"] = str(copy)
-
-    with Proxy(port) as proxy:
-        trainer = make(base, arguments(tmp_path, proxy.port))
-        proxy.change_request = elsewhere
-        with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but lists it with the files in"):
-            trainer.train()
-
-
 @pytest.mark.parametrize(
     "truncation", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}], ids=str
 )
@@ -293,17 +265,3 @@ def test_truncated_samples_are_scored_under_the_truncated_distribution(base, por
     steps = steps_of(trainer.state.log_history)
     assert len(steps) == 3 and max(entry["sampling/logp_diff"] for entry in steps) < AGREE
     assert max(entry["sampling/raw_ratio_max"] for entry in steps) < 1 + 10 * AGREE
-
-
-def test_errors_of_the_server_are_retried_with_a_bound(base, port, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.structured.rollouts.client._BACKOFF", 0.05)
-    with Proxy(port) as proxy:
-        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
-        proxy.fail = 4
-        trainer.train()
-        assert proxy.fail == 0 and trainer.state.global_step == 1
-        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
-        proxy.fail, before = 10**6, proxy.requests
-        with pytest.raises(RolloutError, match="failed 5 times on /v1/completions"):
-            trainer.train()
-        assert proxy.requests - before <= 5 * 4  # a request for each of four prompts

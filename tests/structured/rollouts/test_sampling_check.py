@@ -85,11 +85,11 @@ class Server:
 
     address = "http://server"
 
-    def __init__(self, loads=True):
+    def __init__(self, loads=lambda name, path: {name: path}):
         self.loads, self.adapters = loads, {}
 
     def load_adapter(self, name, path):
-        self.adapters |= {name: path} if self.loads else {}
+        self.adapters |= self.loads(name, path)
 
     def unload_adapter(self, name):
         self.adapters.pop(name, None)
@@ -121,9 +121,12 @@ def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tok
     assert sync.kept == []
 
 
-def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tmp_path):
-    sync = AdapterSync(Server(loads=False), lora(chat_model(chat_tokenizer)), Accelerator(cpu=True), str(tmp_path))
-    with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but does not list it"):
+@pytest.mark.parametrize(("loads", "found"), [
+    (lambda name, path: {}, "does not list it"), (lambda name, path: {name: "/x"}, "lists it with the files in /x"),
+])  # fmt: skip
+def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tmp_path, loads, found):
+    sync = AdapterSync(Server(loads), lora(chat_model(chat_tokenizer)), Accelerator(cpu=True), str(tmp_path))
+    with pytest.raises(RolloutError, match=f"reports that it loaded the adapter .*, but {found}"):
         sync.publish(0)
     assert not list((tmp_path / "vllm_adapters").glob("*/*"))
 

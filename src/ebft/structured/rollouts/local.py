@@ -310,7 +310,9 @@ def lockstep(model: nn.Module, accelerator: Any) -> Iterator[None]:
     take_programs(model)
     idle(model)  # gathers what remains gathered between passes, so that later passes of all processes do the same
 
-    report = lambda *_: _someone_goes_on(accelerator, True) and None  # a result would replace the inputs
+    def report(*_: Any) -> None:  # a result would replace the inputs
+        _someone_goes_on(accelerator, True)
+
     hook = backbone_of(unwrap_adapter(model)).register_forward_pre_hook(report)
     try:
         yield

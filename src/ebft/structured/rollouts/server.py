@@ -233,35 +233,22 @@ def check_server(
         return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
     [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
-    tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
-    sampled = torch.tensor(completion.logps, dtype=torch.float64)
-    difference = (sampled - tempered).abs().mean().item()
+    causal_lm, device = unwrap_adapter(model), next(model.parameters()).device
+    with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        logits = causal_lm(input_ids=torch.tensor([ours + completion.ids], device=device)).logits[0, len(ours) - 1 : -1]
+    logps = (logits.double().cpu() / probe.temperature).log_softmax(-1)
+    logps = logps.gather(-1, torch.tensor(completion.ids)[:, None]).squeeze(-1)
+    difference = (torch.tensor(completion.logps, dtype=torch.float64) - logps).abs().mean().item()
     paths = [Path(name).expanduser() for name in (served, base_model)]
     is_same = served == base_model or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
     limit = _SAME_NAME if is_same else _OTHER_NAME
     if difference <= limit:
         return entry, difference
-    if probe.temperature != 1.0 and (sampled - plain).abs().mean().item() <= limit:
-        raise RolloutError(
-            f"The vLLM server at {client.address} reports log-probabilities at temperature 1, but this run requires "
-            f"them at its sampling temperature {probe.temperature}. Start the server with --logprobs-mode "
-            "processed_logprobs, as `ebft vllm-serve` does."
-        )
     raise RolloutError(
-        f"{who}: they are different models. The log-probabilities of {_TOKENS} sampled tokens differ by "
-        f"{difference:.2f} nats on average (tolerance: {limit}). Start the server with the config of this run: `ebft "
-        "vllm-serve CONFIG`."
+        f"{who}: they are different models, or the server reports log-probabilities at another temperature. For "
+        f"{_TOKENS} sampled tokens, they differ by {difference:.2f} nats on average (tolerance: {limit}). Start the server "
+        "with the config of this run: `ebft vllm-serve CONFIG` sets --logprobs-mode processed_logprobs."
     )
-
-
-def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    """Return the log-probabilities of `ids` after the prompt under the base model, at a temperature, in float64."""
-    causal_lm = unwrap_adapter(model)
-    tokens = torch.tensor([prompt_ids + ids], device=next(causal_lm.parameters()).device)
-    with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
-        logits = causal_lm(input_ids=tokens).logits[0, len(prompt_ids) - 1 : -1].double().cpu()
-    logps = (logits / temperature).log_softmax(-1)
-    return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
 
 
 # Limits of the mean absolute difference in nats: a multiple of the difference that dtypes and kernels cause, which is
