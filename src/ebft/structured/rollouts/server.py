@@ -246,7 +246,7 @@ def check_server(
         return entry, difference
     raise RolloutError(
         f"{who}: they are different models, or the server reports log-probabilities at another temperature. For "
-        f"{_TOKENS} sampled tokens, they differ by {difference:.2f} nats on average (tolerance: {limit}). Start the server "
+        f"{_TOKENS} sampled tokens, they differ by {difference:.2f} nats on average (tolerance {limit}). Start it "
         "with the config of this run: `ebft vllm-serve CONFIG` sets --logprobs-mode processed_logprobs."
     )
 
