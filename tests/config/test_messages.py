@@ -86,7 +86,7 @@ def structured(**trl):
     ({"overrides_of_model_config": {"router_aux_loss_coef": 0.1}, **STRIDED},
      "overrides_of_model_config is not supported with strided mode, whose loss has no term for the router"),
     ({"chunked_cross_entropy": True, "torch_compile": True},
-     "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step"),
+     "chunked_cross_entropy is incompatible with torch_compile. Remove one"),
     ({"activation_offloading": "disk"}, "activation_offloading: disk is not supported: TRL's hooks copy all"),
     ({"torch_compile": True, "budget": {"flops": 1e18}}, "budget.flops is not supported with torch_compile"),
     # Processes

@@ -179,7 +179,8 @@ class DPO(PreferenceMethod):
     offloads_activations = True
     arguments = "trl:DPOConfig"
     trainer = "ebft.preferences.trainers:DPOTrainer"
-    own = {name: f"dpo_{name}" for name in ("loss_weights", "label_smoothing", "use_weighting")}
+    own = {"loss_weights": "dpo_loss_weights", "label_smoothing": "dpo_label_smoothing"}
+    own |= {"use_weighting": "dpo_use_weighting"}
 
     def summary(self, config: MethodConfig) -> str:
         return f"direct preference optimization (loss {', '.join(_losses(config))})"
@@ -244,7 +245,7 @@ class KTO(PreferenceMethod):
     data = "completions with a label"
     arguments = "trl:KTOConfig"
     trainer = "ebft.preferences.trainers:KTOTrainer"
-    own = {name: f"kto_{name}" for name in ("desirable_weight", "undesirable_weight")}
+    own = {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"}
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)

@@ -35,7 +35,7 @@ class Classifier(Method):
 
     can_be_compared = False
     generates_text = False
-    idle = ("trl", "vllm", "evaluation")
+    idle = ("ebft", "trl", "vllm", "evaluation")
     unsupported = {
         **dict.fromkeys(("load_in_4bit", "load_in_8bit", "deepspeed"), "it is not tested there"),
         **dict.fromkeys(("sample_packing", "group_by_length"), "a row has several sequences, or steps"),
@@ -48,8 +48,7 @@ class Classifier(Method):
             yield f"{file} is a GGUF file, which is not supported with {self.name}. {as_folder(file)}"
 
     def resolve(self, config: MethodConfig) -> None:
-        given = {"ebft": config.ebft.model_fields_set, "train_on_inputs": config.train_on_inputs}
-        self.warn_of_idle(config, *(key for key, value in given.items() if value))
+        self.warn_of_idle(config, *(["train_on_inputs"] if config.train_on_inputs else []))
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         raise ConfigError(

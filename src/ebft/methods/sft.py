@@ -73,7 +73,7 @@ class SFT(Method):
                 "Remove one."
             )
         if config.chunked_cross_entropy and config.torch_compile:
-            yield "chunked_cross_entropy is incompatible with torch_compile, step by step. Remove one."
+            yield "chunked_cross_entropy is incompatible with torch_compile. Remove one."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:

@@ -30,7 +30,7 @@ from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
-from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.config import EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse
 from ebft.structured.reward import FeatureMatchingReward
@@ -81,7 +81,7 @@ class RolloutGRPOTrainer(OverTRL):
         if args.disable_dropout:
             disable_dropout(model)
         for name in [name for name in ("train_dataset", "eval_dataset") if name in kwargs]:
-            check_rows(name, kwargs[name], args)
+            check_rows(name, kwargs[name], args, needs_reference=isinstance(args, EBFTConfig))
             kwargs[name] = with_own_calls(kwargs[name])
         is_interactive = check_interactive(args, reward_funcs, kwargs)
         if kwargs.get("rollout_func") is not None:

@@ -18,7 +18,6 @@ from ebft.config.user_code import user_code
 from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.sharding import load_whole
-from ebft.structured.config import EBFTConfig
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.transformers_internals import use_one_gpu
 
@@ -39,11 +38,11 @@ def check_arguments(args: Any) -> None:
         warnings.warn("adaptive_max_tokens has no effect with vllm_mode: colocate: TRL limits lengths.", stacklevel=3)
 
 
-def check_rows(name: str, dataset: Any, args: Any) -> None:
+def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> None:
     """Raise DataError for reserved columns, rows without a reference, or too few rows."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
-            check_rows(f"{name}[{key!r}]", part, args)
+            check_rows(f"{name}[{key!r}]", part, args, needs_reference)
         return
     present = getattr(dataset, "column_names", None) or ()
     reserved = [column for column in RESERVED if column in present]
@@ -58,7 +57,7 @@ def check_rows(name: str, dataset: Any, args: Any) -> None:
         )
     if not isinstance(dataset, Dataset):
         return
-    if isinstance(args, EBFTConfig):
+    if needs_reference:
         empty = [i for i, text in enumerate(dataset["ground_truth"]) if not isinstance(text, str) or not text.strip()]
         if empty:
             raise DataError(
