@@ -129,9 +129,6 @@ def test_model_servers_are_checked_before_training(gym, client):
     gym.agent("agent", lambda body: {})
     gym.model()
     check_agents(client.servers(5.0), ["tools", "agent"])
-    gym.model(return_token_id_information=False)
-    with pytest.raises(ConfigError, match="return_token_id_information: true .*policy_model, which the agent agent us"):
-        check_agents(client.servers(5.0), ["tools"])
     gym.model(model="Qwen/Qwen3-0.6B")
     with pytest.raises(ConfigError, match="requests the model 'Qwen/Qwen3-0.6B', which is not trained. Set model: eb"):
         check_agents(client.servers(5.0), ["tools"])

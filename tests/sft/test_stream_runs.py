@@ -105,15 +105,6 @@ def test_another_stream_is_not_continued(make, unbroken):
         resumed(make, unbroken, data_seed=7)
 
 
-def test_a_run_on_prepared_rows_is_not_continued_with_a_stream(make, corpus):
-    prepared = {"pretraining_dataset": None, "datasets": [{"path": corpus[0], "type": "completion"}]}
-    with pytest.warns(UserWarning, match="streaming_multipack_buffer_size"):
-        config = make(**prepared, max_steps=1)
-    train(config)
-    with pytest.raises(ConfigError, match="has no position in a stream"):
-        train(make(resume_from_checkpoint=Path(config.output_dir) / "checkpoint-1"))
-
-
 def test_held_out_documents_are_those_of_test_datasets_and_rows_as_one_text_give_other_losses(
     make, corpus, unbroken, capsys
 ):

@@ -217,8 +217,8 @@ _SERVER_POLL = 0.2
 def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     """Start the servers, wait for the head server, and stop them at the end of the block.
 
-    Nothing is started if a head server already responds, and on all processes except rank 0. Raises ConfigError if
-    NeMo Gym is not installed, and ServerError, with the end of the log, if it exits or is not up in time.
+    Nothing is started if a head server already responds, and on all processes except rank 0. Raises ServerError, with
+    the end of the log, if NeMo Gym exits, such as if it is not installed, or is not up in time.
     """
     if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not is_main_process():
         yield
@@ -253,12 +253,6 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
 def start_command(keys: NemoGymKeys) -> list[str]:
     """The command that starts the servers."""
     program = Path(keys.nemo_gym_dir).expanduser() / ".venv" / "bin" / "ng_run"
-    if not program.is_file():
-        raise ConfigError(
-            f"nemo_gym_auto_start: {program} does not exist. Install NeMo Gym in nemo_gym_dir (clone "
-            "https://github.com/NVIDIA-NeMo/Gym and run `uv venv && uv sync` there), or start its servers yourself and "
-            "set nemo_gym_auto_start: false."
-        )
     command = [str(program), f"+config_paths=[{','.join(keys.nemo_gym_config_paths)}]", "+skip_venv_if_present=true"]
     if keys.nemo_gym_head_port != DEFAULT_PORT:
         command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]

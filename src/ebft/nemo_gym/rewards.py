@@ -261,10 +261,7 @@ def joined(calls: list[Call]) -> list[Rollout]:
 
 
 def check_agents(servers: Servers, names: list[str], max_turns: int | None = None) -> None:
-    """Raise ConfigError if the model server of an agent requests another model, or returns no token ids.
-
-    Also if an agent may hold a conversation of more than `max_turns` replies.
-    """
+    """Raise ConfigError if an agent's model server requests another model, or it may take more than `max_turns`."""
     for agent in dict.fromkeys(servers.agent(name).name for name in names):
         steps = servers.by_name[agent].settings.get("max_steps")
         if max_turns is not None and not (isinstance(steps, int) and 0 < steps <= max_turns):
@@ -276,8 +273,6 @@ def check_agents(servers: Servers, names: list[str], max_turns: int | None = Non
         model = servers.model(servers.by_name[agent])
         if model is None or "return_token_id_information" not in model.settings:
             continue  # another kind of model server; its responses are checked
-        if model.settings["return_token_id_information"] is not True:
-            raise ConfigError(f"{_ADVICE}: {model.name}, which the agent {agent} uses, does not have it.")
         if model.settings.get("model") != POLICY:
             raise ConfigError(
                 f"The model server {model.name} of NeMo Gym, which the agent {agent} uses, requests the model "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ebft.data.batches import PackedRows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ModelError
+from ebft.errors import ModelError, doing
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
 from ebft.monitor.metrics import HeldOutMeans
@@ -42,15 +42,9 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 def coefficient(causal_lm: PreTrainedModel) -> float:
     """The weight with which a mixture of experts adds its load-balancing loss."""
-    for holder in (causal_lm, causal_lm.config.get_text_config()):
-        for name in _COEFFICIENTS:
-            if hasattr(holder, name):
-                return float(getattr(holder, name))
-    raise ModelError(
-        f"overrides_of_model_config.output_router_logits: the weight of the load-balancing loss of a "
-        f"{causal_lm.config.model_type} model is not known ({' or '.join(_COEFFICIENTS)}). Set output_router_logits: "
-        "false."
-    )
+    pairs = [(holder, name) for holder in (causal_lm, causal_lm.config.get_text_config()) for name in _COEFFICIENTS]
+    with doing("reading the weight of the load-balancing loss (overrides_of_model_config.output_router_logits)"):
+        return next(float(getattr(holder, name)) for holder, name in pairs if hasattr(holder, name))
 
 
 _HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")

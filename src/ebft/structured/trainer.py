@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from trl.trainer.utils import pad
 
 from ebft.data.conversation import Conversation
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, doing
 from ebft.machine import copy_to
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
@@ -284,7 +284,7 @@ def labelled_reference(conversation: Conversation, *, mask_thinking: bool) -> tu
     """Return the ids of the reference after the prompt, each reply with its end token, and their mask (0 or 1).
 
     The mask is 1 for replies and their end tokens, and 0 for the turns between them and, with `mask_thinking`, for
-    thinking blocks. Raises DataError if the tokenizer cannot tell which tokens are thinking.
+    thinking blocks.
     """
     ids: list[int] = []
     counts: list[int] = []
@@ -295,12 +295,8 @@ def labelled_reference(conversation: Conversation, *, mask_thinking: bool) -> tu
         ids += turn.reference_ids
         thinking = [False] * len(turn.reference_ids)
         if mask_thinking:
-            if turn.thinking is None:
-                raise DataError(
-                    "ebft.mask_thinking_ce needs a tokenizer with offset mapping to find the tokens of thinking. Use a "
-                    "fast tokenizer (one with a tokenizer.json)."
-                )
-            thinking = turn.thinking
+            with doing("finding the tokens of thinking (ebft.mask_thinking_ce), which needs a fast tokenizer"):
+                thinking = list(turn.thinking)
         counts += [int(not inside) for inside in thinking]
     end = conversation.end_id
     return (ids, counts) if end is None else ([*ids, end], [*counts, 1])
