@@ -67,11 +67,6 @@ class SFT(Method):
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        if config.sample_packing and config.batch_flattening is True:
-            yield (
-                "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
-                "Remove one."
-            )
         if config.chunked_cross_entropy and config.torch_compile:
             yield "chunked_cross_entropy is incompatible with torch_compile. Remove one."
 

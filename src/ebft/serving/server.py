@@ -75,14 +75,11 @@ class VLLMServer:
         deadline = time.monotonic() + timeout
         while True:
             process = self._process
-            if self.failure is not None:
-                raise ServerError(self.failure)
+            self._check_alive(process, "before it was ready")
             if self._stopping.is_set() or process is None:
                 raise ServerError("The vLLM server is not running.")
             if self._answers(process):
                 return
-            if process.poll() is not None and self._watcher is None:
-                raise ServerError(self._ended(process, "before it was ready"))
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"vLLM was not ready at {self.url} within {timeout:g} seconds. Increase trl.vllm_server_timeout if "
@@ -93,11 +90,13 @@ class VLLMServer:
     def wait(self) -> None:
         """Block until `stop` is called; raises ServerError, with the end of the log, if the server exits by itself."""
         while not self._stopping.wait(PAUSE):
-            if self.failure is not None:
-                raise ServerError(self.failure)
-            process = self._process
-            if process is not None and process.poll() is not None and self._watcher is None:
-                raise ServerError(self._ended(process))
+            self._check_alive(self._process, "unexpectedly")
+
+    def _check_alive(self, process: subprocess.Popen | None, when: str) -> None:
+        if self.failure is not None:
+            raise ServerError(self.failure)
+        if process is not None and process.poll() is not None and self._watcher is None:
+            raise ServerError(self._ended(process, when))
 
     def watch(self) -> None:
         """Restart the server, then without adapters, from now on if it exits, with a line on standard error each time.
