@@ -336,7 +336,7 @@ def load_reward_model(name: str) -> PreTrainedModel:
     folder = Path(lasting_name(name))
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     with doing(f"loading the reward model {name} (trl.reward_funcs)"):
-        base = read_adapter_config(folder).base_model_name_or_path if is_adapter else name
+        base = str(read_adapter_config(folder).base_model_name_or_path) if is_adapter else name
         found = find_model(base, f"base model of {folder}" if is_adapter else "trl.reward_funcs")
         config = pretrained_config(found)
         problem = reward_problem(name, None if is_adapter else config.to_dict() | {"id2label": config.id2label})
