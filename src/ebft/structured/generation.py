@@ -274,8 +274,6 @@ class Generation:
             self.server.reset()
             self._trainer.sync_anew()
 
-    # Conversations
-
     def conversations(self, rows: list[Row]) -> list[Conversation]:
         """Return the rows' prompts and references as token ids; the adjacent samples of a group share one object."""
         found: list[Conversation] = []

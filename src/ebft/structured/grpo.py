@@ -303,8 +303,6 @@ class RolloutGRPOTrainer(OverTRL):
         super().restore_running_state(state)
         self.reuse.restore(state)
 
-    # Groups of completions
-
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 

@@ -90,8 +90,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
             **kwargs,
         )
 
-    # Advantages
-
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super().add_to_inputs(rows, inputs)
         if self.model.training and self.args.advantage_estimator != "group_norm":
@@ -120,8 +118,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         match = self.feature_reward.last
         return {"alignment": match.alignment.flatten(), "diversity": match.diversity.flatten()}
 
-    # Evaluation
-
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -136,8 +132,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
             values = held_out_values(reward.last, reward.options, reward.network.computed_in)
             self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.held_out_rows.copies))
         return rewards
-
-    # Cross-entropy
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the references (B, R) and the mask of their tokens in the cross-entropy.
@@ -249,8 +243,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         self._held_out = {}
         means |= perplexities(means)
         return {f"{self.held_out_completions.prefix}_{name}": mean for name, mean in means.items()}
-
-    # Resuming
 
     def running_state(self) -> dict[str, Any]:
         return super().running_state() | {"reference_nll": self._reference_nll.state()}

@@ -48,8 +48,6 @@ class VLLMClient:
         self._run = self._loop.run
         self._http = HTTPClient(url)
 
-    # Server state
-
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
         self._run(self._wait_until_up())
@@ -80,8 +78,6 @@ class VLLMClient:
         body = {"lora_name": name}
         with suppress(httpx2.RequestError):
             self._run(self._http.whole("POST", "/v1/unload_lora_adapter", CONNECT_TIMEOUT, body))
-
-    # Sampling
 
     def complete(
         self, model: str, prompts: list[list[int]], max_tokens: list[int], sampling: Sampling
@@ -119,8 +115,6 @@ class VLLMClient:
             f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
             f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}). See the server's log."
         )
-
-    # Requests
 
     async def _list(self, name: str, method: str, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """Return the list `name` in the JSON response."""
