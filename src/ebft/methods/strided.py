@@ -51,15 +51,13 @@ class Strided(Method):
 
     name = "strided mode"
     tag = "ebft"
+    title = f"energy-based fine-tuning (strided mode; {PAPER})"
     citation = CITATION
     healthy = HEALTHY
     rows = "tokens"
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
     arguments = "ebft.strided:StridedEBFTConfig"
-
-    def summary(self, config: MethodConfig) -> str:
-        return f"energy-based fine-tuning (strided mode; {PAPER})"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from os.path import commonprefix
@@ -19,7 +20,7 @@ from ebft.data.transforms.rows import IGNORE
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.structured.trainer import labelled_reference
 
-LONGEST_RUN = 200  # characters of a run that are shown; all of its tokens are in those of the part
+LONGEST_RUN = 200  # characters of a run that are shown; the part has all of its tokens
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,12 @@ class TokenTexts:
         self.special = {*tokenizer.all_special_ids, *added}
 
     def tokens(self, ids: Sequence[int], learned: Iterable[bool], anchors: Iterable[int] = ()) -> list[Token]:
-        """The tokens `ids`, of which those that are `learned` have a label; `anchors` are positions."""
-        starts = set(anchors)
+        """The tokens `ids`; the ones that are `learned` have a label, and `anchors` are positions."""
+        labels = [token if is_learned else IGNORE for token, is_learned in zip(ids, learned, strict=True)]
+        places = {position: position for position in anchors}
         return [
-            Token(
-                id=token,
-                text=text,
-                label=token if is_learned else IGNORE,
-                special=token in self.special,
-                anchor=position if position in starts else None,
-            )
-            for position, (token, text, is_learned) in enumerate(zip(ids, self.texts(ids), learned, strict=True))
+            Token(token, text, label, token in self.special, places.get(position))
+            for position, (token, text, label) in enumerate(zip(ids, self.texts(ids), labels))
         ]
 
     def joined(self, ids: Sequence[int]) -> str:
@@ -176,15 +172,14 @@ class StridedView(View):
                     "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}",
                     tokens,
                     [*self._facts(turns, anchors), *counted(tokens, self.options.ce_coef)],
-                    [self._block(ids, *block) for block in zip(anchors, blocks)],
+                    [
+                        Block(start, self.texts.joined(ids[max(0, start - CONTEXT) : start]), self.texts.joined(block))
+                        for start, block in zip(anchors, blocks)
+                    ],
                     self.roles.of_document(document),
                 )
             )
         return RowView(parts)
-
-    def _block(self, ids: list[int], anchor: int, reference: list[int]) -> Block:
-        before = ids[max(0, anchor - CONTEXT) : anchor]
-        return Block(anchor, self.texts.joined(before), self.texts.joined(reference))
 
     def _facts(self, turns: list[list[int]], anchors: list[int]) -> list[tuple[str, str]]:
         options, prompt = self.options, turns[0][0]
@@ -220,7 +215,7 @@ class SFTView(View):
             title = f"document {number} of {len(documents)}" if "documents" in row else "row"
             part = tokens[start : start + len(document["input_ids"])]
             length = document["prompt_length"]
-            # The tokens before the last turn are a prompt if none of them is trained on.
+            # The tokens before the last turn are a prompt if none is trained on.
             is_trained = any(token.label != IGNORE for token in part[:length])
             facts = [("before the last turn" if is_trained else "prompt", f"{length:,} tokens"), *counted(part)]
             parts.append(Part(title, part, facts, roles=self.roles.of_document(document)))
@@ -229,7 +224,6 @@ class SFTView(View):
 
 
 LONGEST = 400  # characters of a column that are shown
-_SHOWN = ("prompt", "remaining_turns")
 
 
 class PromptView(View):
@@ -264,8 +258,10 @@ class PromptView(View):
         parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts, roles=roles)]
         if compares or len(conversation.turns) > 1:
             parts += self._turns(conversation)
-        shown = _SHOWN + (("ground_truth",) if compares else ())
-        return RowView(parts, [(name, _short(value)) for name, value in row.items() if name not in shown])
+        shown = ("prompt", "remaining_turns", *(["ground_truth"] if compares else []))
+        columns = [(name, printable(value)) for name, value in row.items() if name not in shown]
+        short = lambda text: text if len(text) <= LONGEST else text[:LONGEST] + "..."
+        return RowView(parts, [(name, short(text)) for name, text in columns])
 
     def _turns(self, conversation: Conversation) -> list[Part]:
         """A part for the reference of each turn, and for what is given before it."""
@@ -291,11 +287,6 @@ class PromptView(View):
         if self.ce_coef is None:
             return [("tokens", f"{len(tokens):,}"), ("cross-entropy", "none with this method")]
         return counted(tokens, self.ce_coef)
-
-
-def _short(value: Any) -> str:
-    text = printable(value)
-    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
 class PreferenceView(View):
@@ -355,16 +346,14 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, A
     if tokenizer.chat_template is None:
         return None
     asked = [{"role": "user", "content": "?"}]
-    try:
+    with suppress(Exception):  # the template may not accept such a chat
         plain, whole = (
             tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=added, **(kwargs or {}))
             for added in (False, True)
         )
-    except Exception:  # the template does not accept such a chat, or fails in another way
-        return None
-    if not whole.startswith(plain):
-        return None
-    return f'Generation prompt of the chat template: "{printable(whole[len(plain) :])}"'
+        if whole.startswith(plain):
+            return f'Generation prompt of the chat template: "{printable(whole[len(plain) :])}"'
+    return None
 
 
 class Roles:
@@ -376,8 +365,8 @@ class Roles:
     def of_document(self, document: Mapping[str, Any]) -> list[Run]:
         """Roles of a row of `input_ids`, `labels` and `prompt_length`; raw text has the role text.
 
-        Turns that are trained on are references. Tokens without a label between two of them are between turns, unless
-        they are in the last one, such as a thinking block.
+        Turns that are trained on are references. Other tokens after the first of these turns are between turns, but
+        not in the last one, such as a thinking block.
         """
         ids, start = document["input_ids"], document["prompt_length"]
         trained = [label != IGNORE for label in document.get("labels", ids)]

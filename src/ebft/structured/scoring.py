@@ -25,7 +25,7 @@ from ebft.transformers_internals import override_attn_implementation
 class Scorer:
     """Scores the completions of a trainer with shared prompts; models that do not allow it are scored in TRL's rows.
 
-    `shares_prompts`: which of the two is used. Raises ModelError for models that neither share prompts nor give exact
+    `shares_prompts`: whether prompts are shared. Raises ModelError for models that neither share prompts nor give exact
     results with padded rows.
     """
 

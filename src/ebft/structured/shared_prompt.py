@@ -77,11 +77,17 @@ def score_completions(
         if with_entropies:
             logps, entropies = token_logps_and_entropy(scored, targets, head, temperature, entropy_gradient, truncation)
         else:
-            logps = token_logps(scored, targets[:, None], head, temperature, truncation).squeeze(-1)
-            entropies = None
+            logps, entropies = token_logps(scored, targets[:, None], head, temperature, truncation).squeeze(-1), None
         targets = _joined([ids for prompt in prompts for ids in prompt.references], tokens)
         of_references = _text_logps(states.index_select(0, references), targets, head)
-        of_prompts = _prompt_logps(states, prompts, head) if score_prompts else None
+        of_prompts = None
+        if score_prompts:
+            lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
+            is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+            is_last[lengths.cumsum(0) - 1] = True
+            (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
+            targets = _joined([prompt.ids[1:] for prompt in prompts], tokens)
+            of_prompts = _text_logps(states[predictors], targets, head)
         return logps, entropies, of_references, of_prompts
 
     return Scores(*run_wrapped(model, forward))
@@ -170,11 +176,3 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 
 def _text_logps(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     return token_logps(states, targets[:, None], head, 1.0).squeeze(-1)
-
-
-def _prompt_logps(states: Tensor, prompts: Sequence[Prompt], head: Head) -> Tensor:
-    lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-    is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
-    is_last[lengths.cumsum(0) - 1] = True
-    (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
-    return _text_logps(states[predictors], _joined([prompt.ids[1:] for prompt in prompts], prompts[0].ids), head)
