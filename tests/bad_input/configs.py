@@ -39,7 +39,6 @@ UNUSUAL = [
     good("dollars that are ordinary text", command=CHECK, unwarned=("replaced",),
          config={"chat_template": "{{ '${x}' }}", "tokens": ["${x}"], "wandb_name": "costs $5", "output_dir": "a$b"}),
     good("one held-out document", config={"val_set_size": 1e-9},
-         warns=("val_set_size: 1e-09 of 4 documents is less than one",),
          why="a fraction holds out at least one document, which small data sets rely on"),
     good("more workers than cores", config={"dataloader_num_workers": 999},
          why="workers that wait for a disk or a network do not need a core each"),

@@ -1,15 +1,12 @@
 """Details that a table of cases does not show: values that are kept, tracebacks on request, files that are not run."""
 
-import json
 import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebft.config.keys.data import DatasetEntry
 from ebft.config.schema import RunConfig
-from ebft.data.sources import read_source
 from ebft.tools.cli import app
 from tests.bad_input.cases import bad, entry, good, invoke, prepare
 from tests.bad_input.models import Evil
@@ -24,15 +21,6 @@ def run(tmp_path, tiny_llama_dir, monkeypatch):
         return invoke(case, tmp_path)
 
     return run_case
-
-
-@pytest.mark.parametrize("text", ["2024-01-01", "2024-01-01T10:00:00Z", "2024-01-01 10:00:00", "1e5", "true", "010"])
-def test_texts_that_look_like_other_values_stay_texts(text, tmp_path):
-    row = {"text": text, "messages": [{"role": "user", "content": text}], "meta": {"when": text}}
-    path = tmp_path / "d.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(3)))
-    found = read_source(DatasetEntry(path=str(path), type="completion"))
-    assert list(found) == [row] * 3
 
 
 def test_every_key_with_a_default_may_be_empty_in_the_json_schema():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.data.prompts import load_prompts
+from ebft.data.prompts import load_prompt_rows
 from ebft.errors import DataError
 from tests.nemo_gym.servers import config_of, row
 from tests.structured.conftest import make_chat_tokenizer
@@ -23,7 +23,7 @@ def tokenizer():
 def load(tokenizer):
     """`load(*datasets, **keys)`: the rows, in the order of their files."""
     config = lambda *datasets, **keys: config_of(*datasets, shuffle_merged_datasets=False, **keys)
-    return lambda *datasets, **keys: load_prompts(config(*datasets, **keys), tokenizer)
+    return lambda *datasets, **keys: load_prompt_rows(config(*datasets, **keys), tokenizer)[:2]
 
 
 def test_routes_per_row_and_per_file(write_rows, load):
@@ -71,7 +71,7 @@ def test_all_messages_are_the_prompt(write_rows, load):
 
 @pytest.mark.parametrize(("line", "message"), [
     ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
-    ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "type .image."),
+    ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "not text"),
 ])  # fmt: skip
 def test_rows_that_are_not_of_nemo_gym(tmp_path, load, line, message):
     path = tmp_path / "rows.jsonl"

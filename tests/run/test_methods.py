@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from ebft import load_config, train
 from ebft.config.load import parse_yaml
-from ebft.data.load import load_datasets
+from ebft.data.load import load_token_rows
 from tests.docs.blocks import ROOT, blocks_of
 
 OVERRIDES = {
@@ -89,7 +89,7 @@ def test_plain_fine_tuning_learns_the_completion_alone(run_file, tokenizer, tiny
     losses = [train(quietly(run_file, [*steps, f"train_on_inputs={on}"])).metrics for on in ("false", "true")]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     nll = {False: [], True: []}
-    for row in load_datasets(quietly(run_file, ["rl="]), tokenizer)[0]:
+    for row in load_token_rows(quietly(run_file, ["rl="]), tokenizer)[0]:
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
             logp = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

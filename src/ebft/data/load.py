@@ -40,12 +40,6 @@ class LoadedRows(NamedTuple):
         return self.map(lambda rows: rows.remove_columns(columns))
 
 
-def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """The training rows and the evaluation rows of `load_token_rows`."""
-    rows = load_token_rows(config, tokenizer)
-    return rows.train, rows.evaluation
-
-
 def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
@@ -74,13 +68,12 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         kept = cut_and_drop(rows, config, tokenizer, counts)
         discard(rows)
         if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
-            row, others = counts.documents[TOO_LONG][0] - first_document, counts[TOO_LONG] - 1
+            row = counts.documents[TOO_LONG][0] - first_document
             where = place_of(raw[row], row, f"{entry.path}, {entry.split}")
-            so_do = "does 1 other row" if others == 1 else f"do {others:,} other rows"
             raise DataError(
-                f"{where} exceeds sequence_len: {config.sequence_len} tokens"
-                f"{f', and so {so_do}' if others else ''} (excess_length_strategy: raise). Increase sequence_len, or "
-                "set excess_length_strategy to drop or truncate."
+                f"{where} exceeds sequence_len: {config.sequence_len} "
+                "tokens (excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop "
+                "or truncate."
             )
         return kept
 
@@ -95,7 +88,7 @@ def transformed_rows(
 
 
 def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
-    """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
+    """The shuffled rows of `datasets`, and the evaluation rows: all rows of `test_datasets`, or held out of `datasets`.
 
     Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
     `load_entry` makes usable rows, with the column `document`, from one source.
@@ -153,23 +146,9 @@ def _load_section(
 
 def _advice(config: DataSettings, counts: RowCounts) -> str:
     """What to change if no rows are left, or few; `counts`: rows by reason."""
-    required, length = config.required_rows, f"sequence_len: {config.sequence_len}"
-    completions = f"provide rows whose prompt and completions are not empty, and fit within {length} together"
-    rows = {
-        "comparisons": f"provide pairs whose texts have at most {length} tokens",
-        "steps": f"provide rows with a labelled step within {length}",
-        "preferences": completions,
-        "labelled": completions,
-        "prompts": f"provide rows with a prompt and a reference that fit within {length} together, including all turns "
-        "of a conversation"
-        if required.needs_reference
-        else f"provide rows with a prompt that is shorter than {length}",
-    }
-    if required.kind in rows:
-        return f"{rows[required.kind]}, or increase it."
-    block = required.block
+    length, block = f"sequence_len: {config.sequence_len}", config.required_rows.block
     if block is None:
-        return "provide rows with text and a reference, or increase sequence_len."
+        return f"provide rows whose texts (a prompt with its reference or replies) fit within {length}, or increase it."
     is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, TOO_LONG, SPLIT))
     longer = "increase sequence_len" if is_cut else "use longer texts"
     return (
@@ -180,16 +159,10 @@ def _advice(config: DataSettings, counts: RowCounts) -> str:
 
 
 def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tuple[Dataset, Dataset]:
-    """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number."""
+    """Split by documents: `val_set_size` is a fraction of all documents if below 1, otherwise a number."""
     owner = np.asarray(rows["document"])
     size, count = config.val_set_size, int(documents.with_text.sum())
     given = f"{count:,} documents{'' if count == len(documents) else ' with text'}"
-    if 0 < size < 1 and size * count < 0.5:
-        warnings.warn(
-            f"val_set_size: {size:g} of {given} is less than one: 1 document is held out, which says "
-            "little about others. Increase it, or set the number of documents.",
-            stacklevel=2,
-        )
     chosen = documents.held_out(size, config.seed)
     is_held = np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
@@ -204,9 +177,9 @@ def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tupl
 def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed: int) -> Dataset:
     """The training rows, each as often as `weight` of its entry says; 1 where it is unset.
 
-    Each entry has its rows the whole number of times and those of a random part of its documents once more, so that
+    Each entry has its rows the whole number of times and the rows of a random part of its documents once more, so that
     the windows of a document stay together. `rows` have the column `document`, and `firsts` are the first documents of
-    the entries. The order is that of the entries. Raises DataError if a weight leaves no row of an entry.
+    the entries. The order is the order of the entries. Raises DataError if a weight leaves no row of an entry.
     """
     if all(entry.weight is None or entry.weight == 1 for entry in entries):
         return rows

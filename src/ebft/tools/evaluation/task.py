@@ -97,8 +97,8 @@ class HeldOut:
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split).
 
-    They are limited to `evaluation.documents` documents. They have the columns of `load_prompts` for methods with full
-    completions, otherwise the columns of `load_datasets`. Raises DataError if the config has no held-out data.
+    They are limited to `evaluation.documents` documents. They have the columns of `load_prompt_rows` for methods with
+    full completions, otherwise those that `load_token_rows` gives. Raises DataError if the config has no held-out data.
     """
     check_comparable(config)
     is_prompts = config.method.rows == "prompts"

@@ -17,7 +17,7 @@ from torch import Tensor
 from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
 from ebft.data.lengths import block_options
-from ebft.data.load import load_datasets
+from ebft.data.load import load_token_rows
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.printed import safe_console
@@ -43,7 +43,7 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
 
     Rows without a prompt are windows of a longer text, and only full windows of `sequence_len` tokens are taken.
     """
-    _, rows = load_datasets(config, tokenizer)
+    rows = load_token_rows(config, tokenizer).evaluation
     usable = [row for row in rows if row["prompt_length"] or len(row["input_ids"]) == config.sequence_len]
     wanted = min(groups, len(usable) // DOCUMENTS_PER_GROUP) * DOCUMENTS_PER_GROUP
     if wanted == 0:
