@@ -51,7 +51,6 @@ class Case:
     ok: bool = False
     warns: tuple[str, ...] = ()  # fragments of warnings of a valid case
     unwarned: tuple[str, ...] = ()  # fragments that the warnings of a valid case must not contain
-    shows: tuple[str, ...] = ()  # fragments of the output of a valid case
     model: Callable[[Path], None] | None = None  # changes the copy of the model
     trains: bool = False  # whether the first training step is run; all other cases stop before it
     unchanged: tuple[str, ...] = ()  # files that must exist afterwards as before
@@ -168,7 +167,6 @@ def _refused(case: Case, outcome: Outcome) -> str | None:
         return f"refused: {outcome.exception or outcome.output[-600:]}"
     missing = [part for part in case.warns if part.lower() not in outcome.output.lower()]
     missing += [f"no {part}" for part in case.unwarned if part.lower() in outcome.output.lower()]
-    missing += [part for part in case.shows if part not in outcome.printed]
     return f"unclear: without {missing}: {outcome.output[-600:]}{outcome.printed[-600:]}" if missing else None
 
 

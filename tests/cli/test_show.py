@@ -55,7 +55,6 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "completions"), [
     (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
-    (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
     (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
 ])  # fmt: skip
 def test_the_choice_as_json(ebft, run, arguments, completions):
