@@ -11,14 +11,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    prepare_model_for_kbit_training,
-)
+import peft
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,19 +35,10 @@ if TYPE_CHECKING:
     from ebft.config.keys.models import ModelSettings
 
 # Keys of a config, and the settings of a saved adapter that replace them.
-_SAVED_SETTINGS = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "peft_use_dora": "use_dora",
-    "peft_use_rslora": "use_rslora",
-}
-
-_TARGETS = (
-    *("lora_target_modules", "lora_target_linear", "lora_target_linear_modules", "lora_target_parameters"),
-    "lora_modules_to_save",
-)
+_SAVED_SETTINGS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_SAVED_SETTINGS |= {"lora_target_modules": "target_modules"}
+_SAVED_SETTINGS |= {"peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora"}
+_TARGETS = ("target_modules", "target_linear", "target_linear_modules", "target_parameters", "modules_to_save")
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
@@ -65,19 +50,27 @@ def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedM
     if config.adapter is None:
         return freeze_except(model, config.unfrozen_parameters)
     if config.load_in_4bit or config.load_in_8bit:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config)
-    _check_saved_modules(model, config.lora_modules_to_save)
-    given = ", ".join(f"{key}: {getattr(config, key)}" for key in _TARGETS if getattr(config, key))
+    for wanted in config.lora_modules_to_save or []:  # suffixes of names; PEFT silently skips one that matches nothing
+        if not any(name.endswith(wanted) for name, _ in model.named_modules()):
+            known = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} - {""})
+            shown = ", ".join(part for part in known if not part.isdecimal())
+            raise ModelError(f"lora_modules_to_save: {wanted!r} matches no module. The modules are {shown}.")
+    given = ", ".join(f"lora_{key}: {value}" for key in _TARGETS if (value := getattr(config, f"lora_{key}")))
     with doing(f"attaching an adapter to the model with {given}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
-        return get_peft_model(model, lora_config(model, config))
+        return peft.get_peft_model(model, lora_config(model, config))
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     """The PEFT config for the `lora_` keys; the head of a classifier is trained fully."""
-    heads = head_modules(model)
+    heads, layers = head_modules(model), config.peft_layers_to_transform
+    depth = model.config.get_text_config().num_hidden_layers
+    missing = [index for index in ([layers] if isinstance(layers, int) else layers or []) if index >= depth]
+    if missing:  # which PEFT silently skips
+        raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
     excluded = [*heads, *(excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(
         task_type=task_type(model),
@@ -88,31 +81,12 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
         target_parameters=target_parameters(model, config.lora_target_parameters),
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
-        layers_to_transform=_layers_to_transform(model, config.peft_layers_to_transform),
+        layers_to_transform=layers,
         layers_pattern=config.peft_layers_pattern,
         init_lora_weights=config.peft_init_lora_weights,
         exclude_modules=excluded or None,
         modules_to_save=[*(config.lora_modules_to_save or []), *heads] or None,
     )
-
-
-def _layers_to_transform(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
-    """The indices of `peft_layers_to_transform`. PEFT silently skips those that the model does not have."""
-    depth = model.config.get_text_config().num_hidden_layers
-    missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]
-    if missing:
-        raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
-    return wanted
-
-
-def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> None:
-    """PEFT treats the elements as suffixes of names, and silently skips one that matches nothing."""
-    names = [name for name, _ in model.named_modules()]
-    for given in wanted or []:
-        if not any(name.endswith(given) for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names} - {""})
-            shown = ", ".join(part for part in known if not part.isdecimal())
-            raise ModelError(f"lora_modules_to_save: {given!r} matches no module. The modules are {shown}.")
 
 
 def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
@@ -166,9 +140,8 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
 def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
     """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`.
 
-    The embeddings are resized to the adapter's, with a row for each of the `tokens` of the tokenizer; without
-    the number, the embeddings of the model never shrink. Raises ModelError if the adapter is of another task or does
-    not fit the model in all its layers.
+    The embeddings get the size of the adapter's, with a row for each of the `tokens` of the tokenizer; without the
+    number, they never shrink. Raises ModelError if the adapter is of another task or does not fit in all its layers.
     """
     name = lasting_name(name)
     folder, stored = Path(name), {}
@@ -242,10 +215,7 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
 
 
 def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collection[str]) -> list[str]:
-    """The parameters, except those `found`, whose names elsewhere match the pattern from the start.
-
-    `stored`: the names of their parts in checkpoints. Raises ModelError if only some of the parts of one match.
-    """
+    """The parameters, without the `found` ones, whose names in checkpoints, all of their parts, match the pattern."""
     keys = {name: [name, *own] for name, own in stored.items() if name not in found}
     aliases = in_whole_models(key for own in keys.values() for key in own)
     matched = {name for alias, name in aliases.items() if re.match(pattern, alias)}
@@ -258,7 +228,7 @@ def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collectio
     return chosen
 
 
-_SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA
+_SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, or have LoRA
 
 
 def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | None:
@@ -290,7 +260,7 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
         return
     with warnings.catch_warnings():  # which are repeated when the adapter is saved
         warnings.simplefilter("ignore")
-        present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
+        present, missing = saved_layers(unwrap_adapter(model), peft.get_peft_model_state_dict(model))
     what = f"the embeddings were resized from {size} to {rows} rows for the tokenizer"
     if present and not missing:
         warnings.warn(
@@ -308,10 +278,7 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
 
 
 def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Tensor], tokens: int | None) -> None:
-    """Resize the embeddings to the ones `stored` with an adapter; at least `tokens` rows, or as many as the model has.
-
-    Raises ModelError if the file has too few rows, or only one of two layers that were resized.
-    """
+    """Resize the embeddings to the ones `stored` with an adapter, if those have all layers and enough rows."""
     rows = saved_rows(model, stored)
     if rows is None:
         return
@@ -323,7 +290,9 @@ def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Ten
             "the keys that the adapter was trained with"
         )
     present, missing = saved_layers(model, stored)
-    if missing and rows != _original_rows(model):
+    name = model.config.name_or_path  # the vocabulary of a GGUF file is not resized
+    own_size = lambda: type(model.config).from_pretrained(name).get_text_config().vocab_size
+    if missing and rows != (own if is_gguf(name) else own_size()):
         raise ModelError(not_whole(path, rows, present, missing))
     if rows != own:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -361,11 +330,3 @@ def _inner(layer: nn.Module) -> nn.Module:
 
 def _keys(names: list[str]) -> list[str]:
     return [f"base_model.model.{name}{ending}" for name in names for ending in _SAVED_AS]
-
-
-def _original_rows(model: PreTrainedModel) -> int | None:
-    """The size of the vocabulary in config.json of the model; None for GGUF files, whose vocabulary is not resized."""
-    name = model.config.name_or_path
-    if is_gguf(name):
-        return _rows(model)
-    return type(model.config).from_pretrained(name).get_text_config().vocab_size

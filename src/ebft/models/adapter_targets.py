@@ -79,9 +79,7 @@ def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], 
     missing = [given for given, names in selected.items() if not names]
     if missing:
         names = ", ".join(map(repr, missing))
-        unmatched = (
-            f"lora_target_modules: {names} matches no module. The linear layers are {', '.join(linear_names(model))}"
-        )
+        unmatched = f"lora_target_modules: {names} matches no module. The linear layers are {_last_parts(model)}"
         if (is_alone or isinstance(wanted, str)) and len(missing) == len(elements):
             experts = _short(fused_experts(model))
             fused = f". The fused experts are adapted with lora_target_parameters: {experts}" if experts else ""
@@ -95,15 +93,15 @@ def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
 
     An expression may also name them as in a multimodal model, whose text model is trained alone.
     """
-    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    names = _linear(model)
     aliases = in_whole_models(names)
     key, chosen = "lora_target_linear_modules", dict[str, None]()
     for expression in expressions:
         found = [alias for alias in aliases if re.fullmatch(rf"(.*\.)?(?:{expression})", alias)]
         if not found:
             raise ModelError(
-                f"{key}: {expression!r} matches no linear layer. Their last parts are "
-                f"{', '.join(linear_names(model))}, and the first name is {names[0]}."
+                f"{key}: {expression!r} matches no linear layer. Their last parts are {_last_parts(model)}, and the "
+                f"first name is {names[0]}."
             )
         chosen |= dict.fromkeys(aliases[alias] for alias in found)
     parts = names_of_experts(model)
@@ -124,9 +122,14 @@ def excludes_names(expression: str) -> bool:
     return "(?!" in expression or "(?<!" in expression
 
 
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _LINEAR)})
+def _linear(model: PreTrainedModel) -> list[str]:
+    """The names of all linear layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+
+
+def _last_parts(model: PreTrainedModel) -> str:
+    """Last parts of the names of all linear layers, such as q_proj and down_proj, for messages."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in _linear(model)}))
 
 
 def fused_experts(model: torch.nn.Module) -> list[str]:
@@ -158,9 +161,8 @@ def adapted_routers(model: PreTrainedModel, config: ModelSettings) -> list[str]:
     wanted = config.lora_target_modules if isinstance(config.lora_target_modules, list) else []
     return [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR)
-        and any(name == router or name.startswith(f"{router}.") for router in routers)
+        for name in _linear(model)
+        if any(name == router or name.startswith(f"{router}.") for router in routers)
         and not any(name == given or name.endswith(f".{given}") for given in wanted)
     ]
 
@@ -181,7 +183,7 @@ def excluded_from_linear(model: PreTrainedModel, config: ModelSettings) -> list[
 
 def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:
     """The suffixes of `lora_target_parameters`. PEFT only warns of one that matches nothing."""
-    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    linear = {f"{name}.weight" for name in _linear(model)}
     names = {name: parameter.dim() for name, parameter in model.named_parameters() if name not in linear}
     for given in wanted or []:
         matching = [dims for name, dims in names.items() if name == given or name.endswith(f".{given}")]
@@ -201,11 +203,8 @@ def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[
     PEFT takes the names of some models' experts for the experts only, so that linear layers of these names are left.
     """
     output, routers, parts = model.get_output_embeddings(), adapted_routers(model, config), names_of_experts(model)
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not output and name not in routers
-    }
+    others = [name for name in _linear(model) if model.get_submodule(name) is not output and name not in routers]
+    linear = {name.rpartition(".")[2] for name in others}
     others = [
         given
         for given, names in _present(model, wanted, parts, is_alone=False).items()
@@ -219,8 +218,7 @@ def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[
 
 def _linear_like(model: PreTrainedModel, parts: Iterable[str]) -> list[str]:
     """The names of linear layers whose last part is the name of experts."""
-    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
-    return [name for name in names if name.rpartition(".")[2] in parts]
+    return [name for name in _linear(model) if name.rpartition(".")[2] in parts]
 
 
 def _warn_of_skipped(key: str, parts: list[str], skipped: list[str]) -> None:

@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from torch import distributed, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
 from ebft.models.files import TASKS
@@ -187,13 +182,13 @@ class HeadType:
     num_labels: int | None = None
 
 
-LANGUAGE = HeadType(AutoModelForCausalLM)
-SCORE = HeadType(AutoModelForSequenceClassification, 1)
+LANGUAGE = HeadType(transformers.AutoModelForCausalLM)
+SCORE = HeadType(transformers.AutoModelForSequenceClassification, 1)
 
 
 def step_head(num_labels: int) -> HeadType:
     """The head that classifies tokens; those that end a step are trained on."""
-    return HeadType(AutoModelForTokenClassification, num_labels)
+    return HeadType(transformers.AutoModelForTokenClassification, num_labels)
 
 
 def task_type(model: nn.Module) -> str:

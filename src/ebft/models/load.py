@@ -52,11 +52,8 @@ def load_model(
     if config.adapter is not None:
         tell("pre_lora_load", base)
     model = attach_adapter(base, config)
-    if (
-        config.quantize_moe_experts
-        and quantises(base)
-        and not quantise_experts(model, **config.bnb_config_kwargs.four_bit)
-    ):
+    is_four_bit = config.quantize_moe_experts and quantises(base)
+    if is_four_bit and not quantise_experts(model, **config.bnb_config_kwargs.four_bit):
         warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
@@ -79,7 +76,13 @@ def load_base_model(
     cannot be found or loaded.
     """
     name, model_config = find_base_model(config), load_model_config(config)
-    _check_growth(config, model_config, tokenizer)
+    file, size = base_name(config.base_model, config.gguf_file), model_config.get_text_config().vocab_size
+    # New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with.
+    if config.adapter is not None and is_gguf(file) and len(tokenizer) > size:
+        raise ModelError(
+            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
+            f"would not be saved with an adapter of a GGUF file. {as_folder(file)}"
+        )
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
@@ -111,10 +114,7 @@ def load_base_model(
 
 
 def _make_saveable(found: GenerationConfig, name: str) -> None:
-    """Change settings without effect, with which transformers does not save a generation config, with one warning.
-
-    Models that were published before it refused this set a temperature without do_sample, for example.
-    """
+    """Change settings without effect, with which transformers does not save a generation config, with one warning."""
     unused, before = _without_effect(found), found.to_dict()
     if found.do_sample is None and found.temperature != 0 and not {*_OF_SAMPLING}.isdisjoint(unused):
         found.do_sample = True
@@ -180,32 +180,15 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest:
     )
 
 
-def _check_growth(config: ModelSettings, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
-    name = base_name(config.base_model, config.gguf_file)
-    if config.adapter is None or not is_gguf(name):
-        return
-    size = model_config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ModelError(
-            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"
-        )
-
-
 def _warn_of_untrained_tokens(
     config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> None:
-    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen.
-
-    `size` is the vocabulary of the base model.
-    """
+    """Warn if the adapter leaves the rows of added tokens frozen; `size` is the vocabulary of the base model."""
     special = config.special_tokens.additional_special_tokens or []
     added = [*(config.tokens or []), *(token for token in special if tokenizer.convert_tokens_to_ids(token) >= size)]
     causal_lm = unwrap_adapter(model)
-    layers = [
-        layer for layer in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()) if layer is not None
-    ]
+    both = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    layers = [layer for layer in both if layer is not None]
     names = {id(module): name.rpartition(".")[2] for name, module in causal_lm.named_modules()}
     frozen = [names[id(layer)] for layer in layers if not any(own.requires_grad for own in layer.parameters())]
     if added and frozen:
@@ -246,11 +229,8 @@ def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: Pr
 
 _IDLE = 0.9  # free part of the memory of a GPU that no program uses; drivers and displays take some
 # What implementations require besides a CUDA device.
-_PACKAGES = {
-    "flash_attention_2": is_flash_attn_2_available,
-    "flash_attention_3": is_flash_attn_3_available,
-    "flex_attention": lambda: True,
-}
+_PACKAGES = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+_PACKAGES |= {"flex_attention": lambda: True}
 
 
 def usable_attention(wanted: str | None) -> str | None:

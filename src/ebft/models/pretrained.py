@@ -13,29 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import is_gguf, lasting_name, locate
 from ebft.errors import ModelError, doing, shortened
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import refuse_pointers
-from ebft.models.weights import (
-    load_complete,
-    load_gguf_config,
-    load_gguf_model,
-    load_gguf_tokenizer,
-)
+from ebft.models.weights import load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -67,7 +55,7 @@ def pretrained_config(name: str, **options: Any) -> Any:
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_config(name)
-    return text_model_config(AutoConfig.from_pretrained(name, **options))
+    return text_model_config(transformers.AutoConfig.from_pretrained(name, **options))
 
 
 def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
@@ -76,7 +64,7 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
     is_multimodal = text is not found and len(found.sub_configs) > 1 and not text.is_encoder_decoder
     # Multimodal models with these text models do not scale logits, but the text model alone does.
     scales = any(hasattr(text, name) for name in ("logit_scale", "logits_scaling"))
-    if not is_multimodal or scales or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_multimodal or scales or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return found
     text = copy.deepcopy(text)
     text.tie_word_embeddings = found.tie_word_embeddings
@@ -108,7 +96,7 @@ def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_tokenizer(name)
-    return AutoTokenizer.from_pretrained(name, **options)
+    return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
 _RATE = re.compile("drop|jitter")  # in names of attributes
@@ -133,7 +121,7 @@ def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[st
         return model
     if hasattr(model, "disable_adapter"):
         raise ModelError("the model already has an adapter, so peft_config cannot add one")
-    set_seed(seed)
+    transformers.set_seed(seed)
     return get_peft_model(model, peft_config)
 
 
@@ -145,7 +133,7 @@ def disable_dropout(model: nn.Module) -> None:
     lora_dropout, rates = 0.0, unwrap_adapter(model).__dict__.setdefault("rates_as_loaded", [])
     for name, module in model.named_modules():
         if type(module).__name__ in _SAMPLING_ROUTERS:
-            module.register_forward_pre_hook(_in_eval_mode)
+            module.register_forward_pre_hook(lambda router, _: setattr(router, "training", False))
             continue
         found = ["p"] if isinstance(module, nn.Dropout) else []
         # Models that call F.dropout, or add noise to their router, store the rate as a float on the module.
@@ -162,10 +150,6 @@ def disable_dropout(model: nn.Module) -> None:
             "forward pass does not use it either. Set disable_dropout: false to train with dropout",
             stacklevel=4,
         )
-
-
-def _in_eval_mode(router: nn.Module, args: Any) -> None:
-    router.training = False
 
 
 @contextmanager

@@ -12,22 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import utils
 from accelerate.state import PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-)
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import CheckpointException, load
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -88,15 +78,15 @@ def saves_parts(accelerator: Any) -> bool:
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-def shard_on_cpu(accelerator: Any, plugin: FullyShardedDataParallelPlugin) -> None:
+def shard_on_cpu(accelerator: Any, plugin: utils.FullyShardedDataParallelPlugin) -> None:
     """Make an accelerator shard models over processes on CPU, where accelerate ignores its plugin for FSDP."""
     state = accelerator.state
-    if state.distributed_type != DistributedType.MULTI_CPU:
+    if state.distributed_type != utils.DistributedType.MULTI_CPU:
         return
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     state.fsdp_plugin = plugin
-    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
 
 
 def load_on_first_process(args: Any) -> None:
@@ -105,12 +95,12 @@ def load_on_first_process(args: Any) -> None:
     The others have zeros until the model is sharded, when they receive their parts.
     """
     if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
-        enable_fsdp_ram_efficient_loading()
+        utils.enable_fsdp_ram_efficient_loading()
 
 
 def load_on_every_process() -> None:
     """Make `load_complete` keep weights on every process from here on: only the policy receives them later."""
-    disable_fsdp_ram_efficient_loading()
+    utils.disable_fsdp_ram_efficient_loading()
 
 
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:
@@ -161,14 +151,12 @@ def whole_trained_weights(model: nn.Module) -> dict[str, Tensor] | None:
     """
     if not is_sharded(model):
         return None
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    return get_model_state_dict(model, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    return dcp.get_model_state_dict(model, options=options)
 
 
 WHOLE_OPTIMIZER = "optimizer.pt"
-_SAME = (
-    "Resume with the base model, tokens and adapter of the run that saved it, or start a new run in another output_dir."
-)
+_SAME = "Resume with the base model, tokens and adapter of the run that saved it, or start a new run."
 _MODEL, _ADAPTER = "model*.safetensors", "adapter_model*.safetensors"
 
 
@@ -185,7 +173,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
-        _copy(_converted(model, folder), _weights_of(model), folder, optional=_tied(model))
+        # Second names of weights that have two are not in files.
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in model.named_parameters()}
+        _copy(_converted(model, folder), _weights_of(model), folder, optional=tied)
         return
     for name in model.peft_config:
         inside = folder / name
@@ -246,9 +237,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
     reshard(model)
     if (folder / OPTIMIZER).is_dir():
         inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer  # of accelerate's wrapper
-        state = {"optimizer": get_optimizer_state_dict(model, inner)}
+        state = {"optimizer": dcp.get_optimizer_state_dict(model, inner)}
         _load_parts(state, folder / OPTIMIZER)
-        set_optimizer_state_dict(model, inner, state["optimizer"])
+        dcp.set_optimizer_state_dict(model, inner, state["optimizer"])
         return
     state = torch.load(folder / WHOLE_OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -274,12 +265,6 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
         load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
     except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes
         raise ModelError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}") from error
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """The second names of weights that have two, which are not in files."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return names - {name for name, _ in model.named_parameters()}
 
 
 def _files(folder: Path, pattern: str) -> WeightFiles:

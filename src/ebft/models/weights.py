@@ -14,17 +14,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
 from ebft.errors import ModelError, doing, some_of
@@ -208,7 +202,7 @@ def load_gguf_config(name: str) -> Any:
     """The transformers configuration in the GGUF file `name`."""
     folder, file = _place(name)
     with doing(f"reading {name}"):
-        config = AutoConfig.from_pretrained(folder, gguf_file=file)
+        config = transformers.AutoConfig.from_pretrained(folder, gguf_file=file)
     forget_title(config)
     return config
 
@@ -217,7 +211,7 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     """The dense model in the GGUF file `name`: exactly the file's weights, rounded to the `dtype` of `options`."""
     options.setdefault("config", load_gguf_config(name))
     # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
-    dense = GgufConfig(dequantize=True)
+    dense = transformers.GgufConfig(dequantize=True)
     folder, file = _place(name)
     with doing(f"reading {name}"):
         model = load_complete(folder, gguf_file=file, quantization_config=dense, **options)
@@ -236,7 +230,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
         # transformers prefers a tokenizer.json in the same folder, which may be of another model.
         link = Path(alone) / Path(name).name
         link.symlink_to(Path(name).absolute())
-        loaded = AutoTokenizer.from_pretrained(alone, gguf_file=str(link))
+        loaded = transformers.AutoTokenizer.from_pretrained(alone, gguf_file=str(link))
         metadata, _ = read_gguf_metadata(name)
     backend = json.loads(loaded.backend_tokenizer.to_str())
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
@@ -244,7 +238,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
     backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
         chat_template=loaded.chat_template,
         **{key: token for key, token in loaded.special_tokens_map.items() if key.endswith("_token")},
@@ -253,11 +247,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
-    """The pre-tokenizer with which the merges of the vocabulary were learned.
-
-    If transformers does not know `kind`, it splits like GPT-2, which for some models gives different tokens around
-    spaces and digits.
-    """
+    """The pre-tokenizer with which merges were learned: transformers splits like GPT-2 if it does not know `kind`."""
     if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
         return used
     if kind in _SINGLE_DIGITS:

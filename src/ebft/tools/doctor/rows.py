@@ -107,12 +107,14 @@ class LongestRows:
         if not config.method.samples_blocks:
             packed = [sum(map(_tokens, row["documents"])) for row in batch if "documents" in row] or lengths
             return StepTokens(loss=sum(lengths) if config.batch_flattening is True else len(packed) * max(packed))
-        total = sum(lengths) + _rollout_tokens(config, documents)
+        ebft, blocks = config.ebft, sum(most_blocks(config, each, config.sequence_len) for each in documents)
+        rollouts = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
+        total = sum(lengths) + min(rollouts, ebft.rollout_tokens_per_pass or rollouts)
         return StepTokens(loss=total, sampling=total, features=total)
 
 
 def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | list[PromptLength]:
-    """Return the tokens of each row of a Dataset or PackedRows; of prompts, those of each turn."""
+    """Return the tokens of each row of a Dataset or PackedRows; of prompts, the tokens of each turn."""
     if isinstance(data, PackedRows):
         return data.lengths
     if "input_ids" in data.column_names:
@@ -144,7 +146,7 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
 
 
 def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
-    """Return the first rows of a stream, all of which have the same length."""
+    """Return the first rows of a stream, where all rows have the same length."""
     return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
 
 
@@ -192,13 +194,6 @@ def _longest_reply(config: RunConfig, reference: int) -> int:
     if not (config.method.needs_reference and ebft.adaptive_max_tokens):
         return limit
     return ReferenceLimit(ebft.gt_length_multiplier, ebft.gt_length_floor).of(reference or None, limit)
-
-
-def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
-    ebft = config.ebft
-    blocks = sum(most_blocks(config, document, config.sequence_len) for document in documents)
-    tokens = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
-    return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
 
 
 def rows_per_step(config: RunConfig) -> int:

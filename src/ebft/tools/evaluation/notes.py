@@ -38,7 +38,7 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
         )
     records = {name: list(_runs(name)) for name in names}
     if any(records.values()):
-        evaluated = TextIndex([texts_of(held_out.raw(document)) for document in documents])
+        evaluated = TextIndex([texts_of(held_out.raw[document]) for document in documents])
         notes += [note for name in names if (note := _trained_on(name, records[name], evaluated, held_out))]
     return notes
 
@@ -97,7 +97,11 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
     known = [is_local(entry) or (entry.path, entry.name) in on_hub for entry in entries]
     if size and not all(known):
         raise DataError("a part of its datasets is on the Hub, so the split of val_set_size cannot be repeated.")
-    _check_unchanged(path, entries)
+    recorded = (read_object(path) or {}).get("data_digests")
+    is_known = isinstance(recorded, list) and len(recorded) == len(entries)  # not of another program or version
+    for entry, digest in zip(entries, recorded) if is_known else ():
+        if digest is not None and content_digest(entry) not in (digest, None):
+            raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
     sources = [read_source(entry) for entry, is_known in zip(entries, known) if is_known]
     documents = Documents(entries, sources)
     if len(documents) > MOST_READ:
@@ -106,16 +110,6 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
     for document, row in enumerate(documents):
         if document not in held:
             yield row
-
-
-def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
-    """Raise DataError if the files of an entry differ from the recorded ones of the beginning of the run."""
-    recorded = (read_object(path) or {}).get("data_digests")
-    if not isinstance(recorded, list) or len(recorded) != len(entries):  # run.json of another program or version
-        return
-    for entry, digest in zip(entries, recorded):
-        if digest is not None and content_digest(entry) not in (digest, None):
-            raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
 
 
 def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
@@ -151,7 +145,7 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
 
 
 class TextIndex:
-    """Finds which of `documents`, each the texts of `texts_of`, have the same text as another row.
+    """Finds the `documents`, each the texts of `texts_of`, that have the same text as another row.
 
     Two documents are the same if all texts of one are in the other, and are at least half of its characters, so that
     additional columns do not matter.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import time
 import warnings
@@ -44,7 +45,15 @@ from ebft.structured.trainer import labelled_reference
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
+from ebft.tools.evaluation.task import (
+    KEY,
+    Settings,
+    Task,
+    check_comparable,
+    downstream_scores,
+    load_held_out,
+    load_metrics,
+)
 
 
 def evaluate(
@@ -129,31 +138,31 @@ class PromptMeasure:
 
     def run(self) -> Scores:
         """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
+        metrics, settings, held_out = self.task.metrics, self.task.settings, self.task.held_out
         for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self.renderer.of_row(row) for row in rows]
             asked = [self.renderer.of_row(row, self._compares) for row in rows]
-            compared = [has_reference(row) and self._fits(talk) for row, talk in zip(rows, conversations)]
+            # The token that ends the reference is scored too. `rl: grpo` keeps ground_truth that is no such reference.
+            limit = self.completions.positions or math.inf
+            compared = [
+                has_reference(row) and len(talk.prompt_ids) + len(talk.reference_ids) < limit
+                for row, talk in zip(rows, conversations)
+            ]
             for document, conversation, has_room in zip(documents, conversations, compared):
                 if has_room:
                     self._add_cross_entropy(document, conversation)
             sampled = self.completions.sample(asked, f"batch {number}")
-            greedy = self.completions.greedy(asked) if self.task.metrics else [None] * len(rows)
+            greedy = self.completions.greedy(asked) if metrics else [None] * len(rows)
             found = zip(rows, documents, conversations, compared, sampled, greedy)
             for row, document, conversation, has_room, rollouts, best in found:
                 if has_room:
                     self._add_features(document, conversation, rollouts)
                     self._add_rollout_nll(document, rollouts)
-                if self.task.metrics:
-                    replies = [self._reply(rollout, row) for rollout in (*rollouts, best)]
-                    columns = {**self.task.held_out.raw(document), **row}
-                    self.scores.add_all(self.task.downstream(row["prompt"], replies, columns), [document])
+                if metrics:
+                    replies = [self.completions.reply(each, row.get("remaining_turns")) for each in (*rollouts, best)]
+                    given = row["prompt"], replies, {**held_out.raw[document], **row}
+                    self.scores.add_all(downstream_scores(metrics, settings.pass_at, *given), [document])
         return self.scores
-
-    def _fits(self, conversation: Conversation) -> bool:
-        """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
-        limit = self.completions.positions
-        # The token that ends the reference is scored too.
-        return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft
@@ -197,12 +206,6 @@ class PromptMeasure:
         for position, value in enumerate(nll.tolist()):
             place = position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
             self.scores.add(f"{CURVE}/{name}/{place}", [document], [value])
-
-    def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """Return a completion as text, or, for several turns, as messages starting with the first reply."""
-        if not row.get("remaining_turns"):
-            return self.completions.text(rollout.ids)
-        return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
 
 
 def has_reference(row: dict[str, Any]) -> bool:
@@ -285,8 +288,9 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
         greedy = completions.greedy(conversations)
         for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
             prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
-            replies = [completions.text(rollout.ids) for rollout in (*rollouts, best)]
-            scores.add_all(task.downstream(prompt, replies, task.held_out.raw(document)), [document])
+            replies = [completions.reply(rollout) for rollout in (*rollouts, best)]
+            given = task.metrics, task.settings.pass_at, prompt, replies, task.held_out.raw[document]
+            scores.add_all(downstream_scores(*given), [document])
 
 
 class Completions:
@@ -329,9 +333,11 @@ class Completions:
         """Return the greedy completion of each conversation."""
         return roll_out(self._greedy, conversations, self._limits, self.end_ids)
 
-    def text(self, ids: list[int]) -> str:
-        """Decode a reply, without its end token."""
-        return self.tokenizer.decode(without_end(ids, self.end_ids), skip_special_tokens=True)
+    def reply(self, rollout: Rollout, turns: list[Any] | None = None) -> str | list[dict[str, Any]]:
+        """A completion as text, or, if `turns` follow, as messages that start with the first reply."""
+        if turns:
+            return reply_messages(self.tokenizer, rollout, turns)
+        return self.tokenizer.decode(without_end(rollout.ids, self.end_ids), skip_special_tokens=True)
 
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:

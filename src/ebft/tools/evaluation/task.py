@@ -44,7 +44,7 @@ def load_metrics(names: list[str]) -> dict[str, Metric]:
 
 
 def downstream_scores(
-    metrics: dict[str, Metric], prompt: Any, completions: list[Any], row: dict[str, Any], pass_at: list[int]
+    metrics: dict[str, Metric], pass_at: list[int], prompt: Any, completions: list[Any], row: dict[str, Any]
 ) -> dict[str, Tensor]:
     """`NAME_pass@k` of the sampled completions and `NAME_greedy` of the last, for each metric that applies: (1,)."""
     found = {}
@@ -85,12 +85,9 @@ class HeldOut:
     documents: list[int]
     entries: list[Any]
 
-    def raw(self, document: int) -> dict[str, Any]:
-        """Return a document: the row of its data source, with all columns."""
-        return self._raw[document]
-
     @cached_property
-    def _raw(self) -> Documents:
+    def raw(self) -> Documents:
+        """The documents: the rows of their data sources, with all columns."""
         return Documents(self.entries, [read_source(entry) for entry in self.entries])
 
 
@@ -164,10 +161,6 @@ class Task:
     held_out: HeldOut
     tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, Metric]
-
-    def downstream(self, prompt: Any, completions: list[Any], row: dict[str, Any]) -> dict[str, Tensor]:
-        """See `downstream_scores`."""
-        return downstream_scores(self.metrics, prompt, completions, row, self.settings.pass_at)
 
     def batches(self) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
         """Yield batches of `settings.batch_size` rows with their documents."""
