@@ -69,7 +69,7 @@ def structured(**trl):
     ({"loraplus_lr_ratio": 16.0}, "no effect without an adapter"),
     ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, "needs lr_scheduler: cosine, not linear"),
     ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
-    ({"batch_size": 8}, "batch_size is micro_batch_size times gradient_accumulation_steps. Set one of them"),
+    ({"batch_size": 8}, "batch_size is micro_batch_size times gradient_accumulation_steps. Set one"),
     ({"batch_size": 8, "micro_batch_size": 3}, "batch_size: 8 is not a multiple of micro_batch_size: 3"),
     ({"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
      "batch_size: 8 is not micro_batch_size: 2 times gradient_accumulation_steps: 2. Remove batch_size"),

@@ -298,21 +298,17 @@ IGNORED_KEYS = {
 }
 UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]
 # Of keys that have an effect beside others.
-_DESCRIPTIONS = {
+_ABOUT = {
     "fsdp_version": "2, the only supported version. With fsdp_config, it enables fsdp.",
     "model_type": "No effect: the class is determined by the model's config and the method, which it must match.",
 }
 
 
-def _field(name: str) -> tuple[Any, Any]:
-    harmless, reason, accepted = IGNORED_KEYS[name]
-    default = harmless[0] if accepted is bool else None
-    return accepted, Field(default, description=_DESCRIPTIONS.get(name, f"No effect: {reason}."))
-
-
-_IgnoredKeys: type[Section] = create_model(
-    "_IgnoredKeys", __base__=Section, __module__=__name__, **{name: _field(name) for name in IGNORED_KEYS}
-)
+_FIELDS: dict[str, Any] = {
+    name: (kind, Field(harmless[0] if kind is bool else None, description=_ABOUT.get(name, f"No effect: {reason}.")))
+    for name, (harmless, reason, kind) in IGNORED_KEYS.items()
+}
+_IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
 
 
 class CarriedOverKeys(_IgnoredKeys):
@@ -329,12 +325,17 @@ class CarriedOverKeys(_IgnoredKeys):
             found["trl"] = _asked(found["trl"], {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS})
             if not found["trl"]:
                 del found["trl"]
-        _use_names_here(found)
+        for name, here in SAME_KEYS.items():
+            value = found.pop(name, None)
+            if value is not None and found.setdefault(here, value) is None:
+                found[here] = value
+            elif value is not None and found[here] != value:
+                warnings.warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.", stacklevel=2)
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
-                entries = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
-                found[section] = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in entries]
+                entries = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in found[section]]
+                found[section] = [_without_conversation(each, found.get("chat_template")) for each in entries]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
@@ -347,15 +348,6 @@ def _asked(values: Any, unsupported: Container[str]) -> Any:
     return {
         key: value for key, value in values.items() if key not in unsupported or value not in (None, False, "", [], {})
     }
-
-
-def _use_names_here(found: dict[str, Any]) -> None:
-    for name, here in SAME_KEYS.items():
-        value = found.pop(name, None)
-        if value is not None and found.setdefault(here, value) is None:
-            found[here] = value
-        elif value is not None and found[here] != value:
-            warnings.warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.", stacklevel=2)
 
 
 def _replace_values(found: dict[str, Any]) -> None:

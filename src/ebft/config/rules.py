@@ -60,9 +60,9 @@ def interactive(
     """`given` are the names of INTERACTIVE that are set, `workers` is reward_num_workers."""
     name = key(given[0]) if given else ""
     if "rollout_func" in given and len(given) > 1:
-        yield f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one of them."
+        yield f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one."
     if given and async_prefetch:
-        yield f"{name} is called between the steps, which excludes {key('async_prefetch')}. Remove one of them."
+        yield f"{name} is called between the steps, which excludes {key('async_prefetch')}. Remove one."
     if given and compares_features and given != ["rollout_func"]:
         yield (
             f"{name} is incompatible with the feature-matching reward, which compares completions with references: "
@@ -71,7 +71,7 @@ def interactive(
     if "environment_factory" in given and workers > 1:
         yield (
             f"{name} is incompatible with {key('reward_num_workers')}: {workers}, because environments cannot be sent "
-            "to other processes. Remove one of them."
+            "to other processes. Remove one."
         )
 
 
@@ -79,7 +79,7 @@ def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -
     if log_rollouts == "none" and log_completions:
         yield (
             f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. "
-            "Remove one of them."
+            "Remove one."
         )
 
 
@@ -140,7 +140,7 @@ def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Ke
     if options.single_pass and any(saving.values()):
         yield (
             f"{key('single_pass')} is incompatible with {', '.join(name for name in saving if saving[name])}, which "
-            "requires a separate forward pass for the loss. Remove one of them."
+            "requires a separate forward pass for the loss. Remove one."
         )
     reasons = {
         "rollout_tokens_per_pass": "whose processes must make equally many passes: documents of different lengths "
@@ -155,7 +155,7 @@ def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Ke
 def compiled(key: Key, mode: str = "strided mode") -> str:
     return (
         f"{key('torch_compile')}: true is set to false in {mode}: the attention layout changes in every batch, "
-        "and recompiling the model for each of them costs more than it saves."
+        "and recompiling the model each time costs more than it saves."
     )
 
 
@@ -232,7 +232,7 @@ def warn_of_reward(options: EBFTSection) -> None:
     if options.alignment_coef == 0 and options.diversity_coef == 0:
         warnings.warn(
             "ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0, so it has no "
-            "effect. Set one of them above 0.",
+            "effect. Set one above 0.",
             stacklevel=3,
         )
     if "whitening_space" in options.model_fields_set and not options.use_whitening:
@@ -242,13 +242,13 @@ def warn_of_reward(options: EBFTSection) -> None:
 def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
     """Raise DataError for several datasets as training data; they are parts of an evaluation."""
     if name == "train_dataset":
-        raise DataError(f"train_dataset must be one dataset, got those of {', '.join(map(str, datasets))}. Select one.")
+        raise DataError(f"train_dataset must be one dataset, got parts {', '.join(map(str, datasets))}. Select one.")
 
 
 def select_by_cfm_loss(args: Any) -> None:
     """Let a trainer's arguments select checkpoints, and lower rates, by the held-out CFM loss if they name no metric.
 
-    transformers' default is a loss that EBFT's evaluations do not have, or that of the policy, which does not fall.
+    transformers' default is a loss that EBFT's evaluations do not have, or the policy's loss, which does not fall.
     """
     selects = args.load_best_model_at_end or args.lr_scheduler_type == "reduce_lr_on_plateau"
     if selects and args.metric_for_best_model is None:
@@ -272,4 +272,4 @@ def untrainable(options: Any) -> Iterator[str]:
     has_reward = options.alignment_coef > 0 or options.diversity_coef > 0
     if options.ce_coef == 0 and not (options.rl_coef > 0 and has_reward):
         zero = "rl_coef: 0" if options.rl_coef == 0 else "alignment_coef: 0 with diversity_coef: 0"
-        yield f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."
+        yield f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one above 0."

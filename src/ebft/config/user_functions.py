@@ -122,7 +122,7 @@ def no_function(
 
 
 def module_sources(names: Iterable[str]) -> dict[str, str]:
-    """The source of each of these modules, and of those that they import, unless they are installed packages."""
+    """The source of each of these modules, and of the modules that they import, unless they are installed packages."""
     sources: dict[str, str] = {}
     waiting = [*names]
     while waiting:
@@ -133,7 +133,12 @@ def module_sources(names: Iterable[str]) -> dict[str, str]:
         content = path.read_bytes()
         sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
         if path.suffix == ".py":
-            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
+            for other in _imported(content, name, path):
+                # By its file, since a name of Python's library may be that of a local file; first the package, which
+                # is imported to find a part of it.
+                top = _file_of(other.partition(".")[0])
+                file = None if top is not None and not is_outside(str(top)) else _file_of(other)
+                waiting += [other] if file is not None and is_outside(str(file)) else []
     return sources
 
 
@@ -161,11 +166,3 @@ def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
             with suppress(ImportError):  # of a relative name in a module that is in no package
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
-
-
-def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
-    library may be that of a local file."""
-    top = _file_of(name.partition(".")[0])  # first, since to find a part of a package imports the package
-    path = None if top is not None and not is_outside(str(top)) else _file_of(name)
-    return path is not None and is_outside(str(path))

@@ -106,15 +106,15 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         names = [name for given in (entry.roles or {}).values() for name in given]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one of them."
+            yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one."
         if entry.template_thinking_key != "reasoning_content" and str(_built_in(entry)).startswith("ebft_reasoning."):
             yield f"{where}.template_thinking_key is not supported with {entry.type}. Use type: chat_template."
         labels = [key for key in LABELS if _is_set(entry, key)]
         if config.train_on_inputs and labels:
-            yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
+            yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one."
     yield from _strategy(config)
     if config.train_on_inputs and _roles(config):
-        yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one of them."
+        yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one."
 
 
 def _strategy(config: DataSettings) -> Iterator[str]:
@@ -135,7 +135,7 @@ def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:
 
 
 def chat_templates(config: DataSettings) -> dict[str, str]:
-    """The chat templates that datasets name, each with the dotted key of the first of them."""
+    """The chat templates that datasets name, each with the dotted key that names it first."""
     found: dict[str, str] = {}
     for where, entry in entries_of(config):
         if entry.chat_template is not None:
