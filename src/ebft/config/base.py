@@ -89,10 +89,8 @@ class EvaluationSection(Section):
     is over."""
 
     def counts(self, samples: int) -> tuple[int, list[int]]:
-        """The number of samples of a group, `samples` in a run, and the values of k for pass@k.
-
-        Raises ConfigError if a k exceeds the number of samples.
-        """
+        """The number of samples of a group, `samples` in a run, and the values of k for pass@k. Raises ConfigError if a
+        k exceeds the number of samples."""
         samples = self.samples or max(2, samples)
         pass_at = sorted(set(self.pass_at or [1, samples]))
         if pass_at[-1] > samples:

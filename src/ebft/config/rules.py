@@ -172,20 +172,16 @@ def options_from(options: type, given: dict[str, Any]) -> Any:
 
 
 def validate_options(options: type, obj: Any) -> None:
-    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options.
-
-    Values that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`.
-    """
+    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options. Values
+    that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`."""
     checked = options_from(options, {name: getattr(obj, name) for name in option_names(options)})
     for name in option_names(options):
         setattr(obj, name, getattr(checked, name))
 
 
 def resolve_single_sample(options: Any) -> None:
-    """With one sample per anchor, use `reinforce` without diversity and whitening, and warn.
-
-    There is no baseline, there are no pairs, and whitening by a single sample gives every sample the same reward.
-    """
+    """With one sample per anchor, use `reinforce` without diversity and whitening, and warn. There is no baseline,
+    there are no pairs, and whitening by a single sample gives every sample the same reward."""
     if options.n_samples_per_prompt > 1:
         return
     changes = []
@@ -247,9 +243,7 @@ def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
 
 def select_by_cfm_loss(args: Any) -> None:
     """Let a trainer's arguments select checkpoints, and lower rates, by the held-out CFM loss if they name no metric.
-
-    transformers' default is a loss that EBFT's evaluations do not have, or the policy's loss, which does not fall.
-    """
+    transformers' default is a loss that EBFT's evaluations do not have, or the policy's loss, which does not fall."""
     selects = args.load_best_model_at_end or args.lr_scheduler_type == "reduce_lr_on_plateau"
     if selects and args.metric_for_best_model is None:
         args.metric_for_best_model = "cfm_loss"

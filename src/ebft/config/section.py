@@ -117,10 +117,8 @@ def or_null(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(*names: str) -> Any:
-    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line.
-
-    Only `path`, of a dataset, may be a URL.
-    """
+    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line. Only `path`, of
+    a dataset, may be a URL."""
 
     def expanded(value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, str):

@@ -25,10 +25,8 @@ def user_code(
     says: Callable[[str], str] | None = None,
     passes: type[Exception] = EBFTError,
 ) -> Iterator[None]:
-    """Context manager for a call of user code, which `what` names: what it raises is raised as `error`.
-
-    Exceptions that `passes` includes stay the same. `says` returns the message, given what happened.
-    """
+    """Context manager for a call of user code, which `what` names: what it raises is raised as `error`. Exceptions that
+    `passes` includes stay the same. `says` returns the message, given what happened."""
     try:
         yield
     except passes:

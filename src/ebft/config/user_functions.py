@@ -27,10 +27,8 @@ def search_folders(*folders: str) -> None:
 
 def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
     """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
-
     Modules are looked up on Python's path, in the working directory, and in the folder of the config; importing one
-    runs its code.
-    """
+    runs its code."""
     module, _, function = name.rpartition(".")
     if not all(name.split(".")) or not module:
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
@@ -55,10 +53,8 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
 
 
 def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: Any) -> str | None:
-    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can.
-
-    Also None for what does not tell its arguments, such as functions that are written in C.
-    """
+    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can. Also
+    None for what does not tell its arguments, such as functions that are written in C."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -70,9 +66,7 @@ def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: 
 
 def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:
     """A config whose `unknown` keys are in `plugin_args` if one of its plugins declares them with `get_input_args`.
-
-    Raises ConfigError if such a plugin cannot be imported or created, or if a value is invalid.
-    """
+    Raises ConfigError if such a plugin cannot be imported or created, or if a value is invalid."""
     names, given = values.get("plugins"), values.get("plugin_args") or {}
     if not unknown or not isinstance(names, list) or not isinstance(given, dict):
         return values
@@ -90,10 +84,8 @@ def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any
 
 
 def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones.
-
-    Raises ConfigError for an invalid value, or if the declaration is none.
-    """
+    """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones. Raises
+    ConfigError for an invalid value, or if the declaration is none."""
     if not hasattr(plugin, "get_input_args"):
         return {}
     what = f"plugins: {name}.get_input_args"

@@ -42,11 +42,9 @@ _TARGETS = ("target_modules", "target_linear", "target_linear_modules", "target_
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
-    """`model` with the adapter of the config, or `model` itself if the config has none.
-
-    Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
-    precedence. Raises ModelError if `lora_target_modules` or `lora_modules_to_save` match no module of the model.
-    """
+    """`model` with the adapter of the config, or `model` itself if the config has none. Adapter weights are always
+    float32. `lora_model_dir` continues training a saved adapter, whose settings take precedence. Raises ModelError if
+    `lora_target_modules` or `lora_modules_to_save` match no module of the model."""
     if config.adapter is None:
         return freeze_except(model, config.unfrozen_parameters)
     if config.load_in_4bit or config.load_in_8bit:
@@ -123,10 +121,8 @@ def read_adapter_config(folder: Path) -> PeftConfig:
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
-    """The names and shapes of the tensors of an adapter, on the meta device.
-
-    Raises ModelError if a weight is NaN or infinite (training diverged).
-    """
+    """The names and shapes of the tensors of an adapter, on the meta device. Raises ModelError if a weight is NaN or
+    infinite (training diverged)."""
     with WeightFiles([path]) as file:
         for name in file.weights:
             if not file.read(name).float().isfinite().all():  # absent for float8
@@ -138,11 +134,9 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
-    """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`.
-
-    The embeddings get the size of the adapter's, with a row for each of the `tokens` of the tokenizer; without the
-    number, they never shrink. Raises ModelError if the adapter is of another task or does not fit in all its layers.
-    """
+    """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`. The
+    embeddings get the size of the adapter's, with a row for each of the `tokens` of the tokenizer; without the number,
+    they never shrink. Raises ModelError if the adapter is of another task or does not fit in all its layers."""
     name = lasting_name(name)
     folder, stored = Path(name), {}
     if folder.is_dir():
@@ -189,10 +183,8 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
-
-    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a
-    multimodal model. Raises ModelError for a pattern that matches none.
-    """
+    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a multimodal
+    model. Raises ModelError for a pattern that matches none."""
     if patterns is None:
         return model
     names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
@@ -238,10 +230,8 @@ def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | N
 
 
 def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list[str], list[str]]:
-    """The embedding and output layer that the `weights` of an adapter have, and those that they lack, by last parts.
-
-    Of layers that share their weight, one is enough.
-    """
+    """The embedding and output layer that the `weights` of an adapter have, and those that they lack, by last parts. Of
+    layers that share their weight, one is enough."""
     found: tuple[list[str], list[str]] = [], []
     for names in _embedding_layers(model):
         is_saved = any(key in weights for key in _keys(names))
@@ -251,10 +241,8 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
 
 def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if it will save one layer only.
-
     `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
-    this one only, and the new rows of the other one, which are random, would be lost.
-    """
+    this one only, and the new rows of the other one, which are random, would be lost."""
     rows = _rows(unwrap_adapter(model))
     if rows == size:
         return

@@ -31,10 +31,8 @@ _PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
-    """What `lora_target_modules` and `lora_target_linear` select, for PEFT.
-
-    Raises ModelError for an element that selects nothing, or that PEFT would take for something else.
-    """
+    """What `lora_target_modules` and `lora_target_linear` select, for PEFT. Raises ModelError for an element that
+    selects nothing, or that PEFT would take for something else."""
     wanted = config.lora_target_modules
     if config.lora_target_linear:
         return _all_linear_and(model, config, wanted if isinstance(wanted, list) else [])
@@ -47,10 +45,8 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
 
 
 def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -> str | list[str]:
-    """What `lora_target_modules` selects; `is_alone`: no other key selects anything.
-
-    Where PEFT takes names for fused experts, it takes the last parts of an expression only, and experts of all layers.
-    """
+    """What `lora_target_modules` selects; `is_alone`: no other key selects anything. Where PEFT takes names for fused
+    experts, it takes the last parts of an expression only, and experts of all layers."""
     parts, stacks = names_of_experts(model), _stacks(model)
     selected = _present(model, wanted, parts, is_alone)
     found = list(dict.fromkeys(name for names in selected.values() for name in names))
@@ -70,10 +66,8 @@ def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -
 
 
 def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], is_alone: bool) -> dict[str, list[str]]:
-    """The elements of `lora_target_modules` that select something, with the names; the others are in a warning.
-
-    Raises ModelError if none does and the list `is_alone`.
-    """
+    """The elements of `lora_target_modules` that select something, with the names; the others are in a warning. Raises
+    ModelError if none does and the list `is_alone`."""
     elements = [wanted] if isinstance(wanted, str) else wanted
     selected = {given: _matching(model, given, isinstance(wanted, str), parts) for given in elements}
     missing = [given for given, names in selected.items() if not names]
@@ -89,10 +83,8 @@ def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], 
 
 
 def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
-    """The names of the linear layers that `lora_target_linear_modules` selects.
-
-    An expression may also name them as in a multimodal model, whose text model is trained alone.
-    """
+    """The names of the linear layers that `lora_target_linear_modules` selects. An expression may also name them as in
+    a multimodal model, whose text model is trained alone."""
     names = _linear(model)
     aliases = in_whole_models(names)
     key, chosen = "lora_target_linear_modules", dict[str, None]()
@@ -198,10 +190,8 @@ def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[
 
 
 def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[str]) -> str | list[str]:
-    """All linear layers except the output layer and routers, and `wanted`, which may name fused experts.
-
-    PEFT takes the names of some models' experts for the experts only, so that linear layers of these names are left.
-    """
+    """All linear layers except the output layer and routers, and `wanted`, which may name fused experts. PEFT takes the
+    names of some models' experts for the experts only, so that linear layers of these names are left."""
     output, routers, parts = model.get_output_embeddings(), adapted_routers(model, config), names_of_experts(model)
     others = [name for name in _linear(model) if model.get_submodule(name) is not output and name not in routers]
     linear = {name.rpartition(".")[2] for name in others}
@@ -246,10 +236,8 @@ def _of_all_layers(model: PreTrainedModel, given: str) -> str:
 
 
 def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
-    """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
-
-    An expression may also name them as in a multimodal model, whose text model is trained alone.
-    """
+    """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects. An
+    expression may also name them as in a multimodal model, whose text model is trained alone."""
     # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
     pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
     names = [

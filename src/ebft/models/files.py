@@ -31,10 +31,8 @@ def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> Non
 
 
 def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | None:
-    """Why the model in a folder, or with the `values` of config.json, cannot give rewards, as a message.
-
-    None if it can, and for what is not a folder.
-    """
+    """Why the model in a folder, or with the `values` of config.json, cannot give rewards, as a message. None if it
+    can, and for what is not a folder."""
     folder = Path(name).expanduser()
     if values is None and not exists(folder):
         return None

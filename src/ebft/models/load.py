@@ -40,10 +40,8 @@ def load_model(
     head: HeadType = LANGUAGE,
     tell: Callable[[str, Any], Any] = lambda hook, model: None,
 ) -> PreTrainedModel | PeftModel:
-    """The model to train: the base model with a head, and with an adapter if the config sets one.
-
-    `tell` is called with the names of plugins' hooks and the model, when it is built and when it has its adapter.
-    """
+    """The model to train: the base model with a head, and with an adapter if the config sets one. `tell` is called with
+    the names of plugins' hooks and the model, when it is built and when it has its adapter."""
     config = usable_quantisation(config)
     base = load_base_model(config, tokenizer, head)
     if config.adapter is None and base.can_generate() and base.generation_config is not None:
@@ -70,11 +68,8 @@ def load_model(
 def load_base_model(
     config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: HeadType = LANGUAGE
 ) -> PreTrainedModel:
-    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary.
-
-    The head of a classifier starts from random values unless the weights have one. Raises ModelError if the model
-    cannot be found or loaded.
-    """
+    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary. The head of a classifier starts
+    from random values unless the weights have one. Raises ModelError if the model cannot be found or loaded."""
     name, model_config = find_base_model(config), load_model_config(config)
     file, size = base_name(config.base_model, config.gguf_file), model_config.get_text_config().vocab_size
     # New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with.
@@ -166,10 +161,8 @@ def load_model_config(config: ModelSettings) -> Any:
 
 
 def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest: int | None) -> None:
-    """Raise ConfigError if a document is longer than the model's number of positions.
-
-    `longest` is the number of tokens of the longest one; None if it is not known, so that it may be `sequence_len`.
-    """
+    """Raise ConfigError if a document is longer than the model's number of positions. `longest` is the number of tokens
+    of the longest one; None if it is not known, so that it may be `sequence_len`."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
     if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
         return
@@ -249,10 +242,8 @@ def usable_attention(wanted: str | None) -> str | None:
 
 def spare_gpu(taken: int | None, needed: int) -> str | None:
     """Return a GPU other than number `taken` that is idle and has `needed` free bytes, such as cuda:1; None if none is.
-
     Idle GPUs have nearly all of their memory free, so a GPU of a vLLM server or of another run is not one. None if
-    there are several training processes, since each has a GPU.
-    """
+    there are several training processes, since each has a GPU."""
     count = torch.cuda.device_count()
     if taken is None or count < 2 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return None
@@ -266,11 +257,8 @@ ENOUGH = 0.25
 
 
 def weights_dtype(config: ModelSettings) -> torch.dtype:
-    """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32.
-
-    `bf16: auto` means bfloat16 if the GPU supports it. `fp16` is mixed precision: its weights stay float32, since
-    float16 gradients cannot be unscaled.
-    """
+    """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32. `bf16: auto` means bfloat16 if the GPU
+    supports it. `fp16` is mixed precision: its weights stay float32, since float16 gradients cannot be unscaled."""
     if config.torch_dtype is not None:
         return getattr(torch, config.torch_dtype)
     has_bf16 = config.bf16 == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -278,10 +266,8 @@ def weights_dtype(config: ModelSettings) -> torch.dtype:
 
 
 def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
-    """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are.
-
-    A weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding.
-    """
+    """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are. A
+    weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding."""
     share = share_that_moves(model, learning_rate)
     if share is not None and share < ENOUGH:
         warnings.warn(
@@ -319,10 +305,8 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
 
 
 def usable_quantisation(config: Settings) -> Settings:
-    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes.
-
-    Raises ModelError if there is a GPU.
-    """
+    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes. Raises
+    ModelError if there is a GPU."""
     if not _is_quantised(config) or importlib.util.find_spec("bitsandbytes") is not None:
         return config
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"

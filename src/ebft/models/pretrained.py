@@ -48,10 +48,8 @@ def find_model(name: str, key: str) -> str:
 
 
 def pretrained_config(name: str, **options: Any) -> Any:
-    """The transformers configuration of the model `name`, or of its text model if it is multimodal.
-
-    `options` are passed to `from_pretrained`.
-    """
+    """The transformers configuration of the model `name`, or of its text model if it is multimodal. `options` are
+    passed to `from_pretrained`."""
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_config(name)
@@ -78,10 +76,8 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
 def pretrained_model(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`.
-
-    Raises ModelError for incomplete or damaged weights.
-    """
+    """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`. Raises
+    ModelError for incomplete or damaged weights."""
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_model(name, **options)
@@ -109,9 +105,7 @@ REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[str, Any] | None = None) -> nn.Module:
     """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given.
-
-    `options` are passed to `from_pretrained` for a name.
-    """
+    `options` are passed to `from_pretrained` for a name."""
     if isinstance(model, str):
         with doing(f"loading the model {model}"):
             model = pretrained_model(find_model(model, "model"), **(options or {}))
@@ -127,9 +121,7 @@ def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[st
 
 def disable_dropout(model: nn.Module) -> None:
     """Set the dropout rates and the router noise of the model to 0, with one warning if an adapter has dropout.
-
-    `rates_as_loaded` restores them for a comparison.
-    """
+    `rates_as_loaded` restores them for a comparison."""
     lora_dropout, rates = 0.0, unwrap_adapter(model).__dict__.setdefault("rates_as_loaded", [])
     for name, module in model.named_modules():
         if type(module).__name__ in _SAMPLING_ROUTERS:
@@ -154,10 +146,8 @@ def disable_dropout(model: nn.Module) -> None:
 
 @contextmanager
 def rates_as_loaded(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model has the rates that `disable_dropout` set to 0.
-
-    They have no effect in eval mode, unless a model uses a rate for something else.
-    """
+    """Context manager in which the model has the rates that `disable_dropout` set to 0. They have no effect in eval
+    mode, unless a model uses a rate for something else."""
     rates = causal_lm.__dict__.get("rates_as_loaded", [])
     for module, attribute, value in rates:
         setattr(module, attribute, value)

@@ -39,10 +39,8 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def load_whole() -> None:
-    """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts.
-
-    Otherwise it partitions them while they are loaded, before the model can be copied and its passes checked.
-    """
+    """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts. Otherwise
+    it partitions them while they are loaded, before the model can be copied and its passes checked."""
     unset_hf_deepspeed_config()
 
 
@@ -56,10 +54,8 @@ def check_whole(model: nn.Module) -> None:
 
 
 def keep_head(causal_lm: PreTrainedModel) -> None:
-    """Make ZeRO-3 gather the output layer for each forward pass of the model; no effect on other models.
-
-    Processes apply it to different numbers of chunks, also in backward, which must not communicate.
-    """
+    """Make ZeRO-3 gather the output layer for each forward pass of the model; no effect on other models. Processes
+    apply it to different numbers of chunks, also in backward, which must not communicate."""
     if is_partitioned(causal_lm):
         import deepspeed
 
@@ -90,10 +86,8 @@ def shard_on_cpu(accelerator: Any, plugin: utils.FullyShardedDataParallelPlugin)
 
 
 def load_on_first_process(args: Any) -> None:
-    """Make `load_complete` keep weights on the first process of each machine only, if the arguments ask for it.
-
-    The others have zeros until the model is sharded, when they receive their parts.
-    """
+    """Make `load_complete` keep weights on the first process of each machine only, if the arguments ask for it. The
+    others have zeros until the model is sharded, when they receive their parts."""
     if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
         utils.enable_fsdp_ram_efficient_loading()
 
@@ -105,9 +99,7 @@ def load_on_every_process() -> None:
 
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:
     """Raise ConfigError for FSDP1, and if weights that only the first process has loaded are used before training.
-
-    `compares_weights`: whether they are compared with the weights of a server.
-    """
+    `compares_weights`: whether they are compared with the weights of a server."""
     plugin = _plugin(accelerator)
     if plugin is None:
         return
@@ -124,10 +116,8 @@ def check_version(accelerator: Any, compares_weights: bool = False) -> None:
 
 
 def keep_output_dtype(accelerator: Any) -> None:
-    """Keep FSDP2 from rounding log-probabilities, which are computed in float32, to the dtype of mixed precision.
-
-    Must be called before the model is sharded. Layers are not affected, because they compute in this dtype already.
-    """
+    """Keep FSDP2 from rounding log-probabilities, which are computed in float32, to the dtype of mixed precision. Must
+    be called before the model is sharded. Layers are not affected, because they compute in this dtype already."""
     plugin = _plugin(accelerator)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
@@ -145,10 +135,8 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole_trained_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Gather the trained parameters, by name, on the first process; {} on others. None if the model is not sharded.
-
-    All processes must call this together.
-    """
+    """Gather the trained parameters, by name, on the first process; {} on others. None if the model is not sharded. All
+    processes must call this together."""
     if not is_sharded(model):
         return None
     options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
@@ -188,9 +176,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 def has_other_names(model: nn.Module, folder: Path) -> bool:
     """Whether a checkpoint has a full model under the names of files, which differ from those in the model.
-
-    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes.
-    """
+    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes."""
     if isinstance(model, PeftModel):
         return False
     return not _files(folder, _MODEL).weights.keys() <= model.state_dict().keys()

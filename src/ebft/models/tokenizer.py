@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
-
-    `added_tokens_overrides` replaces texts of added tokens. `special_tokens` that are not in the vocabulary are added
-    to it (`load_model` resizes the embeddings). Without a padding token, the end-of-sequence token is used, with a
-    warning. Raises ModelError if there is no tokenizer.
-    """
+    """The tokenizer of `tokenizer_config` or `base_model`, with a padding token. `added_tokens_overrides` replaces
+    texts of added tokens. `special_tokens` that are not in the vocabulary are added to it (`load_model` resizes the
+    embeddings). Without a padding token, the end-of-sequence token is used, with a warning. Raises ModelError if there
+    is no tokenizer."""
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
     name = find_model(config.tokenizer_config, key) if config.tokenizer_config else find_base_model(config)
     with doing(f"loading the tokenizer of {key}: {shortened(name)}"):
@@ -66,10 +64,8 @@ def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def with_overrides(tokenizer: PreTrainedTokenizerBase, texts: dict[int, str]) -> PreTrainedTokenizerBase:
-    """The tokenizer with other texts for some of its added tokens, by id; the vocabulary keeps its size.
-
-    Raises ModelError for ids and texts that do not belong together afterwards, such as a text that is a token already.
-    """
+    """The tokenizer with other texts for some of its added tokens, by id; the vocabulary keeps its size. Raises
+    ModelError for ids and texts that do not belong together afterwards, such as a text that is a token already."""
     with doing("reading added_tokens_overrides"), TemporaryDirectory(prefix="ebft-tokenizer-") as folder:
         old = {str(tokenizer.added_tokens_decoder[token]): text for token, text in texts.items()}
         tokenizer.save_pretrained(folder)
@@ -129,11 +125,9 @@ def named_template(name: str) -> str:
 
 
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
-    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text.
-
-    None keeps the tokenizer's template, and so does `tokenizer_default`, which requires that there is one;
-    `tokenizer_default_fallback_NAME` uses the template NAME if there is none. Raises ModelError for any other value.
-    """
+    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text. None keeps the tokenizer's
+    template, and so does `tokenizer_default`, which requires that there is one; `tokenizer_default_fallback_NAME` uses
+    the template NAME if there is none. Raises ModelError for any other value."""
     if choice is None:
         return
     own = tokenizer.chat_template

@@ -45,10 +45,8 @@ def adapter_file(folder: Path) -> Path:
 
 
 class WeightFiles:
-    """The weights in files; single ones are read while it is open as a context manager.
-
-    `files`: for each file, its weights on the meta device, in the order of the file.
-    """
+    """The weights in files; single ones are read while it is open as a context manager. `files`: for each file, its
+    weights on the meta device, in the order of the file."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.files: dict[Path, dict[str, Tensor]] = {}

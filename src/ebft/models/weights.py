@@ -35,13 +35,11 @@ _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 def load_complete(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name`, with every tensor from its weight files; `options` are passed to `from_pretrained`.
-
-    With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
+    """The model `name`, with every tensor from its weight files; `options` are passed to `from_pretrained`. With
+    `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
     ModelError for other tensors that are missing or have another shape. Tensors that the model does not have give a
     warning, unless they are the head that is replaced. With the configuration of the text model of a multimodal one,
-    its text model is loaded alone.
-    """
+    its text model is loaded alone."""
     if head is LANGUAGE:
         refuse_classifier(Path(name))
     stored: dict[str, Tensor] = {}
@@ -222,10 +220,8 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
 
 
 def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the GGUF file `name`, including its chat template.
-
-    It has exactly the file's tokens, and splits text and adds a beginning-of-sequence token as the file specifies.
-    """
+    """The tokenizer in the GGUF file `name`, including its chat template. It has exactly the file's tokens, and splits
+    text and adds a beginning-of-sequence token as the file specifies."""
     with doing(f"reading {name}"), TemporaryDirectory() as alone:
         # transformers prefers a tokenizer.json in the same folder, which may be of another model.
         link = Path(alone) / Path(name).name

@@ -37,17 +37,15 @@ def doctor(
     card: Annotated[
         str | None,
         option(
-            "--for",
             "CARD",
             "Plan the training step on this GPU instead, without weights, data or GPU: rtx4090, a6000, l40s, a100-40, "
             "a100, h100, h200 or b200.",
+            names="--for",
         ),
     ] = None,
     memory: Annotated[
         str | None,
-        option(
-            "--memory", "SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."
-        ),
+        option("SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."),
     ] = None,
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
@@ -151,7 +149,7 @@ def config(
             complete=complete_word,
         ),
     ] = None,
-    check: Annotated[Path | None, option("--check", "FILE", CHECK_HELP)] = None,
+    check: Annotated[Path | None, option("FILE", CHECK_HELP)] = None,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
@@ -223,14 +221,14 @@ def preprocess(
     count: Annotated[
         int | None,
         option(
-            ("--count", "-n"),
             "N",
             "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
             "is given.",
             min=1,
+            names=("--count", "-n"),
         ),
     ] = None,
-    html: Annotated[Path | None, option("--html", "FILE", "Write the same rows to this HTML file.")] = None,
+    html: Annotated[Path | None, option("FILE", "Write the same rows to this HTML file.")] = None,
     former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
 ) -> None:
     """Prepare the rows of a config and store them, for use by `ebft train`.
@@ -308,7 +306,7 @@ def quickstart(
     ] = "ebft",
     seed: Annotated[int, typer.Option(help="Seed of fine-tuning and measurement.")] = 0,
     output: Annotated[
-        Path | None, option("--output", "DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
+        Path | None, option("DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
     ] = None,
     scale: Annotated[Literal["full", "test"], typer.Option(hidden=True)] = "full",  # test: seconds, for the tests
 ) -> None:

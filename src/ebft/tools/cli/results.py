@@ -41,7 +41,6 @@ def show(
     sort: Annotated[
         str | None,
         option(
-            "--sort",
             "TERM",
             "A term: reward (default), alignment, diversity, advantage, length, or rewards/NAME of a reward "
             "function. Higher is better, except for diversity. Implies --best without --worst.",
@@ -49,15 +48,15 @@ def show(
         ),
     ] = None,
     step: Annotated[
-        int | None, option("--step", "N", "Only rollouts of optimizer step N, counted from 1 as in the logs.")
+        int | None, option("N", "Only rollouts of optimizer step N, counted from 1 as in the logs.")
     ] = None,
     count: Annotated[
         int | None,
         option(
-            ("--count", "-n"),
             "N",
             f"Number of rollouts. Default: {COUNT}, or {COUNT_INTERACTIVE} with --interactive.",
             min=1,
+            names=("--count", "-n"),
         ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show whole prompts instead of their last 400 characters.")] = (
@@ -116,7 +115,6 @@ def report(
     evaluation: Annotated[
         Path | None,
         option(
-            "--evaluation",
             "FILE.json",
             "Include this result of `ebft evaluate --output`. Default: evaluation.json in the folder, if any.",
         ),
@@ -145,7 +143,6 @@ def evaluate(
     model: Annotated[
         list[str] | None,
         option(
-            "--model",
             "PATH",
             "Folder or Hub id of a model or an adapter; can be repeated. Default: base_model, and the trained "
             "model in output_dir if there is one. Differences are relative to the first model.",
@@ -155,13 +152,12 @@ def evaluate(
     metric: Annotated[
         list[str] | None,
         option(
-            "--metric",
             "MODULE.FUNCTION",
             "Additional metric: a function (prompt, completions, row) -> float, as in evaluation.metrics.",
         ),
     ] = None,
-    output: Annotated[Path | None, option("--output", "FILE.json", "Write all results to this file.")] = None,
-    plot: Annotated[Path | None, option("--plot", "FILE.png", "Plot curves and histograms to this file.")] = None,
+    output: Annotated[Path | None, option("FILE.json", "Write all results to this file.")] = None,
+    plot: Annotated[Path | None, option("FILE.png", "Plot curves and histograms to this file.")] = None,
 ) -> None:
     """Evaluate and compare models on the held-out data of a config.
 
@@ -225,26 +221,21 @@ def inference(
     base_model: BaseModel = None,
     lora_model_dir: LoraModelDir = None,
     reference: Annotated[
-        str | None,
-        option("--reference", "TEXT", "Show the feature-matching rewards of --samples replies against this text."),
+        str | None, option("TEXT", "Show the feature-matching rewards of --samples replies against this text.")
     ] = None,
     samples: Annotated[
-        int | None, option("--samples", "N", "Number of replies scored with --reference (default: 4).", min=1, max=256)
+        int | None, option("N", "Number of replies scored with --reference (default: 4).", min=1, max=256)
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
     ] = 256,
     temperature: Annotated[
         float | None,
-        option(
-            "--temperature", None, "Sampling temperature; 0 is greedy. Default: the model's generation config.", min=0.0
-        ),
+        option(None, "Sampling temperature; 0 is greedy. Default: the model's generation config.", min=0.0),
     ] = None,
-    top_p: Annotated[float | None, option("--top-p", None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
-    top_k: Annotated[int | None, option("--top-k", None, "Top-k sampling.", min=0)] = None,
-    seed: Annotated[
-        int | None, option("--seed", None, "Random seed, set before every reply.", min=0, max=2**32 - 1)
-    ] = None,
+    top_p: Annotated[float | None, option(None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, option(None, "Top-k sampling.", min=0)] = None,
+    seed: Annotated[int | None, option(None, "Random seed, set before every reply.", min=0, max=2**32 - 1)] = None,
 ) -> None:
     """Sample from a trained model, its adapter on or off.
 

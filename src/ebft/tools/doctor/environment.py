@@ -210,11 +210,9 @@ class Check:
 
 
 class Attempt:
-    """Runs a function and collects what it raises and warns of as checks.
-
-    `checks` has one error, or the warnings, or a single ok, whose message `ok` may be a function of the result.
-    `result` is what the function returned, and `failed` tells whether it raised an error.
-    """
+    """Runs a function and collects what it raises and warns of as checks. `checks` has one error, or the warnings, or a
+    single ok, whose message `ok` may be a function of the result. `result` is what the function returned, and `failed`
+    tells whether it raised an error."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = ""

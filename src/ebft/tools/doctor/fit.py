@@ -95,9 +95,7 @@ def room(card: Card, config: RunConfig) -> float:
 @dataclass(frozen=True)
 class Fit:
     """The plan of a config on a card, and the changes with which it fits if it does not, with the plan after them.
-
-    `changes` are texts; None if no combination of known changes is enough.
-    """
+    `changes` are texts; None if no combination of known changes is enough."""
 
     plan: Plan
     room: float

@@ -17,9 +17,7 @@ from ebft.errors import ConfigError
 @dataclass(frozen=True)
 class Card:
     """A GPU: GiB of memory that PyTorch sees, and by its data sheet dense FLOP/s in bfloat16 and float32, and bytes/s.
-
-    A card sold with 80 GB has 79.1 to 79.6 GiB: the driver keeps a part.
-    """
+    A card sold with 80 GB has 79.1 to 79.6 GiB: the driver keeps a part."""
 
     memory: float
     bfloat16: float | None = None

@@ -31,10 +31,8 @@ _LAST = "loss and backward"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose. `phases`: those on the device of the model, in each phase of `measure_step`.
-
-    Activations, rollouts and features are rough; the rest follows from the weights.
-    """
+    """Bytes by purpose. `phases`: those on the device of the model, in each phase of `measure_step`. Activations,
+    rollouts and features are rough; the rest follows from the weights."""
 
     phases: dict[str, dict[str, int]]
     weights: int
@@ -188,10 +186,8 @@ _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 def advice(needs: Needs | None, phase: str) -> str:
     """Return changes that lower the memory of `phase`, one per line, those with the least cost in quality first.
-
     `phase` is one of `ebft.tools.doctor.run.measure_step`. Each change is estimated alone, on the device of the model.
-    The text is empty if the memory cannot be estimated, or nothing lowers it.
-    """
+    The text is empty if the memory cannot be estimated, or nothing lowers it."""
     if needs is None:
         return ""
     now, found, half = needs.of(needs.config).during(phase), "", needs.rows.longest // 2
@@ -272,10 +268,8 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def memory_checks(needs: Needs) -> Iterator[Check]:
-    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another.
-
-    An error if what follows from the number of weights is more.
-    """
+    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another. An
+    error if what follows from the number of weights is more."""
     needed = needs.of(needs.config)
     free, where = available_memory(needed.placed_on)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)

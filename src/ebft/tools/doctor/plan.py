@@ -63,11 +63,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU.
-
-    `rows` and `tokenizer` are from a run; without them, rows are as long as the config allows. The memory decides
-    whether adapters are added to float32 weights while rollouts are sampled.
-    """
+    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU. `rows` and
+    `tokenizer` are from a run; without them, rows are as long as the config allows. The memory decides whether adapters
+    are added to float32 weights while rollouts are sampled."""
 
     config: RunConfig
     model_config: Any
@@ -78,10 +76,8 @@ class Request:
 
 
 class Planner:
-    """Plans requests one after another in a process of its own, which ends with the block.
-
-    A request that cannot be planned returns the message of its error.
-    """
+    """Plans requests one after another in a process of its own, which ends with the block. A request that cannot be
+    planned returns the message of its error."""
 
     def __enter__(self) -> Planner:
         self._known: dict[bytes, Plan | str] = {}

@@ -57,10 +57,8 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LongestRows:
-    """The rows of the largest batch of one optimizer step on this process, longest first.
-
-    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts.
-    """
+    """The rows of the largest batch of one optimizer step on this process, longest first. `data` is a Dataset,
+    PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts."""
 
     data: Any
     prompts: tuple[PromptLength, ...]

@@ -118,10 +118,8 @@ def _check_packages(config: RunConfig) -> list[str]:
 
 
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason.
-
-    The number of training rows of a stream is None.
-    """
+    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason. The number
+    of training rows of a stream is None."""
 
     count: int | None
     held_out: int
@@ -264,11 +262,9 @@ _NOTHING_SAVED = {
 
 
 def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemory) -> int:
-    """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`.
-
-    Returns the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the
-    errors of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice.
-    """
+    """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`. Returns
+    the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the errors
+    of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice."""
     memory.begin("before loading")  # Python, libraries and data
     memory.end()
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
@@ -335,13 +331,11 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PhaseMemory:
-    """Peak memory in bytes by phase, in the order of their first use: `peaks`.
-
-    Phases may be nested; memory used in an inner phase counts for the inner one only. On CUDA, the memory that PyTorch
-    allocated on the current device; otherwise the resident memory of the process, whose high-water mark Linux lets a
-    process reset. Elsewhere (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in`
-    is the innermost phase in which an exception was raised, and `seconds` the time of the step.
-    """
+    """Peak memory in bytes by phase, in the order of their first use: `peaks`. Phases may be nested; memory used in an
+    inner phase counts for the inner one only. On CUDA, the memory that PyTorch allocated on the current device;
+    otherwise the resident memory of the process, whose high-water mark Linux lets a process reset. Elsewhere
+    (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in` is the innermost phase in
+    which an exception was raised, and `seconds` the time of the step."""
 
     seconds: float = 0.0
 

@@ -39,10 +39,8 @@ class Subject:
 
 
 def own_models(config: RunConfig) -> list[str]:
-    """Return the default models to evaluate: the config's base model and, if it exists, its trained model.
-
-    If output_dir has only checkpoints of a run that did not finish, a warning names the newest.
-    """
+    """Return the default models to evaluate: the config's base model and, if it exists, its trained model. If
+    output_dir has only checkpoints of a run that did not finish, a warning names the newest."""
     folder = Path(config.output_dir)
     trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
     if not trained and (hint := checkpoint_hint(folder, f"--model {config.base_model} --model {{}}")):
@@ -95,11 +93,9 @@ def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTo
 
 
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
-    """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network.
-
-    The feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does
-    not change its weights, both share the weights. Raises ModelError if the model cannot be loaded.
-    """
+    """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network. The
+    feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does not
+    change its weights, both share the weights. Raises ModelError if the model cannot be loaded."""
     adapter = _adapter_of(name)
     if adapter is None:
         policy = load_base_model(_of_base(config, name), tokenizer)

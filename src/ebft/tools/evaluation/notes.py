@@ -86,10 +86,8 @@ def _trained_on(
 
 def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]) -> Iterator[dict[str, Any]]:
     """The raw rows that the run with this run.json and config was trained on, without the rows of val_set_size.
-
-    Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine.
-    Raises DataError if one cannot be read or has changed since the run, or if there are too many documents.
-    """
+    Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine. Raises
+    DataError if one cannot be read or has changed since the run, or if there are too many documents."""
     entries = [DatasetEntry.model_validate(entry) for entry in config["datasets"]]
     on_hub = {(entry.path, entry.name) for entry in evaluated}
     size = None if config.get("test_datasets") else config.get("val_set_size")
@@ -113,11 +111,9 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
 
 
 def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
-    """The texts of a row, nested ones included, without differences of white space.
-
-    Texts that are JSON objects or lists, such as the lines that some transforms parse, count as their content. A row
-    without text, such as one of token ids, is one text of all its values.
-    """
+    """The texts of a row, nested ones included, without differences of white space. Texts that are JSON objects or
+    lists, such as the lines that some transforms parse, count as their content. A row without text, such as one of
+    token ids, is one text of all its values."""
     found = frozenset(_texts(row))
     if found:
         return found
@@ -145,11 +141,9 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
 
 
 class TextIndex:
-    """Finds the `documents`, each the texts of `texts_of`, that have the same text as another row.
-
-    Two documents are the same if all texts of one are in the other, and are at least half of its characters, so that
-    additional columns do not matter.
-    """
+    """Finds the `documents`, each the texts of `texts_of`, that have the same text as another row. Two documents are
+    the same if all texts of one are in the other, and are at least half of its characters, so that additional columns
+    do not matter."""
 
     def __init__(self, documents: list[frozenset[str]]) -> None:
         self._documents = documents

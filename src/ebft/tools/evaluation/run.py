@@ -214,10 +214,8 @@ def has_reference(row: dict[str, Any]) -> bool:
 
 
 def measure_tokens(task: Task, subject: Subject) -> Scores:
-    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`.
-
-    Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
-    """
+    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`. Rows that are
+    too short for a block, which SFT keeps, are used for the cross-entropy only."""
     ebft, settings = task.config.ebft, task.settings
     blocks = block_options(task.config, ebft, task.tokenizer)
     measure = (
@@ -360,10 +358,8 @@ TOKENS_PER_PASS = 4096
 
 
 def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
-    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each.
-
-    In nats, at temperature 1. Padding is on the right, which causal models do not attend to.
-    """
+    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each. In nats, at
+    temperature 1. Padding is on the right, which causal models do not attend to."""
     take_programs(model)
     device = unwrap_adapter(model).device
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))

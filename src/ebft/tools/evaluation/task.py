@@ -34,10 +34,8 @@ Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 
 
 def load_metrics(names: list[str]) -> dict[str, Metric]:
-    """Return the metrics by the name under which they are reported.
-
-    It is the function's name, or its full import path if that name is not unique.
-    """
+    """Return the metrics by the name under which they are reported. It is the function's name, or its full import path
+    if that name is not unique."""
     short = Counter(name.rpartition(".")[2] for name in set(names))
     short.update(TAKEN)
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
@@ -76,10 +74,8 @@ def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[st
 
 @dataclass
 class HeldOut:
-    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i.
-
-    Several rows may belong to one document, such as windows of a long text or turns of a chat.
-    """
+    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i. Several rows may
+    belong to one document, such as windows of a long text or turns of a chat."""
 
     rows: Dataset
     documents: list[int]
@@ -92,11 +88,9 @@ class HeldOut:
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
-    """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split).
-
-    They are limited to `evaluation.documents` documents. They have the columns of `load_prompts` for methods with full
-    completions, otherwise the columns of `load_datasets`. Raises DataError if the config has no held-out data.
-    """
+    """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split). They are limited to
+    `evaluation.documents` documents. They have the columns of `load_prompts` for methods with full completions,
+    otherwise the columns of `load_datasets`. Raises DataError if the config has no held-out data."""
     check_comparable(config)
     is_prompts = config.method.rows == "prompts"
     load_entry = prompts.prompt_rows if is_prompts else load.token_rows
