@@ -77,16 +77,11 @@ def test_equal_completions_are_shown_once_and_terms_of_reward_functions(ebft, tm
     assert result.exit_code == 0 and "user: What is 2 + 2?" in result.stdout and "rewards/short +0.500" in result.stdout
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--sort", "rewad"],
-     "no rollout has a term 'rewad'. Choose from reward, alignment, diversity"),
-    (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
-])  # fmt: skip
-def test_what_cannot_be_shown(refused, run, arguments, message):
-    assert message in refused("show", run, *arguments)
-
-
-def test_a_run_without_rollouts(refused, tmp_path):
+def test_what_cannot_be_shown(refused, run, tmp_path):
+    said = refused("show", run, "--sort", "rewad")
+    assert "no rollout has a term 'rewad'. Choose from reward, alignment, diversity" in said
+    assert "no rollouts of step 77. It has steps 0 to 8" in refused("show", run, "--step", "77")
+    (tmp_path / "rollouts.jsonl").unlink()
     write_run(tmp_path)
     (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
     assert "Set log_rollouts: few, or all, in the config" in refused("show", tmp_path)

@@ -1,7 +1,6 @@
 """`ebft doctor`: the environment, configs that can be trained, and one error for each thing that cannot work."""
 
 import importlib.util
-import json
 import re
 from dataclasses import replace
 
@@ -127,14 +126,6 @@ def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypa
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", *overrides)
     assert code == (level == "error") and message in found[level, name], found
     assert not any("peak" in name for _, name in found) and (level != "ok" or levels(found) == {"ok"})
-
-
-def test_documents_must_fit_into_the_models_positions(doctor, tmp_path):
-    path = write_inputs("sft", tmp_path)
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 9}))
-    code, found = doctor(path, "--no-step", "sequence_len=100000")
-    assert code == 1 and "exceeds the 9 positions" in found["error", "data"]
 
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
