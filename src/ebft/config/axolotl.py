@@ -4,13 +4,13 @@ A key without effect is accepted without a warning if its value describes what h
 errors, unless they are empty or false. Other keys have another name here.
 """
 
-import warnings
 from collections.abc import Container
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
 from ebft.config.section import Section
+from ebft.errors import warn
 
 IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
 # Those that a method trains; others are refused.
@@ -330,7 +330,7 @@ class CarriedOverKeys(_IgnoredKeys):
             if value is not None and found.setdefault(here, value) is None:
                 found[here] = value
             elif value is not None and found[here] != value:
-                warnings.warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.", stacklevel=2)
+                warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.")
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
@@ -357,13 +357,13 @@ def _replace_values(found: dict[str, Any]) -> None:
         if given == value and type(given) is type(value):
             del found[key]
             if not other or any(found.get(name) != new for name, new in other.items()):
-                warnings.warn(f"{key}: {str(value).lower()} {reason}.", stacklevel=2)
+                warn(f"{key}: {str(value).lower()} {reason}.")
             found.update(other)
     for key in ("bfloat16", "float16"):
         if found.get(key, True) in (None, False):
             del found[key]
     if isinstance(found.get("tokens"), dict) and found.get("special_tokens") in (None, {}):
-        warnings.warn("tokens is a mapping, which is read as special_tokens.", stacklevel=2)
+        warn("tokens is a mapping, which is read as special_tokens.")
         found["special_tokens"] = found.pop("tokens")
 
 

@@ -17,16 +17,8 @@ from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    create_model,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ebft.errors import ConfigError
 from ebft.files import expand_home
@@ -48,7 +40,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_
 @cache
 def texts_below(module: str) -> dict[tuple[str, str], str]:
     """The texts that follow the attributes of the classes of a module, by class and attribute: their descriptions."""
-    tree = ast.parse(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))
+    file = getattr(sys.modules[module], "__file__", None)  # absent in an interpreter and a notebook
+    tree = ast.parse(Path(file).read_text(encoding="utf-8") if file else "")
     return {
         (kind.name, each.target.id): " ".join(text.value.value.split())
         for kind in tree.body
@@ -89,7 +82,7 @@ class Section(BaseModel):
             field.description = field.description or texts_below(cls.__module__).get((cls.__name__, name))
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         """The JSON schema, in which keys with a default also accept null, which means unset."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         required = schema.get("required", ())
@@ -120,7 +113,7 @@ def paths(*names: str) -> Any:
     """A validator of a section that expands `~` in these keys, which hold paths or names, on one line. Only `path`, of
     a dataset, may be a URL."""
 
-    def expanded(value: Any, info: ValidationInfo) -> Any:
+    def expanded(value: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(value, str):
             return value
         if value != value.strip("\r\n"):
@@ -180,7 +173,7 @@ def section_of_options(options: type, name: str | None = None, base: type[Sectio
         default = default or {"default_factory": option.default_factory}
         declared[option.name] = hints[option.name], Field(**default, description=option.metadata["help"])
     about = {"__base__": base, "__doc__": options.__doc__, "__module__": options.__module__}
-    return create_model(name or options.__name__, **about, **declared)
+    return pydantic.create_model(name or options.__name__, **about, **declared)
 
 
 def flat_settings(section: Section, prefix: str = "", changed: bool = False) -> Iterator[tuple[str, Any]]:

@@ -17,15 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.errors import ModelError, doing, prefixed, shortened, some_of
+from ebft.errors import ModelError, doing, prefixed, shortened, some_of, warn
 from ebft.files import ADAPTER_CONFIG
-from ebft.models.adapter_targets import (
-    excluded_from_linear,
-    excludes_names,
-    in_whole_models,
-    target_modules,
-    target_parameters,
-)
+from ebft.models import adapter_targets as targets
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import refuse_pointers
 from ebft.models.weight_files import WeightFiles, adapter_file
@@ -69,14 +63,14 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     missing = [index for index in ([layers] if isinstance(layers, int) else layers or []) if index >= depth]
     if missing:  # which PEFT silently skips
         raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
-    excluded = [*heads, *(excluded_from_linear(model, config) if config.lora_target_linear else ())]
+    excluded = [*heads, *(targets.excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(
         task_type=task_type(model),
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=target_modules(model, config),
-        target_parameters=target_parameters(model, config.lora_target_parameters),
+        target_modules=targets.target_modules(model, config),
+        target_parameters=targets.target_parameters(model, config.lora_target_parameters),
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
         layers_to_transform=layers,
@@ -89,11 +83,6 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
 
 def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
     folder = str(config.lora_model_dir)
-    if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
-        raise ModelError(
-            f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
-            "adapter, such as a checkpoint folder."
-        )
     with prefixed("lora_model_dir"), doing(f"continuing the adapter lora_model_dir: {folder}"):
         loaded = load_saved_adapter(model, folder, is_trainable=True)
     for key, name in _SAVED_SETTINGS.items():
@@ -101,11 +90,7 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
         wanted, found = (set(value) if isinstance(value, list | set) else value for value in (wanted, found))
         if key in config.model_fields_set and wanted is not None and wanted != found:
             own = sorted(found) if isinstance(found, set) else found
-            warnings.warn(
-                f"{key}: {getattr(config, key)!r} has no effect: the adapter in lora_model_dir has {own!r}. Remove it, "
-                "or remove lora_model_dir to train a new adapter.",
-                stacklevel=3,
-            )
+            warn(f"{key}: {getattr(config, key)!r} has no effect: the adapter in lora_model_dir has {own!r}.")
     return loaded
 
 
@@ -126,10 +111,7 @@ def check_tensors(path: Path) -> dict[str, Tensor]:
     with WeightFiles([path]) as file:
         for name in file.weights:
             if not file.read(name).float().isfinite().all():  # absent for float8
-                raise ModelError(
-                    f"{path} contains NaN or infinite values ({name}), so the model would generate random text. Use "
-                    "an earlier checkpoint, or train again with a lower learning_rate"
-                )
+                raise ModelError(f"{path} contains NaN or infinite values ({name}). Use an earlier checkpoint")
     return file.weights
 
 
@@ -142,10 +124,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
     if folder.is_dir():
         task, wanted = read_adapter_config(folder).task_type, task_type(model)
         if task != wanted and not {task, wanted}.isdisjoint(("SEQ_CLS", "TOKEN_CLS")):  # with another output layer
-            raise ModelError(
-                f"{folder} is an adapter with task_type: {task}, but the model, a {type(model).__name__}, has another "
-                f"output layer: {wanted}. Train a new adapter; one of a language model can be merged (ebft merge-lora)"
-            )
+            raise ModelError(f"{folder} is an adapter of {task}, but the model has another output layer: {wanted}")
         path = adapter_file(folder)
         stored = check_tensors(path)
         _fit_to_adapter(model, path, stored, tokens)
@@ -156,10 +135,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
     for warning in caught:
         message = str(warning.message)
         if "missing adapter keys" in message:
-            raise ModelError(
-                f"the adapter in {name!r} does not fit the base model or is incomplete: its weights lack tensors that "
-                f"its {ADAPTER_CONFIG} describes ({shortened(message)})"
-            )
+            raise ModelError(f"the adapter in {name!r} is incomplete or of another base model: {shortened(message)}")
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     _check_all_used(loaded, name, stored)
     return loaded
@@ -175,10 +151,7 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
     # PEFT converts names of other releases. A second time, loading changes nothing, but returns the names.
     left = set(model.load_adapter(name, "default", is_trainable=not model.active_peft_config.inference_mode)[1]) - own
     if left:
-        raise ModelError(
-            f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}. Use it with "
-            "the model that it was trained on"
-        )
+        raise ModelError(f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}")
 
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
@@ -192,7 +165,7 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
     for pattern in patterns:
         with doing(f"reading the regular expression {pattern!r:.200} of unfrozen_parameters"):
             found = [name for name in names if re.match(pattern, name)]
-            if not found or not excludes_names(pattern):
+            if not found or not targets.excludes_names(pattern):
                 found += _by_other_names(stored, pattern, found)
         if not found:
             raise ModelError(
@@ -209,14 +182,12 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
 def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collection[str]) -> list[str]:
     """The parameters, without the `found` ones, whose names in checkpoints, all of their parts, match the pattern."""
     keys = {name: [name, *own] for name, own in stored.items() if name not in found}
-    aliases = in_whole_models(key for own in keys.values() for key in own)
+    aliases = targets.in_whole_models(key for own in keys.values() for key in own)
     matched = {name for alias, name in aliases.items() if re.match(pattern, alias)}
     chosen = [name for name, own in stored.items() if name in keys and (name in matched or matched.issuperset(own))]
     for name in keys.keys() - {*chosen}:
         if parts := matched.intersection(stored[name]):
-            raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, parts of {name}. Name this one."
-            )
+            raise ModelError(f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, parts of {name}")
     return chosen
 
 
@@ -251,10 +222,9 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
         present, missing = saved_layers(unwrap_adapter(model), peft.get_peft_model_state_dict(model))
     what = f"the embeddings were resized from {size} to {rows} rows for the tokenizer"
     if present and not missing:
-        warnings.warn(
+        warn(
             f"{key}: {what}, so that the adapter is saved with them and fits only a base model with {rows} rows. The "
-            "commands of ebft resize it. Before using the adapter elsewhere, merge it: ebft merge-lora.",
-            stacklevel=3,
+            "commands of ebft resize it. Before using the adapter elsewhere, merge it: ebft merge-lora."
         )
     if missing and (rows > size or present):  # otherwise, they are the first rows of the base model
         names = " and ".join(missing)
@@ -273,10 +243,7 @@ def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Ten
     own = _rows(model)
     least = own if tokens is None else tokens
     if rows < least:
-        raise ModelError(
-            f"{path} has embeddings of {rows} rows, but the tokenizer and the keys of the vocabulary need {least}. Use "
-            "the keys that the adapter was trained with"
-        )
+        raise ModelError(f"{path} has embeddings of {rows} rows, but the tokenizer needs {least}")
     present, missing = saved_layers(model, stored)
     name = model.config.name_or_path  # the vocabulary of a GGUF file is not resized
     own_size = lambda: type(model.config).from_pretrained(name).get_text_config().vocab_size

@@ -8,7 +8,6 @@ parameters, in all layers. It then adapts no linear layer of the same name.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
-from ebft.errors import ModelError, shortened
+from ebft.errors import ModelError, shortened, warn
 from ebft.transformers_internals import Conv1D
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], 
             experts = _short(fused_experts(model))
             fused = f". The fused experts are adapted with lora_target_parameters: {experts}" if experts else ""
             raise ModelError(f"{unmatched}{fused}.")
-        warnings.warn(f"{unmatched}. The other modules are adapted.", stacklevel=2)
+        warn(f"{unmatched}. The other modules are adapted.")
     return {given: names for given, names in selected.items() if names}
 
 
@@ -91,10 +90,7 @@ def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
     for expression in expressions:
         found = [alias for alias in aliases if re.fullmatch(rf"(.*\.)?(?:{expression})", alias)]
         if not found:
-            raise ModelError(
-                f"{key}: {expression!r} matches no linear layer. Their last parts are {_last_parts(model)}, and the "
-                f"first name is {names[0]}."
-            )
+            raise ModelError(f"{key}: {expression!r} matches no linear layer; they end with {_last_parts(model)}.")
         chosen |= dict.fromkeys(aliases[alias] for alias in found)
     parts = names_of_experts(model)
     for name in chosen:
@@ -164,11 +160,10 @@ def excluded_from_linear(model: PreTrainedModel, config: ModelSettings) -> list[
     kind = model.config.model_type
     refused = [name for name, _ in model.named_modules() if name.endswith(_OF_KERNELS) and kind in _MAMBA]
     if refused:
-        warnings.warn(
+        warn(
             f"lora_target_linear: true: the {len(refused)} layers {_OF_KERNELS[1:]} are not adapted, since PEFT "
             f"refuses them in models of the type {kind}, whose kernels read their weights directly. The other linear "
-            "layers are adapted.",
-            stacklevel=2,
+            "layers are adapted."
         )
     return [*adapted_routers(model, config), *refused]
 
@@ -181,11 +176,9 @@ def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[
         matching = [dims for name, dims in names.items() if name == given or name.endswith(f".{given}")]
         if not matching or not {*matching} <= {2, 3}:
             experts = _short(fused_experts(model))
-            known = f"Those of experts are {', '.join(experts)}" if experts else "The model has no fused experts"
+            known = f"The fused experts are {', '.join(experts)}" if experts else "The model has no fused experts"
             problem = "matches no parameter outside of linear layers" if not matching else "matches a vector"
-            raise ModelError(
-                f"lora_target_parameters: {given!r} {problem}. {known}; adapt linear layers with lora_target_modules."
-            )
+            raise ModelError(f"lora_target_parameters: {given!r} {problem}. {known}.")
     return wanted
 
 
@@ -215,10 +208,9 @@ def _warn_of_skipped(key: str, parts: list[str], skipped: list[str]) -> None:
     """Warn of linear layers that have the name of experts and are not adapted."""
     if skipped:
         taken = [part for part in parts if part in {name.rpartition(".")[2] for name in skipped}]
-        warnings.warn(
+        warn(
             f"{key}: in this model, PEFT takes the names {', '.join(taken)} for the fused experts, and for no linear "
-            f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
-            stacklevel=2,
+            f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted."
         )
 
 

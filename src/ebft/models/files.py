@@ -59,9 +59,7 @@ def refuse_pointers(folder: Path) -> None:
     """Raise ModelError for a folder with a file that Git LFS has not downloaded."""
     found = next((path for path in sorted(folder.glob("*")) if is_pointer(path)), None)
     if found is not None:
-        raise ModelError(
-            f"{found} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs pull` in its folder."
-        )
+        raise ModelError(f"{found} is a pointer of Git LFS. Run `git lfs pull` in its folder.")
 
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import as_folder, base_name, is_gguf
-from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened
+from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, warn
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, pretrained_config, pretrained_model
@@ -52,7 +51,7 @@ def load_model(
     model = attach_adapter(base, config)
     is_four_bit = config.quantize_moe_experts and quantises(base)
     if is_four_bit and not quantise_experts(model, **config.bnb_config_kwargs.four_bit):
-        warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
+        warn("quantize_moe_experts has no effect: the model has no fused experts.")
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
         _warn_of_tokens_without_embedding(config, tokenizer, size)
@@ -122,11 +121,7 @@ def _make_saveable(found: GenerationConfig, name: str) -> None:
         if value != before.get(key) and before.get(key) is not False
     ]
     if changes:
-        warnings.warn(
-            f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
-            f"saved with {', '.join(changes)}.",
-            stacklevel=3,
-        )
+        warn(f"The {GENERATION_CONFIG} of {name} has settings without effect. It is saved with {', '.join(changes)}.")
 
 
 def _without_effect(found: GenerationConfig) -> list[str]:
@@ -185,11 +180,10 @@ def _warn_of_untrained_tokens(
     names = {id(module): name.rpartition(".")[2] for name, module in causal_lm.named_modules()}
     frozen = [names[id(layer)] for layer in layers if not any(own.requires_grad for own in layer.parameters())]
     if added and frozen:
-        warnings.warn(
+        warn(
             f"{'tokens' if config.tokens else 'special_tokens.additional_special_tokens'}: the adapter does not train "
             f"{' and '.join(frozen)}, so the rows of new tokens such as {added[0]} keep their initial values. Set "
-            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}].",
-            stacklevel=3,
+            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}]."
         )
 
 
@@ -201,11 +195,10 @@ def _warn_of_tokens_without_embedding(config: ModelSettings, tokenizer: PreTrain
     new = [token for token, index in tokenizer.get_vocab().items() if index >= size and token not in given]
     if new:
         shown = f"{', '.join(map(repr, sorted(new)[:3]))}{', ...' if len(new) > 3 else ''}"
-        warnings.warn(
+        warn(
             f"{'tokenizer_config' if config.tokenizer_config else 'base_model'}: the tokenizer has {len(tokenizer)} "
             f"tokens, but the model has embeddings of {size}. {len(new)} tokens ({shown}) get new embeddings, which "
-            "are untrained. If this is the tokenizer of another model, use the model's own.",
-            stacklevel=3,
+            "are untrained. If this is the tokenizer of another model, use the model's own."
         )
 
 
@@ -234,9 +227,7 @@ def usable_attention(wanted: str | None) -> str | None:
         return wanted
     package = "the package kernels" if is_on_hub else "its package"
     lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
-    warnings.warn(
-        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.", stacklevel=2
-    )
+    warn(f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.")
     return None
 
 
@@ -270,11 +261,10 @@ def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
     weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding."""
     share = share_that_moves(model, learning_rate)
     if share is not None and share < ENOUGH:
-        warnings.warn(
+        warn(
             f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
             f"{share:.1%} of the weights, and others are rounded back to their old values. Set torch_dtype: float32, "
-            "which preserves small updates, or adapter: lora, whose weights are float32.",
-            stacklevel=2,
+            "which preserves small updates, or adapter: lora, whose weights are float32."
         )
 
 
@@ -296,10 +286,9 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
     if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
         return Mxfp4Config(dequantize=True)
     if config.model_quantization_config is not None:
-        warnings.warn(
+        warn(
             f"model_quantization_config: {config.model_quantization_config} has no effect: the weights of "
-            f"{config.base_model} are not stored in MXFP4.",
-            stacklevel=3,
+            f"{config.base_model} are not stored in MXFP4."
         )
     return None
 
@@ -313,11 +302,7 @@ def usable_quantisation(config: Settings) -> Settings:
     if torch.cuda.is_available():
         raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     dtype = str(weights_dtype(config)).removeprefix("torch.")
-    warnings.warn(
-        f"{key} has no effect: the package bitsandbytes is not installed (pip install 'ebft[qlora]'), so the "
-        f"weights are {dtype}.",
-        stacklevel=2,
-    )
+    warn(f"{key} has no effect: bitsandbytes is missing (pip install 'ebft[qlora]'). Weights are {dtype}.")
     return config.model_copy(update=_UNQUANTISED)
 
 

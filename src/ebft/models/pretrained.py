@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import is_gguf, lasting_name, locate
-from ebft.errors import ModelError, doing, shortened
+from ebft.errors import ModelError, doing, shortened, warn
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import refuse_pointers
@@ -39,10 +38,6 @@ def find_model(name: str, key: str) -> str:
             f"{key}: {name} contains {files[0].name} but no config.json, so it is a GGUF model. In a config, add "
             f"gguf_file: {files[0].name}; elsewhere, give the path of the file"
         )
-    if Path(found).is_file() and not is_gguf(found):
-        raise ModelError(f"{key}: {found} is a file. Set {key} to the folder of a model, or to its name on the Hub.")
-    if Path(found).is_dir() and key.startswith("base_model") and not exists(Path(found, "config.json")):
-        raise ModelError(f"{key}: {found} is not the folder of a model: it has no config.json.")
     refuse_pointers(Path(found))
     return found
 
@@ -137,11 +132,7 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, attribute, 0.0)
                 lora_dropout = max(lora_dropout, rate if "lora_dropout" in name else 0.0)
     if lora_dropout > 0:
-        warnings.warn(
-            f"lora_dropout: {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
-            "forward pass does not use it either. Set disable_dropout: false to train with dropout",
-            stacklevel=4,
-        )
+        warn(f"lora_dropout: {lora_dropout} is not applied, as rollouts are sampled without; see disable_dropout")
 
 
 @contextmanager
@@ -164,22 +155,12 @@ def check_adapter(model: nn.Module) -> None:
         return
     kind = model.active_peft_config
     if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
-        raise ModelError(
-            f"{type(kind).__name__} adds virtual tokens before the prompt, which EBFT does not support. "
-            "Use an adapter of the layers, such as LoraConfig"
-        )
+        raise ModelError(f"{type(kind).__name__} adds virtual tokens before the prompt, which is not supported")
     if kind.peft_type == PeftType.ADALORA:
-        warnings.warn(
-            "AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r, and the loss "
-            "has no term for orthogonality. Use LoraConfig if no callback of yours calls it",
-            stacklevel=4,
-        )
+        warn("AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r")
     changed = getattr(kind, "init_lora_weights", True)
     if isinstance(changed, str) and changed.startswith(REWRITE_BASE):
-        raise ModelError(
-            f"init_lora_weights={changed!r} modifies the base weights, so the model with its adapter disabled is not "
-            "the base model, which must be the feature network. Use the default initialisation"
-        )
+        raise ModelError(f"init_lora_weights={changed!r} modifies the base weights, which the feature network has")
     own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
     stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
     if stray:

@@ -109,10 +109,7 @@ def check_version(accelerator: Any, compares_weights: bool = False) -> None:
             "outermost module, which FSDP1 does not allow. Remove version from fsdp_config, or set it to 2."
         )
     if plugin.cpu_ram_efficient_loading and compares_weights:
-        raise ConfigError(
-            "a vLLM server is incompatible with cpu_ram_efficient_loading, with which only the first process has the "
-            "weights before training. Set cpu_ram_efficient_loading: false in fsdp_config."
-        )
+        raise ConfigError("a vLLM server is incompatible with cpu_ram_efficient_loading. Set it to false.")
 
 
 def keep_output_dtype(accelerator: Any) -> None:

@@ -105,8 +105,7 @@ def refuse_parts(folder: Path) -> None:
     """Raise ModelError for a checkpoint that FSDP2 has saved in parts, without other weights."""
     if (folder / WEIGHTS).is_dir() and first_weights(folder, (*MODEL_WEIGHTS, *ADAPTER_WEIGHTS)) is None:
         raise ModelError(
-            f"{folder} is a checkpoint that FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use the "
-            "folder that it prints"
+            f"{folder} is what FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use its result"
         )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
-from ebft.errors import ModelError, doing, some_of
+from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import refuse_classifier
 from ebft.models.quantised_experts import is_packed
@@ -55,17 +55,13 @@ def load_complete(
         others = {key for key in found["unexpected_keys"] if not _TEXT.search(key)}
         found["unexpected_keys"] -= others
         stored = {own_name(key): tensor for key, tensor in stored.items() if key not in others}
-        warnings.warn(
+        warn(
             f"{name}: the text model of a multimodal model is loaded, {type(model).__name__}, without {len(others)} "
-            "tensors of its other parts.",
-            stacklevel=4,
+            "tensors of its other parts."
         )
     sizes = [f"{key} ({tuple(given)} instead of {tuple(own)})" for key, given, own in found["mismatched_keys"]]
     if sizes:
-        raise ModelError(
-            f"the weights of {name} do not have the shapes of the model: {some_of(sizes)}. Correct config.json, or use "
-            "the weights that belong to it"
-        )
+        raise ModelError(f"the weights of {name} do not have the shapes of the model: {some_of(sizes)}")
     own = tuple(f"{module}." for module in head_modules(model))
     starts_head = may_lack_head and any(key.startswith(own) for key in found["missing_keys"])
     if starts_head:
@@ -80,21 +76,19 @@ def load_complete(
         )
     if found["unexpected_keys"]:
         count = len(found["unexpected_keys"])
-        warnings.warn(
+        warn(
             f"{name}: the weights contain {count} tensor{'s' * (count > 1)} that {type(model).__name__} with this "
-            f"config.json does not use: {some_of(found['unexpected_keys'])}.",
-            stacklevel=4,
+            f"config.json does not use: {some_of(found['unexpected_keys'])}."
         )
     _check_types(model, stored)
     _check_values(model)
     if any(_UNTIED in message for message in reported):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-        warnings.warn(
+        warn(
             f"{name}: config.json has tie_word_embeddings: true, but the weights contain an output layer that differs "
             "from the embeddings. Both are used, and the trained model is saved with tie_word_embeddings: false. "
-            "Servers such as vLLM may use the embeddings for both: set it to false in config.json.",
-            stacklevel=4,
+            "Servers such as vLLM may use the embeddings for both: set it to false in config.json."
         )
     if is_fsdp_enabled() and not PartialState().is_local_main_process:
         _free_weights(model)
@@ -157,10 +151,7 @@ def _check_values(model: PreTrainedModel) -> None:
             continue
         low, high = own.aminmax()  # without a copy; both are NaN if a value is
         if not (low.isfinite() and high.isfinite()):
-            raise ModelError(
-                f"the weights contain NaN or infinite values ({key}), so the model would compute NaN. Use other "
-                "weights, such as an earlier checkpoint"
-            )
+            raise ModelError(f"the weights contain NaN or infinite values ({key}). Use other weights")
         if own is embeddings and low == high and own.dim() == 2 and len(own) > 1:  # of one dimension: partitioned
             raise ModelError(f"the embeddings of all tokens are equal ({low:.4g}). Use trained weights")
 
@@ -248,12 +239,7 @@ def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
         return used
     if kind in _SINGLE_DIGITS:
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
-    warnings.warn(
-        f"{name} uses the pre-tokenizer {kind!r}, which is not supported: text is split like GPT-2, and some tokens "
-        "may differ from those that the model was trained on. Set tokenizer_config to the model's original tokenizer "
-        "to avoid this.",
-        stacklevel=4,
-    )
+    warn(f"{name} uses the pre-tokenizer {kind!r}, which is not supported: tokens may differ; set tokenizer_config.")
     return used
 
 

@@ -25,15 +25,9 @@ def _adapter(c: MethodConfig) -> Iterator[str]:
         yield f"adapter: {c.adapter} needs lora_r. Set it, for example lora_r: 16."
     is_expression = isinstance(c.lora_target_modules, str)
     if c.lora_target_linear and is_expression:
-        yield (
-            "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "
-            "expression. Keep one."
-        )
+        yield "lora_target_linear is true, but lora_target_modules is also set, to a regular expression. Keep one."
     if not (c.lora_target_linear or c.lora_target_modules or c.lora_target_linear_modules or c.lora_target_parameters):
-        yield (
-            f"adapter: {c.adapter} needs target modules. Set lora_target_linear: true, or list them in "
-            "lora_target_modules."
-        )
+        yield f"adapter: {c.adapter} needs target modules. Set lora_target_linear: true, or lora_target_modules."
     if c.lora_target_linear_modules and (c.lora_target_linear or is_expression):
         other = "lora_target_linear: true" if c.lora_target_linear else "a regular expression in lora_target_modules"
         yield f"lora_target_linear_modules is not supported with {other}. Keep one."
@@ -136,23 +130,14 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
     if c.neftune_noise_alpha is not None and not c.method.runs_plain_model:
         yield f"neftune_noise_alpha is not supported with {c.method.name}: {NEFTUNE}. Remove it."
     if c.overrides_of_model_config.model_fields_set and not c.method.runs_plain_model:
-        yield (
-            f"overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
-            "Remove it."
-        )
+        yield f"overrides_of_model_config is not supported with {c.method.name}, which has no term for the router."
     section = "trl" if c.method.rows == "prompts" else "ebft"
     of_section = lambda key: key if key == "log_rollouts" else f"{section}.{key}"
     yield from rules.logged_rollouts(c.log_rollouts, getattr(c, section).log_completions, of_section)
     if c.use_ray and c.manages_server:
-        yield (
-            "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
-            "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server."
-        )
+        yield "use_ray is incompatible with trl.vllm_mode: managed. Use `ebft vllm-serve`, and vllm_mode: server."
     if c.use_ray and c.ray_max_failures and c.save_only_model:
-        yield (
-            "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: "
-            "true. Remove one."
-        )
+        yield "ray_max_failures restarts the run from its checkpoints, which save_only_model does not allow."
 
 
 def refuse_contradictions(config: MethodConfig) -> None:
@@ -200,10 +185,7 @@ def _schedule(config: MethodConfig) -> Iterator[str]:
         if len(given) == 2:
             yield f"{steps} and {per_epoch} are both set. Keep one."
         elif given and chosen not in (None, "steps", "best"):
-            yield (
-                f"{given[0]} conflicts with {strategy}: {chosen}. Remove it (as an override: {given[0]}=), or set "
-                f"{strategy}: steps."
-            )
+            yield f"{given[0]} conflicts with {strategy}: {chosen}. Remove it (as an override: {given[0]}=)."
 
 
 def _of_axolotl(config: MethodConfig) -> Iterator[str]:
@@ -236,7 +218,4 @@ def _chat_templates(config: MethodConfig) -> Iterator[str]:
     chosen = config.chat_template or next(iter(given), None)
     for template, where in given.items():
         if template != chosen:
-            yield (
-                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another "
-                "dataset. The model is saved with one template: set chat_template of the config, and remove it here."
-            )
+            yield f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or a dataset."

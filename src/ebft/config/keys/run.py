@@ -1,6 +1,5 @@
 """Config keys of a run: optimizer, batches, precision, memory, processes, checkpoints, logs, the Hub."""
 
-import warnings
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +8,7 @@ from ebft.config.keys.data import SeedKeys
 from ebft.config.keys.models import FSDPKeys, PrecisionKeys
 from ebft.config.options import RolloutLogOption
 from ebft.config.section import NotBlank, Section, Steps, paths, section_of_options
+from ebft.errors import warn
 
 MAX_ROWS = 1_000_000  # per batch
 MAX_RATE = 1e6  # of learning rates; some optimizers take large ones
@@ -289,7 +289,7 @@ class DashboardSection(Section):
             return {"enabled": data}
         others = [f"tui.{key}" for key in data if key != "enabled"] if isinstance(data, dict) else []
         if others:
-            warnings.warn(f"{', '.join(others)}: no effect: the dashboard has no settings.", stacklevel=2)
+            warn(f"{', '.join(others)}: no effect: the dashboard has no settings.")
             return {key: value for key, value in data.items() if key == "enabled"}
         return data
 

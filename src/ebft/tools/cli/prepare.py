@@ -73,9 +73,7 @@ def doctor(
     console, levels = safe_console(soft_wrap=True), Counter()
     plans = card is not None or memory is not None
     if plans and config is None:
-        raise ConfigError(
-            "--for and --memory plan the step of a config: add it, as in `ebft doctor run.yaml --for h100`."
-        )
+        raise ConfigError("--for and --memory plan a step of a config: add it, as in `ebft doctor run.yaml --for h100`")
 
     planned_on = card_of(card, memory) if plans else None
 
@@ -259,10 +257,7 @@ def preprocess(
     if not run_config.streaming:
         prepared = prepare_rows(run_config, tokenizer, Path(run_config.dataset_prepared_path or DEFAULT_FOLDER))
     elif not shows:
-        raise ConfigError(
-            "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use "
-            "--debug to show the first ones, or remove streaming."
-        )
+        raise ConfigError("streaming: the rows of a stream are not prepared. --debug shows the first ones.")
     if shows:
         rows = run_config.method.load_rows(run_config, tokenizer) if prepared is None else prepared.rows
         is_new = prepared is None or prepared.is_new

@@ -14,18 +14,8 @@ from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
 from ebft.printed import print_table, printable_json, safe_console, say
 from ebft.run_files import check_rollouts, check_run, read_object
-from ebft.tools.cli.arguments import (
-    BaseModel,
-    ConfigFile,
-    ConfigOrFolder,
-    LoraModelDir,
-    Overrides,
-    RunFolder,
-    complete_model,
-    complete_term,
-    option,
-    read_source,
-)
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import complete_model, complete_term, option, read_source
 from ebft.tools.cli.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
@@ -35,7 +25,7 @@ COUNT, COUNT_INTERACTIVE = 5, 200
 
 @listing
 def show(
-    folder: RunFolder,
+    folder: shared.RunFolder,
     best: Annotated[bool, typer.Option("--best", help="The best rollouts by --sort, best first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The worst rollouts by --sort, worst first.")] = False,
     sort: Annotated[
@@ -111,7 +101,7 @@ def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
 
 @polite
 def report(
-    folder: RunFolder,
+    folder: shared.RunFolder,
     evaluation: Annotated[
         Path | None,
         option(
@@ -138,8 +128,8 @@ def report(
 
 @polite
 def evaluate(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     model: Annotated[
         list[str] | None,
         option(
@@ -182,9 +172,7 @@ def evaluate(
     for path in filter(None, (output, plot)):
         check_writable(path)
     if output is not None and output.is_file() and output.stat().st_size and not _is_evaluation(output):
-        raise ConfigError(
-            f"--output {output}: the file exists and is not the result of an evaluation. Choose another file."
-        )
+        raise ConfigError(f"--output {output}: the file exists and is not the result of an evaluation.")
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
     for table in filter(None, (evaluation.table(), evaluation.differences_table())):
@@ -205,8 +193,8 @@ FEWEST_WHITENED = 4  # samples; the whitened rewards of fewer say only an order
 
 @listing
 def inference(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
     completion: Annotated[
         bool | None,
@@ -218,8 +206,8 @@ def inference(
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
-    base_model: BaseModel = None,
-    lora_model_dir: LoraModelDir = None,
+    base_model: shared.BaseModel = None,
+    lora_model_dir: shared.LoraModelDir = None,
     reference: Annotated[
         str | None, option("TEXT", "Show the feature-matching rewards of --samples replies against this text.")
     ] = None,

@@ -15,7 +15,7 @@ import typer
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
 from ebft.config.schema import RunConfig, load_config
-from ebft.errors import ConfigError, RunError
+from ebft.errors import ConfigError, RunError, warn
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
@@ -338,7 +338,7 @@ def wants_dashboard(in_config: bool) -> bool:
     if value in _OFF or is_launched():
         return False
     if not is_terminal():
-        warnings.warn(f"{name}: {value} has no effect: training was not started in a terminal.", stacklevel=2)
+        warn(f"{name}: {value} has no effect: training was not started in a terminal.")
         return False
     return True
 
@@ -361,10 +361,7 @@ def train_with_dashboard(arguments: list[str], folder: Path) -> int:
     fails, this waits for the training process instead, and passes Ctrl-C on to it."""
     check_terminal("ebft train --tui")
     if is_launched():
-        raise RunError(
-            "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
-            "--tui and run `ebft tui` in another terminal."
-        )
+        raise RunError("--tui starts the processes itself. Use --num-processes in place of a launcher, or `ebft tui`.")
     from ebft.tools.dashboard.tui import Training, TrainingDashboard
 
     training = Training(arguments, folder)

@@ -81,9 +81,7 @@ def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
     if parsed and (parsed[2] or "").lower() == "gb":
         size *= 1e9 / 2**30
     if not 0 < size < 10_000:
-        raise ConfigError(
-            f"--memory {memory}: expected the memory of a card, such as 24GiB, 24 (GiB) or 80GB (80e9 bytes)."
-        )
+        raise ConfigError(f"--memory {memory}: expected the memory of a card, such as 24GiB, or 80GB (80e9 bytes).")
     return f"a card with {size:.4g} GiB", Card(size)
 
 

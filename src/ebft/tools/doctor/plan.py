@@ -278,12 +278,10 @@ def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
     from ebft.tools.doctor.run import without_output
 
-    none = ("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")
-    changes: dict[str, Any] = dict.fromkeys(none) | {
+    changes: dict[str, Any] = {
+        **dict.fromkeys(("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "torch_compile"), False),
         "logging_steps": 10**6,
-        "load_in_4bit": False,
-        "load_in_8bit": False,
-        "torch_compile": False,
         "dataloader_num_workers": 0,
         "val_set_size": 0.0,
         "adapter": "lora" if config.adapter == "qlora" else config.adapter,

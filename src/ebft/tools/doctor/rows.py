@@ -161,20 +161,11 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
     limit, cut = config.sequence_len, counts.get(TRUNCATED, 0)
     longest = max(row.prompt + row.reference for row in rows.prompts) if rows.prompts else rows.longest
     if cut:
-        yield Check(
-            "warning",
-            "sequence_len",
-            f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}, so that completions end "
-            "early. Increase it, or remove such rows.",
-        )
+        text = f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}. Increase it"
+        yield Check("warning", "sequence_len", text)
     elif 2 * longest < limit:
-        enough = 2 ** math.ceil(math.log2(longest + 1))
-        text = "prompt with its reference" if rows.prompts else "row"
-        yield Check(
-            "ok",
-            "sequence_len",
-            f"{limit} is more than twice the longest {text} ({longest:,} tokens): sequence_len: {enough} is enough.",
-        )
+        enough = f"sequence_len: {2 ** math.ceil(math.log2(longest + 1))} is enough"
+        yield Check("ok", "sequence_len", f"{limit} is more than twice the longest row ({longest:,} tokens): {enough}")
 
 
 def completions_of(row: dict[str, Any]) -> list[str]:

@@ -59,7 +59,10 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
         data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
         if not data.failed:
             yield from of_rows.sequence_len_checks(config, data.result.longest, data.result.counts)
-            yield from _step_size_checks(config, data.result.count)
+            needed, count = of_rows.rows_per_step(config), data.result.count
+            if count is not None and needed > count:
+                text = f"a step needs {needed:,} rows, but there are {count:,} training rows. Use smaller batches"
+                yield Check("warning", "step size", text)
     needed_for_step = [settings, machine, packages]
     if config.uses_server:
         needed_for_step.append((yield from _attempt("server", _check_server, config, ok=str)))
@@ -145,18 +148,6 @@ def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     return _Data(count, len(evaluation or ()), longest, of_rows.described(config, longest), counts)
 
 
-def _step_size_checks(config: RunConfig, count: int | None) -> Iterator[Check]:
-    """A warning if an optimizer step needs more rows than there are."""
-    needed = of_rows.rows_per_step(config)
-    if count is not None and needed > count:
-        yield Check(
-            "warning",
-            "step size",
-            f"one optimizer step needs {needed:,} rows, but there are {count:,} training rows. "
-            "Decrease gradient_accumulation_steps or the batch size, or use more data.",
-        )
-
-
 def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
     found = needs(config, model_config, rows)
     found.of(config)  # raises for models whose configuration lacks what the estimate reads
@@ -187,10 +178,7 @@ def _check_login(config: RunConfig) -> None:
 
 
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
-    say(
-        f"Training for one step on the longest rows ({data.length}), on a CPU for minutes; --no-step leaves it out ...",
-        err=True,
-    )
+    say(f"Training for a step on the longest rows ({data.length}), on a CPU for minutes; see --no-step ...", err=True)
     memory = PhaseMemory()
     given = config, tokenizer, data.longest.data, memory
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")
@@ -204,23 +192,12 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         return
     yield from attempt.checks
     for name, peak in memory.peaks.items():
-        yield Check(
-            "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
-        )
+        yield Check("ok", f"peak memory, {name}", gib(peak) + " (peak of the run so far)" * (not memory.is_exact))
     yield _peak_check(memory, attempt.result, needed)
-    yield _time_check(config, memory.seconds, data.count or 0)
-
-
-def _time_check(config: RunConfig, seconds: float, rows: int) -> Check:
-    """The time of the measured step, with all its micro-batches, and of a run over `rows` rows at this speed."""
-    steps = planned_steps(config, this_machine(), rows)
-    seconds *= config.gradient_accumulation_steps / _micro_batches(config)
-    return Check(
-        "ok",
-        "time",
-        f"{seconds:.3g} s per step on the longest rows, the first one included; {duration(seconds * steps)} for "
-        f"{steps:,} steps at this speed, without evaluations and saves. Shorter rows take less.",
-    )
+    steps = planned_steps(config, this_machine(), data.count or 0)
+    seconds = memory.seconds * config.gradient_accumulation_steps / _micro_batches(config)
+    text = f"{seconds:.3g} s per step on the longest rows, the first one included; {duration(seconds * steps)} for "
+    yield Check("ok", "time", f"{text}{steps:,} steps at this speed, without evaluations and saves")
 
 
 def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
@@ -239,25 +216,19 @@ def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
 
 _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memory; further ones need no more
 # Keys that save, evaluate, report or end early, and their values for the step.
-_NOTHING_SAVED = {
+_NOTHING_SAVED: dict[str, Any] = {
+    **dict.fromkeys(("save_steps", "saves_per_epoch", "resume_from_checkpoint", "hub_model_id", "report_to")),
+    **dict.fromkeys(
+        [f"use_{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet", "swanlab")], False
+    ),
     "max_steps": 1,
     "save_strategy": "no",
-    "save_steps": None,
-    "saves_per_epoch": None,
-    "resume_from_checkpoint": None,
     "load_best_model_at_end": False,
-    "hub_model_id": None,
-    "report_to": None,
-    "use_tensorboard": False,
-    "use_wandb": False,
-    "use_trackio": False,
-    "use_mlflow": False,
-    "use_comet": False,
-    "use_swanlab": False,
     "wandb_project": None,
     "plugins": [],
     "health": False,
     "logging_steps": 1,
+    "log_rollouts": "none",
 }
 
 
@@ -301,7 +272,6 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
     """Return the config for one step that saves and reports nothing outside of `folder`."""
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
     changes["gradient_accumulation_steps"] = _micro_batches(config)
-    changes["log_rollouts"] = "none"
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.
     changes["trl"] = config.trl.model_copy(update={"log_completions": False, "skip_zero_advantage_batches": False})

@@ -12,7 +12,6 @@ import hashlib
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed, warn
 from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
@@ -42,18 +41,11 @@ from ebft.structured.reward import continuation_features
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
 from ebft.structured.trainer import labelled_reference
+from ebft.tools.evaluation import task as tasks
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import (
-    KEY,
-    Settings,
-    Task,
-    check_comparable,
-    downstream_scores,
-    load_held_out,
-    load_metrics,
-)
+from ebft.tools.evaluation.task import KEY, Settings, Task
 
 
 def evaluate(
@@ -72,9 +64,9 @@ def evaluate(
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     config = as_trained(config, Path(config.output_dir))
-    check_comparable(config)
+    tasks.check_comparable(config)
     settings = Settings.of(config)
-    metrics = load_metrics(config.evaluation.metrics)
+    metrics = tasks.load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
     if isinstance(models, str):
@@ -82,12 +74,12 @@ def evaluate(
     names = list(dict.fromkeys(models)) if models else own_models(config)
     for name in names:
         check_model(config, name, tokenizer)
-    task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
+    task = Task(config, settings, tasks.load_held_out(config, tokenizer), tokenizer, metrics)
     check_positions(config, names, longest_document(task.held_out.rows))
     check_measurable(task)
     notes = notes_on(names, task.held_out)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
@@ -111,15 +103,9 @@ def check_measurable(task: Task) -> None:
     rows: Any = task.held_out.rows
     if task.config.method.rows == "tokens":
         if task.metrics and not any(rows["prompt_length"]):
-            raise DataError(
-                f"{KEY} requires prompts to complete, but the held-out rows are text without prompts. Use rows with "
-                "prompt and completion, or remove the metrics."
-            )
+            raise DataError(f"{KEY} requires prompts to complete, but the held-out rows are text without prompts.")
     elif not task.metrics and not any(has_reference(row) for row in rows):
-        raise DataError(
-            "nothing to evaluate: the held-out prompts have no references, and evaluation.metrics is empty. Provide "
-            "ground_truth, or set evaluation.metrics."
-        )
+        raise DataError("nothing to evaluate: the held-out prompts have no references, and there are no metrics.")
 
 
 EXACT_POSITIONS = 16  # curves have a point for each of these positions, and then one for each power of two
@@ -161,7 +147,7 @@ class PromptMeasure:
                 if metrics:
                     replies = [self.completions.reply(each, row.get("remaining_turns")) for each in (*rollouts, best)]
                     given = row["prompt"], replies, {**held_out.raw[document], **row}
-                    self.scores.add_all(downstream_scores(metrics, settings.pass_at, *given), [document])
+                    self.scores.add_all(tasks.downstream_scores(metrics, settings.pass_at, *given), [document])
         return self.scores
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
@@ -267,7 +253,7 @@ def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
     except ModelError as error:
         if config.method.samples_blocks:
             raise
-        warnings.warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.", stacklevel=2)
+        warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.")
         return False
     return True
 
@@ -288,7 +274,7 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
             prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
             replies = [completions.reply(rollout) for rollout in (*rollouts, best)]
             given = task.metrics, task.settings.pass_at, prompt, replies, task.held_out.raw[document]
-            scores.add_all(downstream_scores(*given), [document])
+            scores.add_all(tasks.downstream_scores(*given), [document])
 
 
 class Completions:
@@ -346,11 +332,7 @@ def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
     left += ["vllm_guided_decoding_regex"] if regex is not None else []
     if left:
-        warnings.warn(
-            f"trl.{', trl.'.join(left)}: ignored, because `ebft evaluate` samples with generate(), which does not "
-            "support it.",
-            stacklevel=2,
-        )
+        warn(f"trl.{', trl.'.join(left)}: no effect, as `ebft evaluate` samples with generate().")
     return read
 
 

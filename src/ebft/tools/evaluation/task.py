@@ -66,10 +66,7 @@ def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[st
     if found is None or (isinstance(found, float) and math.isfinite(found)):
         return found
     said = repr(found)[:200] if isinstance(found, float | str) else type(found).__name__
-    raise ConfigError(
-        f"{KEY}: {name} returned {said} for the completion {completion!r:.200}. It must return a finite number, or "
-        "None if it does not apply to the row."
-    )
+    raise ConfigError(f"{KEY}: {name} returned {said} for {completion!r:.200}; it must return a finite number or None.")
 
 
 @dataclass
