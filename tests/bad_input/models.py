@@ -164,7 +164,7 @@ def no_tokenizer(folder: Path) -> None:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
 MODELS = [
     bad("model does not exist", "base_model", "./nothing", config={"base_model": "./nothing"}),
-    bad("model is a file", "base_model", "is a file", config={"base_model": "rows.jsonl"}),
+    bad("model is a file", "base_model", config={"base_model": "rows.jsonl"}),
     bad("model is an empty folder", "base_model", "folder", "no config.json", config={"base_model": "folder"},
         files={"folder": Path.mkdir}),
     bad("model is not on the Hub", "base_model", "nobody/nothing", config={"base_model": "nobody/nothing"}),

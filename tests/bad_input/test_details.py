@@ -8,7 +8,7 @@ import torch
 
 from ebft.config.keys.data import DatasetEntry
 from ebft.data.sources import read_source
-from tests.bad_input.cases import bad, entry, good, invoke, prepare
+from tests.bad_input.cases import bad, good, invoke, prepare
 from tests.bad_input.models import Evil
 
 
@@ -36,12 +36,6 @@ FAILING = """
 def transform(cfg, **kwargs):
     return lambda example, tokenizer=None: example["body"], {"remove_columns": "__all__"}
 """
-
-
-def test_check_says_which_modules_it_imported(run):
-    case = good("own", config=entry(type="own.transform"), files={"own.py": FAILING}, command="config --check run.yaml")
-    outcome = run(case)
-    assert outcome.code == 0 and "ran their modules' code: own.transform" in outcome.printed
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(run, tmp_path):

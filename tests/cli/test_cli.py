@@ -12,7 +12,6 @@ from typer.main import get_command
 
 from ebft.config.schema import RunConfig
 from ebft.tools.cli import app
-from ebft.tools.cli.training import what_next
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.run.test_methods import run_file
 
@@ -133,13 +132,6 @@ def test_the_commands_that_are_printed_at_the_end_of_training_work(ebft, run_fil
     assert ebft(*shlex.split(command)[1:]).exit_code == 0
     ebft("report", out)
     assert "compared with" in (out / "report.html").read_text()
-
-
-def test_full_models_and_runs_without_rollouts_have_fewer_commands(tmp_path):
-    config = RunConfig.from_dict({"base_model": "some/model", "datasets": [{"path": "data", "type": "completion"}]})
-    assert what_next(config, tmp_path, []) == [f"Next: ebft inference {tmp_path}"]
-    config.adapter, config.load_in_8bit = "lora", True
-    assert what_next(config, tmp_path, ["run.yaml", "a=b"])[0].endswith("; ebft merge-lora run.yaml a=b")
 
 
 @pytest.mark.slow

@@ -1,19 +1,16 @@
 """What commands write to stderr: progress bars in terminals only, messages on separate lines, the summary of a run."""
 
-import io
 import shlex
 import subprocess
 import sys
-import warnings
 
 import pytest
-from tqdm import tqdm
 
 from ebft import load_config
 from ebft.errors import ConfigError
 from ebft.run.training import _whitening
 from ebft.tools.cli import console
-from tests.cli.conftest import ENVIRONMENT, plain
+from tests.cli.conftest import ENVIRONMENT
 from tests.run.test_methods import run_file
 
 __all__ = ["run_file"]
@@ -38,35 +35,6 @@ def test_a_run_in_a_pipe_writes_lines_without_progress_bars(run_file, tmp_path):
     assert data == "Data: 11 training rows, 1 held out"  # the dropped row is one of the two held out
     assert steps.startswith("Steps: 2 (") and steps.endswith(f"; output in {tmp_path / 'out'}")
     assert adapter.startswith("Adapter: LoRA on 14 modules: down_proj (2), gate_proj (2), k_proj (2), ")
-
-
-def test_messages_begin_on_a_separate_line(monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        isatty = lambda self: True
-
-    stderr = Terminal()
-    with monkeypatch.context() as patched, warnings.catch_warnings():
-        patched.setattr(sys, "stderr", stderr)
-        patched.setattr(warnings, "showwarning", warnings.showwarning)
-        console.show_warnings()
-        bar = tqdm(total=6, file=stderr, ncols=40, disable=False, position=0)
-        warnings.showwarning("a warning", UserWarning, "", 0)
-        bar.close()
-    before, _, after = plain(stderr.getvalue()).partition("Warning: ")
-    assert before.endswith("\r") and before.rstrip("\r").rpartition("\r")[2].isspace()
-    assert after.startswith("a warning\n\r") and "0/6" in after
-
-    import ebft.transformers_internals  # noqa: F401 (training imports it)
-
-    def stopped():
-        tqdm(total=6, disable=False, ncols=40)
-        raise KeyboardInterrupt("Stopped at step 3.")
-
-    try:
-        console.polite(stopped)()
-    except Exception as stop:
-        assert stop.exit_code == 130
-    assert "Stopped at step 3." in capsys.readouterr().err.split("\n")
 
 
 def test_the_log_level_applies_to_all_libraries(monkeypatch):

@@ -46,15 +46,3 @@ def test_deepspeed_configs_are_those_that_names_select(ebft, tmp_path, monkeypat
     for name, content in copied.items():
         assert deepspeed_settings(name) == deepspeed_settings(f"deepspeed_configs/{name}.json") == content
         assert content["zero_optimization"]["stage"] == int(name[4])
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("smolm2-135", "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
-    ("exampels", "Did you mean examples?"),
-    ("model.gguf", "requires a destination folder: ebft fetch model.gguf --output DIR"),
-    ("examples a --output b", "a and --output b both set the destination folder"),
-])  # fmt: skip
-def test_mistakes_are_told(refused, arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
-    assert message in refused("fetch", *arguments.split())

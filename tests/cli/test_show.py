@@ -63,20 +63,6 @@ def test_the_choice_as_json(ebft, run, arguments, completions):
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
 
 
-def test_equal_completions_are_shown_once_and_terms_of_reward_functions(ebft, tmp_path):
-    entry = strided_entry(1, rewards=(0.1, 0.1, 0.4))
-    for sample in entry["blocks"][0]["samples"][:2]:
-        sample["completion"] = "the same"
-    append(tmp_path / "rollouts.jsonl", entry)
-    shown = ebft("show", tmp_path, "--worst", "--count", "2").stdout
-    assert shown.count("the same") == 1 and "(×2)" in shown and "completion 2 of step 1" in shown
-    listed = json.loads(ebft("show", tmp_path, "--worst", "--count", "2", "--json").stdout)
-    assert [sample["completion"] for sample in listed] == ["the same"] * 2 and "copies" not in listed[0]
-    append(tmp_path / "rollouts.jsonl", prompt_entry(2))
-    result = ebft("show", tmp_path, "--sort", "rewards/short")
-    assert result.exit_code == 0 and "user: What is 2 + 2?" in result.stdout and "rewards/short +0.500" in result.stdout
-
-
 def test_what_cannot_be_shown(refused, run, tmp_path):
     said = refused("show", run, "--sort", "rewad")
     assert "no rollout has a term 'rewad'. Choose from reward, alignment, diversity" in said

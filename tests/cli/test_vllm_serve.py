@@ -54,23 +54,6 @@ stand_in.main()
 """
 
 
-def test_a_wrong_config_is_one_message(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
-    (tmp_path / "packages" / "vllm").mkdir(parents=True)
-    (tmp_path / "packages" / "vllm" / "__init__.py").touch()
-    (tmp_path / "run.yaml").write_text(RUN)
-    # The config of `ebft train run.yaml trl.use_vllm=true`, which configures the server only.
-    trained = ("trl.use_vllm=false", "vllm.max_model_len=64", "trl.vllm_server_timeout=5", "vllm.python=nowhere/python")
-    for arguments, message in (
-        (["--port", "x"], "vllm.port: invalid value 'x'"),
-        (["--prt=1"], "Did you mean --port?"), (trained, "nowhere/python"),
-    ):  # fmt: skip
-        said = refused("vllm-serve", "run.yaml", *arguments)
-        assert message in said and "no effect" not in said
-    assert not (tmp_path / "model-out").exists()
-
-
 @pytest.mark.slow
 def test_a_signal_ends_everything(serve, tmp_path):
     pids = tmp_path / "pids"

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.tools.doctor import environment
 from ebft.tools.doctor.environment import check_installation
 from ebft.tools.doctor.memory import advice, memory_checks, needs
-from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
+from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
 from ebft.tools.doctor.run import PhaseMemory, _peak_check
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
@@ -51,9 +50,7 @@ def test_the_installation_is_consistent(doctor):
 
 @pytest.mark.parametrize(
     "package, installed, level, name, message",
-    [
-        ("trl", "0.9", "error", "packages", r"trl: version 0.9 .*>=1.16 is required.*pip install 'trl"),
-    ],
+    [("trl", "0.9", "error", "packages", r"trl: version 0.9 .*>=1.16 is required.*pip install 'trl")],
 )
 def test_packages_that_are_missing_or_too_old(monkeypatch, package, installed, level, name, message):
     real = environment.installed_version
@@ -214,16 +211,6 @@ def spare_gpu(monkeypatch):
     return add
 
 
-def test_the_frozen_copy_is_named_as_its_method_calls_it(tmp_path, spare_gpu):
-    """A reference model is on the device that trains, where TRL places it."""
-    full_weights = ["adapter=", "lora_r=", "lora_alpha=", "lora_target_linear="]
-    full, pairs = (needs_of(write_inputs(name, tmp_path / name), full_weights) for name in ("strided_full", "dpo"))
-    spare_gpu("cuda:1")
-    features, reference = full.of(full.config), pairs.of(pairs.config)
-    assert "feature network" in features.parts("optimizer") and features.features_on == "cuda:1"
-    assert reference.parts("optimizer")["reference model"] == reference.weights and reference.features_on is None
-
-
 LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
 
 
@@ -256,20 +243,6 @@ def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left
     assert all("saves about" in line for line in found)
 
 
-def test_savings_leave_out_what_is_set_already(tmp_path):
-    path = write_inputs("strided_full", tmp_path)
-    keys = ["micro_batch_size=1", "gradient_checkpointing=true", "torch_dtype=bfloat16", *LORA]
-    found = savings(needs_of(path, [*keys, "ebft.rollout_tokens_per_pass=64"]), "loss and backward")
-    assert [line.partition(":")[0] for line in found] == ["sequence_len"]
-    needs = needs_of(path, ["micro_batch_size=1"])
-    row = {**needs.rows.data[0], "prompt_length": needs.rows.longest // 2 - 1}
-    found = savings(replace(needs, rows=replace(needs.rows, data=[row])), "loss and backward")
-    assert not any("sequence_len" in line for line in found), "no block fits after the prompt"
-    row["turn_spans"] = [[2, needs.rows.longest // 4], [needs.rows.longest // 2, needs.rows.longest]]
-    found = savings(replace(needs, rows=replace(needs.rows, data=[row])), "loss and backward")
-    assert any("sequence_len" in line for line in found), "an earlier turn has room"
-
-
 def test_a_second_gpu_or_the_cpu_takes_the_copy_and_an_8_bit_optimizer_is_listed(tmp_path, monkeypatch, spare_gpu):
     full = needs_of(write_inputs("strided_full", tmp_path), ["bf16=false"])
     spare_gpu(None)
@@ -300,17 +273,6 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
     assert longest_rows(without, data, lengths).longest == prompt + 10
     _, found = doctor(path, "--no-step")
     assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
-
-
-def test_advice_on_sequence_len(tmp_path):
-    config = load_config(write_inputs("sft", tmp_path))
-    for longest, truncated, level, text in (
-        (40, 0, ["ok"], "sequence_len: 64 is enough"),
-        (160, 3, ["warning"], "3 rows are truncated"),
-    ):
-        counts = {"truncated at sequence_len": truncated} if truncated else {}
-        found = list(sequence_len_checks(config, LongestRows(None, (), longest), counts))
-        assert [check.level for check in found] == level and all(text in check.message for check in found)
 
 
 def test_later_steps_have_the_optimizer_state_from_their_start():

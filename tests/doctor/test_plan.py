@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from benchmarks.guard import COMMON, LORA, METHODS, MeasureStep, inputs_of
 from ebft import RunConfig, train
-from ebft.errors import ConfigError, ModelError
+from ebft.errors import ModelError
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import arranged, run_rows
@@ -218,36 +218,6 @@ def test_what_other_devices_compute_is_not_counted_at_the_rate_of_the_card(tmp_p
         found = {check.name: check.message for check in fit.planned(config, "h100", card)}
     assert "and the time of 5.00 TFLOP on other devices, which is not known" in found["time"]
     assert fit.floor(plan_of(1, elsewhere=5e12), card, config) == fit.floor(plan_of(1), card, config)
-
-
-def test_a_plan_names_the_server_that_it_leaves_out(tmp_path):
-    config = config_of("structured LoRA", tmp_path)
-    served = config.model_copy(update={"trl": config.trl.model_copy(update={"use_vllm": True, "vllm_mode": "server"})})
-    [warning] = fit._assumptions(served)
-    assert "trl.vllm_mode=colocate vllm.gpu_memory_utilization=0.3" in warning.message and warning.level == "warning"
-    assert not list(fit._assumptions(config))
-
-
-def test_changes_of_full_fine_tuning_say_what_they_change(tmp_path):
-    config = fit._on_gpu(config_of("strided", tmp_path))
-    texts = [text for text, _ in fit._candidates(config)]
-    assert all(("(same step)" in text) != ("(changes the training)" in text) for text in texts), texts
-    [rounded] = [text for text in texts if text.startswith("torch_dtype")]
-    order = [text.partition(":")[0] for text in texts]
-    assert "small updates are lost" in rounded and order.index("torch_dtype") < order.index("ebft.feature_device")
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--for", "h1000"], "--for h1000: unknown card. Choose from rtx4090"),
-        (["--memory", "much"], "--memory much: expected the memory of a card, such as 24GiB"),
-    ],
-)
-def test_cards_that_are_unknown(arguments, message):
-    given = dict(zip(arguments[::2], arguments[1::2]))
-    with pytest.raises(ConfigError, match=message):
-        known.card_of(given.get("--for"), given.get("--memory"))
 
 
 @pytest.mark.parametrize("given, size", [("80GB", 80e9 / 2**30), ("80GiB", 80), ("80", 80), ("23.5 G", 23.5)])

@@ -58,14 +58,6 @@ def test_documents_that_the_run_held_out_were_not_trained_on(notes, rows, tmp_pa
     assert "1 of the 8 evaluated documents are" in notes("test_datasets=", "val_set_size=8", "seed=4")[0]
 
 
-def test_documents_of_which_a_weight_selects_a_part_may_be_training_documents(notes, rows, tmp_path):
-    entry = {"path": str(rows / "pairs.jsonl"), "type": "ebft_strided_structured.transform"}
-    for weight, is_in_doubt in ((0.5, True), (1, False)):
-        record_run(tmp_path / "run", "", datasets=[{**entry, "weight": weight}])
-        [note] = notes()
-        assert "9 of the 9" in note and ("or were left out by a weight below 1, so" in note) == is_in_doubt
-
-
 def test_training_documents_of_the_base_model_count(notes, rows, tmp_path):
     record_run(tmp_path / "first", rows / "pairs.jsonl")
     record_run(tmp_path / "run", rows / "texts.jsonl", base_model=str(tmp_path / "first"))

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from ebft.errors import ConfigError, ModelError
 from ebft.models.load import (
@@ -97,18 +97,6 @@ def test_sequence_len_beyond_positions(make_config):
     ):
         with pytest.raises(ConfigError, match=message):
             check_sequence_len(sequence_len, found, "the model", longest)
-
-
-def test_folders_without_a_model(make_config, tokenizer, tiny_llama_dir, tmp_path):
-    def refused(message, **keys):
-        with pytest.raises(ModelError, match=message):
-            load_model(make_config(**keys), tokenizer)
-
-    refused("base_model: .* is not the folder of a model", base_model=str(tmp_path))
-    refused("base_model_config: the local path './gone' does not exist", base_model_config="./gone")
-    (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
-    GPT2Config(n_layer=2, n_head=2, n_embd=32).save_pretrained(tmp_path)
-    refused("base_model: .*do not have the shapes of the model", base_model_config=str(tmp_path))
 
 
 def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch):

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ebft.errors import ModelError, told
+from ebft.errors import ModelError
 from ebft.models.load import load_base_model, load_model
-from ebft.models.pretrained import find_model, load, pretrained_config, pretrained_model, pretrained_tokenizer
+from ebft.models.pretrained import load, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from tests.gguf_files import write_gguf
@@ -114,22 +114,6 @@ def test_names_of_gguf_files_are_names_of_models(tiny_gguf, make_gguf_config):
         assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters()))
     assert pretrained_config(name).hidden_size == 32
     assert pretrained_tokenizer(name)("a")["input_ids"] == load_tokenizer(config)("a")["input_ids"]
-
-
-def test_a_folder_without_gguf_file(make_gguf_config, tiny_gguf):
-    with pytest.raises(ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, give the path of the file"):
-        load_tokenizer(make_gguf_config(gguf_file=None))
-    with pytest.raises(ModelError, match="it is a GGUF model"):
-        find_model(str(tiny_gguf.parent), "model")
-
-
-def test_files_that_are_cut_off(make_gguf_config, tiny_gguf, tmp_path):
-    content = tiny_gguf.read_bytes()
-    (tmp_path / "bad.gguf").write_bytes(content[: int(0.999 * len(content))])
-    config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(Exception, match="cannot reshape") as caught:
-        load_base_model(config, load_tokenizer(config))
-    assert f"while reading {tmp_path / 'bad.gguf'}" in told(caught.value)
 
 
 def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(make_gguf_config, monkeypatch):

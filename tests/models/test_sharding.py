@@ -132,8 +132,6 @@ def test_settings_that_are_refused_or_supported():
     ):
         with pytest.raises(ConfigError, match=message):
             check_version(accelerator(**changes), "cpu" in str(changes))
-    check_version(SimpleNamespace(state=SimpleNamespace()), True)  # no FSDP
-    check_version(accelerator(), True)
     check_version(accelerator(cpu_ram_efficient_loading=True))
 
 

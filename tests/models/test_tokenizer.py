@@ -81,7 +81,6 @@ def test_template_from_text_and_file(make_config, tmp_path):
     [
         ("chatlm",
          "'chatlm'; expected a known name .alpaca, chatml, .*qwen_25, tokenizer_default, or .*path of a file"),
-        ("smollm3", "chat_template: smollm3 is the template of a chat model's tokenizer, but"),
     ],
 )  # fmt: skip
 def test_unusable_templates(make_config, choice, message):
