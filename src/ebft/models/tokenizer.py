@@ -45,7 +45,7 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
         raise ModelError("The tokenizer has no eos_token. Set pad_token and eos_token in special_tokens.")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-        warn(f"special_tokens.pad_token: the tokenizer has none, and {tokenizer.eos_token!r} is used.")
+        warn(f"The tokenizer has no padding token: {tokenizer.eos_token!r} is used. See special_tokens.pad_token.")
     apply_chat_template_choice(tokenizer, config.chat_template)
     return tokenizer
 
