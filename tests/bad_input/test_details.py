@@ -4,11 +4,8 @@ import shutil
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from ebft.config.schema import RunConfig
-from ebft.tools.cli import app
-from tests.bad_input.cases import bad, entry, good, invoke, prepare
+from tests.bad_input.cases import bad, good, invoke, prepare
 from tests.bad_input.models import Evil
 
 
@@ -23,34 +20,10 @@ def run(tmp_path, tiny_llama_dir, monkeypatch):
     return run_case
 
 
-def test_every_key_with_a_default_may_be_empty_in_the_json_schema():
-    schema = RunConfig.model_json_schema()
-    for section in (schema, *schema["$defs"].values()):
-        for name, key in section.get("properties", {}).items():
-            accepts_null = {"type": "null"} in key.get("anyOf", [])
-            assert accepts_null != (name in section.get("required", ())), name
-    assert {"const": -1} in schema["properties"]["max_steps"]["anyOf"]
-    assert RunConfig.from_dict({"base_model": "m", "datasets": [{"path": "d", "type": "completion"}], "max_steps": -1})
-
-
 FAILING = """
 def transform(cfg, **kwargs):
     return lambda example, tokenizer=None: example["body"], {"remove_columns": "__all__"}
 """
-
-
-def test_errors_of_user_code_name_the_row_and_the_line(run, tmp_path):
-    said = run(bad("raises", config=entry(type="own.transform"), files={"own.py": FAILING})).output
-    assert f"row 0: KeyError: 'body' ({tmp_path}/own.py, line 3:" in said
-    assert "has the columns text" in said and "Traceback" not in said
-
-
-def test_check_says_which_modules_it_imported(run):
-    case = good("own", config=entry(type="own.transform"), files={"own.py": FAILING}, command="config --check run.yaml")
-    outcome = run(case)
-    assert outcome.code == 0 and "ran their modules' code: own.transform" in outcome.printed
-    text = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, ["config", "--help"]).output
-    assert "which runs their code" in " ".join(text.replace("│", " ").split())
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(run, tmp_path):

@@ -55,12 +55,3 @@ def test_changed_keys_are_those_that_differ(make):
     assert dict(changed_keys(config)) == {"rl": "ebft", "ebft.mode": "strided", "ebft.top_p": 0.9, "max_steps": 4,
                                           "base_model": "some/model",
                                           "datasets": [{"path": "some/data", "type": "completion"}]}  # fmt: skip
-
-
-def test_the_json_schema_of_max_steps():
-    allowed = RunConfig.model_json_schema()["properties"]["max_steps"]["anyOf"]
-    assert allowed == [{"type": "integer", "minimum": 1, "maximum": 10**9}, {"const": -1}, {"type": "null"}]
-
-
-def test_paths_may_be_path_objects(make, tmp_path):
-    assert make(output_dir=tmp_path).output_dir == str(tmp_path)

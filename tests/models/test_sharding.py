@@ -100,7 +100,6 @@ def test_an_adapter_that_does_not_fit_is_refused_before_it_is_loaded(tiny_llama_
     model(2, "q_proj").save_pretrained(tmp_path)
     check_fits(model(2, "q_proj"), tmp_path)
     for settings, message in (
-        ((3, "q_proj"), r"lora_A.weight has the shape \(2, 32\) there and \(3, 32\) in"),
         ((2, "q_proj", "v_proj"), "the model has .*v_proj.lora_A.weight and 3 more, which the checkpoint has not"),
         ((2, "v_proj"), "the checkpoint has .*q_proj.*Resume with the base"),
     ):
@@ -133,8 +132,6 @@ def test_settings_that_are_refused_or_supported():
     ):
         with pytest.raises(ConfigError, match=message):
             check_version(accelerator(**changes), "cpu" in str(changes))
-    check_version(SimpleNamespace(state=SimpleNamespace()), True)  # no FSDP
-    check_version(accelerator(), True)
     check_version(accelerator(cpu_ram_efficient_loading=True))
 
 

@@ -1,6 +1,6 @@
 """The keys of a run config that do not depend on the method, in groups.
 
-Those of evaluation, of training through Ray and of the method are declared here, others in `config/keys/`,
+The keys of evaluation, of training through Ray and of the method are declared here, others in `config/keys/`,
 in a file for each folder that reads them.
 """
 
@@ -29,27 +29,19 @@ else:
 class MethodKeys(Section):
     """The training method and its sections."""
 
-    rl: RL | None = Field(
-        None,
-        description="Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; "
-        "gdpo: grpo with each reward normalised on its own; sdft: TRL's on-policy self-distillation; dpo, ipo, kto, "
-        "orpo, simpo: preference methods of TRL; unset: SFT with the cross-entropy loss.",
-    )
-    reward_model: bool = Field(
-        False,
-        description="Train a reward model, which gives a text one score, on pairs of a chosen and a rejected reply.",
-    )
-    process_reward_model: bool = Field(
-        False, description="Train a process reward model, which classifies each step of a reply."
-    )
+    rl: RL | None = None
+    """Training method. ebft: energy-based fine-tuning; grpo: TRL's GRPO with `trl.reward_funcs`; gdpo: grpo with each
+    reward normalised on its own; sdft: TRL's on-policy self-distillation; dpo, ipo, kto, orpo, simpo: preference
+    methods of TRL; unset: SFT with the cross-entropy loss."""
+    reward_model: bool = False
+    """Train a reward model, which gives a text one score, on pairs of a chosen and a rejected reply."""
+    process_reward_model: bool = False
+    """Train a process reward model, which classifies each step of a reply."""
     ebft: EBFTSection = Field(default_factory=EBFTSection, description="Options of energy-based fine-tuning.")
-    trl: TRLSection = Field(
-        default_factory=lambda: TRLSection.model_validate({}), description="Options of structured mode and of GRPO."
-    )
-    vllm: VLLMSection = Field(
-        default_factory=lambda: VLLMSection.model_validate({}),
-        description="Options of the vLLM server that generates completions.",
-    )
+    trl: TRLSection = Field(default_factory=lambda: TRLSection.model_validate({}))
+    """Options of structured mode and of GRPO."""
+    vllm: VLLMSection = Field(default_factory=lambda: VLLMSection.model_validate({}))
+    """Options of the vLLM server that generates completions."""
 
     @field_validator("rl", mode="before")
     @classmethod
@@ -76,49 +68,29 @@ Count = Annotated[int, Field(ge=1)]
 class EvaluationSection(Section):
     """The section `evaluation:`, which is used by `ebft evaluate`."""
 
-    metrics: list[str] = Field(
-        default_factory=list,
-        description="User-defined metrics, module.function(prompt, completions, row) -> float (None: does not apply), "
-        "evaluated on sampled and on greedy completions; called with one completion at a time.",
-    )
-    samples: Annotated[int, Field(ge=2, le=MAX_TOKENS)] | None = Field(
-        None,
-        description="Number of samples per group; if unset, ebft.n_samples_per_prompt or trl.num_generations, at "
-        "least 2.",
-    )
-    pass_at: list[Count] | None = Field(
-        None,
-        min_length=1,
-        description="Values of k for pass@k, each at most the number of samples; if unset, 1 and the number of "
-        "samples.",
-    )
-    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = Field(
-        None, description="Sampling temperature; if unset, 1 for rows of tokens and trl.temperature for prompts."
-    )
-    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = Field(
-        None,
-        description="Maximum number of tokens of a full completion; if unset, trl.max_completion_length, and with "
-        "rl: ebft also the limit by the longest reference (ebft.adaptive_max_tokens).",
-    )
+    metrics: list[str] = Field(default_factory=list)
+    """User-defined metrics, module.function(prompt, completions, row) -> float (None: does not apply), evaluated on
+    sampled and on greedy completions; called with one completion at a time."""
+    samples: Annotated[int, Field(ge=2, le=MAX_TOKENS)] | None = None
+    """Number of samples per group; if unset, ebft.n_samples_per_prompt or trl.num_generations, at least 2."""
+    pass_at: list[Count] | None = Field(None, min_length=1)
+    """Values of k for pass@k, each at most the number of samples; if unset, 1 and the number of samples."""
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)] | None = None
+    """Sampling temperature; if unset, 1 for rows of tokens and trl.temperature for prompts."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    """Maximum number of tokens of a full completion; if unset, trl.max_completion_length, and with rl: ebft also the
+    limit by the longest reference (ebft.adaptive_max_tokens)."""
     documents: Count | None = Field(None, description="Evaluate on the first N documents; if unset, on all.")
-    bootstrap: int = Field(
-        1000,
-        ge=0,
-        le=MAX_TOKENS,
-        description="Number of bootstrap resamples for the confidence intervals; 0 disables intervals.",
-    )
+    bootstrap: int = Field(1000, ge=0, le=MAX_TOKENS)
+    """Number of bootstrap resamples for the confidence intervals; 0 disables intervals."""
     confidence: float = Field(0.95, gt=0, lt=1, description="Confidence level of the intervals.")
-    per_document: bool = Field(
-        False,
-        description="Include per-document values in the JSON: the sum of each metric, and the number of tokens, blocks "
-        "or prompts it is over.",
-    )
+    per_document: bool = False
+    """Include per-document values in the JSON: the sum of each metric, and the number of tokens, blocks or prompts it
+    is over."""
 
     def counts(self, samples: int) -> tuple[int, list[int]]:
-        """The number of samples of a group, of which a run has `samples`, and the values of k for pass@k.
-
-        Raises ConfigError if a k exceeds the number of samples.
-        """
+        """The number of samples of a group, `samples` in a run, and the values of k for pass@k. Raises ConfigError if a
+        k exceeds the number of samples."""
         samples = self.samples or max(2, samples)
         pass_at = sorted(set(self.pass_at or [1, samples]))
         if pass_at[-1] > samples:
@@ -129,7 +101,7 @@ class EvaluationSection(Section):
         return samples, pass_at
 
 
-# dtypes of weights -> dtypes of the inputs that they can be multiplied with, None for those of the model.
+# dtypes of weights -> dtypes of the inputs that they can be multiplied with, None for the model's dtype.
 _ACTIVATIONS = {
     "int8": (None, "int8"),
     "int4": (None, "int8", "float8_e4m3fn"),
@@ -140,22 +112,16 @@ _ACTIVATIONS = {
 class QuantizationSection(Section):
     """The section `quantization:`, which is used by `ebft quantize`."""
 
-    weight_dtype: Literal["int8", "int4", "float8_e4m3fn"] = Field(
-        "int8", description="dtype of the weights of linear layers; int4 without activation_dtype requires a GPU."
-    )
-    activation_dtype: Literal["int8", "float8_e4m3fn"] | None = Field(
-        None,
-        description="dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn "
-        "requires a GPU. If unset, inputs are not quantised.",
-    )
-    group_size: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description="Number of weights with the same scale, for int4, and for int8 without activation_dtype. If unset, "
-        "32 for int4, and one row for int8.",
-    )
-    quantize_embedding: bool = Field(
-        False, description="Also quantise the embeddings, to int8 or int4; inputs of the model are tokens."
-    )
+    weight_dtype: Literal["int8", "int4", "float8_e4m3fn"] = "int8"
+    """dtype of the weights of linear layers; int4 without activation_dtype requires a GPU."""
+    activation_dtype: Literal["int8", "float8_e4m3fn"] | None = None
+    """dtype that the inputs of linear layers are quantised to while the model runs; float8_e4m3fn requires a GPU. If
+    unset, inputs are not quantised."""
+    group_size: Annotated[int, Field(ge=2)] | None = None
+    """Number of weights with the same scale, for int4, and for int8 without activation_dtype. If unset, 32 for int4,
+    and one row for int8."""
+    quantize_embedding: bool = False
+    """Also quantise the embeddings, to int8 or int4; inputs of the model are tokens."""
 
     @model_validator(mode="after")
     def _has_kernels(self) -> "QuantizationSection":
@@ -183,41 +149,27 @@ class QuantizationSection(Section):
 class EvaluationKeys(Section):
     """When the model is evaluated on held-out data, and which metrics are used."""
 
-    eval_strategy: Strategy | None = Field(
-        None, description="When to evaluate; if unset, steps if eval_steps is set, otherwise epoch."
-    )
-    eval_steps: Steps | None = Field(
-        None, description="Number of steps between evaluations, or a fraction of all training steps if less than 1."
-    )
-    eval_on_start: bool = Field(
-        False,
-        description="Also evaluate before the first step, so that later evaluations compare with the base model.",
-    )
-    evals_per_epoch: Annotated[int, Field(ge=0)] | None = Field(
-        None,
-        description="Number of evaluations per epoch, or per run if it is shorter; 0 is the same as eval_strategy: no.",
-    )
-    early_stopping_patience: Count | None = Field(
-        None,
-        description="Stop training after this number of evaluations without a better metric_for_best_model.",
-    )
-    load_best_model_at_end: bool | None = Field(
-        None,
-        description="Load the best checkpoint at the end of training. If unset, true with early_stopping_patience, if "
-        "checkpoints are saved at evaluations: save_steps is a multiple of eval_steps, or both happen every epoch.",
-    )
-    metric_for_best_model: str | None = Field(
-        None,
-        description="Held-out metric used to select the best checkpoint; if unset, cfm_loss with rl: ebft, "
-        "reward with rl: grpo, otherwise loss.",
-    )
-    greater_is_better: bool | None = Field(
-        None, description="Whether higher values of that metric are better; if unset, determined from the metric."
-    )
+    eval_strategy: Strategy | None = None
+    """When to evaluate; if unset, steps if eval_steps is set, otherwise epoch."""
+    eval_steps: Steps | None = None
+    """Number of steps between evaluations, or a fraction of all training steps if less than 1."""
+    eval_on_start: bool = False
+    """Also evaluate before the first step, so that later evaluations compare with the base model."""
+    evals_per_epoch: Annotated[int, Field(ge=0)] | None = None
+    """Number of evaluations per epoch, or per run if it is shorter; 0 is the same as eval_strategy: no."""
+    early_stopping_patience: Count | None = None
+    """Stop training after this number of evaluations without a better metric_for_best_model."""
+    load_best_model_at_end: bool | None = None
+    """Load the best checkpoint at the end of training. If unset, true with early_stopping_patience, if checkpoints are
+    saved at evaluations: save_steps is a multiple of eval_steps, or both happen every epoch."""
+    metric_for_best_model: str | None = None
+    """Held-out metric used to select the best checkpoint; if unset, cfm_loss with rl: ebft, reward with rl: grpo,
+    otherwise loss."""
+    greater_is_better: bool | None = None
+    """Whether higher values of that metric are better; if unset, determined from the metric."""
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Options of `ebft evaluate`.")
-    quantization: QuantizationSection = Field(
-        default_factory=QuantizationSection, description="Options of `ebft quantize`."
-    )
+    quantization: QuantizationSection = Field(default_factory=QuantizationSection)
+    """Options of `ebft quantize`."""
 
 
 _KINDS = ("CPU", "GPU")
@@ -226,28 +178,19 @@ _KINDS = ("CPU", "GPU")
 class RayKeys(Section):
     """Launching through Ray Train."""
 
-    use_ray: bool = Field(
-        False,
-        description="Train in workers of Ray Train: of the cluster at RAY_ADDRESS, or else of a local Ray that `ebft "
-        "train` starts. output_dir and the data must be on a file system that all workers share.",
-    )
-    ray_num_workers: int = Field(
-        1, ge=1, le=100_000, description="Number of Ray workers, each of which is one training process."
-    )
-    ray_run_name: Annotated[NotBlank, Field(pattern=r"^[\w.-]+$")] | None = Field(
-        None, description="Name of the run in Ray, also of its folder in output_dir/ray. If unset, Ray generates one."
-    )
-    ray_max_failures: int = Field(
-        0,
-        ge=0,
-        description="Number of times that the workers are restarted, from the newest complete checkpoint, after one of "
-        "them failed or was killed.",
-    )
-    resources_per_worker: dict[NotBlank, Annotated[float, Field(ge=0)]] | None = Field(
-        None,
-        description="Resources that Ray reserves for each worker, such as {GPU: 1, CPU: 4}; a worker trains on one GPU "
-        "or none. If unset, one GPU if Ray has GPUs, otherwise one CPU.",
-    )
+    use_ray: bool = False
+    """Train in workers of Ray Train: of the cluster at RAY_ADDRESS, or else of a local Ray that `ebft train` starts.
+    output_dir and the data must be on a file system that all workers share."""
+    ray_num_workers: int = Field(1, ge=1, le=100_000)
+    """Number of Ray workers, each of which is one training process."""
+    ray_run_name: Annotated[NotBlank, Field(pattern=r"^[\w.-]+$")] | None = None
+    """Name of the run in Ray, also of its folder in output_dir/ray. If unset, Ray generates one."""
+    ray_max_failures: int = Field(0, ge=0)
+    """Number of times that the workers are restarted, from the newest complete checkpoint, after one of them failed or
+    was killed."""
+    resources_per_worker: dict[NotBlank, Annotated[float, Field(ge=0)]] | None = None
+    """Resources that Ray reserves for each worker, such as {GPU: 1, CPU: 4}; a worker trains on one GPU or none. If
+    unset, one GPU if Ray has GPUs, otherwise one CPU."""
 
     @field_validator("resources_per_worker")
     @classmethod
@@ -301,6 +244,6 @@ class BaseConfig(  # groups in reverse order: pydantic lists the fields of the l
 
     @property
     def server_address(self) -> tuple[str, int]:
-        """The host and port that the trainer connects to: those of `trl:`, or else those of `vllm:`."""
+        """The host and port that the trainer connects to, from `trl:`, or else from `vllm:`."""
         host, port = self.trl.vllm_server_host, self.trl.vllm_server_port
         return (self.vllm.host if host is None else host, self.vllm.port if port is None else port)

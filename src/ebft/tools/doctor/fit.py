@@ -28,7 +28,7 @@ _RESERVE = 1.0  # GiB for the CUDA context, the libraries' workspaces and the al
 
 
 def model_config_of(config: RunConfig) -> tuple[Any, str]:
-    """The configuration of the base model, from its config.json or `KNOWN`, and which of them. Raises ModelError."""
+    """The configuration of the base model, from its config.json or `KNOWN`, and which one. Raises ModelError."""
     try:
         return load_model_config(config), "config.json"
     except (ModelError, ConfigError, OSError) as error:
@@ -94,10 +94,8 @@ def room(card: Card, config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """The plan of a config on a card, and the changes with which it fits if it does not, with the plan of all of them.
-
-    `changes` are texts; None if no combination of those that are known is enough.
-    """
+    """The plan of a config on a card, and the changes with which it fits if it does not, with the plan after them.
+    `changes` are texts; None if no combination of known changes is enough."""
 
     plan: Plan
     room: float
@@ -110,11 +108,7 @@ class Fit:
 
 
 def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Fit:
-    """Plan a step of the longest rows that `config` allows. Raises ModelError if that is not possible.
-
-    What does not fit is planned again with one change after another, those with the least cost first; those that do not
-    lower the peak by 1% are left out.
-    """
+    """Plan a step of the longest rows that `config` allows, with changes if it does not fit. Raises ModelError."""
     return _with_changes(config, model_config, card, planner, _planned(config, model_config, card, planner))
 
 
@@ -126,7 +120,7 @@ def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner)
 
 
 def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: Plan) -> Fit:
-    """`fit`, from the plan of the config as it is."""
+    """Plan what does not fit again with one change after another, the cheapest first, if they lower the peak by 1%."""
     config = _on_gpu(config)
     limit, now, made, useless = room(card, config), first, [], set()
     while now.total > limit:
@@ -202,9 +196,7 @@ def _assumptions(config: RunConfig) -> Iterator[Check]:
 
 def _described(plan: Plan, config: RunConfig, card: Card) -> Iterator[Check]:
     """The lines of a plan: weights, phases, and the least time."""
-    trained = (
-        f"of which {plan.trained:,} are trained" if config.adapter is None else f"and {plan.trained:,} in the adapter"
-    )
+    trained = f"{plan.trained:,} trained" if config.adapter is None else f"{plan.trained:,} in the adapter"
     yield Check("ok", "weights", f"{plan.parameters:,} in the model, {trained}")
     others = 0.0
     for phase, use in plan.phases.items():

@@ -54,38 +54,18 @@ class Plan:
     @property
     def peak(self) -> str:
         """The phase that needs the most."""
-        return max(self.phases, key=self.during)
-
-    def during(self, phase: str) -> int:
-        """Bytes at the peak of a phase on the device that trains."""
-        return self.phases[phase if phase in self.phases else STEP].peak
+        return max(self.phases, key=lambda name: self.phases[name].peak)
 
     @property
     def total(self) -> int:
-        return self.during(self.peak)
-
-    @property
-    def elsewhere(self) -> int:
-        """Bytes at the peak on other devices, such as that of the feature network."""
-        return max(use.elsewhere for use in self.phases.values())
-
-    @property
-    def fixed(self) -> int:
-        """What a step needs at least: what stays in memory on the device that trains."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def checkpoint(self) -> int:
-        return self.gradients + self.optimizer
+        return self.phases[self.peak].peak
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU.
-
-    `rows` and `tokenizer` are those of a run; without them, rows are as long as the config allows. The memory decides
-    whether adapters are added to float32 weights while rollouts are sampled.
-    """
+    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU. `rows` and
+    `tokenizer` are from a run; without them, rows are as long as the config allows. The memory decides whether adapters
+    are added to float32 weights while rollouts are sampled."""
 
     config: RunConfig
     model_config: Any
@@ -96,10 +76,8 @@ class Request:
 
 
 class Planner:
-    """Plans requests one after another in a process of its own, which ends with the block.
-
-    A request that cannot be planned returns the message of its error.
-    """
+    """Plans requests one after another in a process of its own, which ends with the block. A request that cannot be
+    planned returns the message of its error."""
 
     def __enter__(self) -> Planner:
         self._known: dict[bytes, Plan | str] = {}
@@ -146,7 +124,11 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     args.disable_tqdm = True
     with ledger.phase("trainer setup"):
         trainer: Any = build_trainer(config, args, model, tokenizer, rows, None)
-    _use_sizes_of("gpu" if request.on_gpu else "cpu")  # now that all modules are imported
+    for module in [module for name, module in sys.modules.items() if name.startswith("ebft.")]:
+        for sizes in vars(module).values():  # of tiles, for CPUs and others; now that all modules are imported
+            if type(sizes) is dict and {"cpu", "other"} <= set(sizes):
+                sizes.setdefault("gpu", sizes["other"])
+                sizes["other"] = sizes["gpu" if request.on_gpu else "cpu"]
     for name, method in config.method.phases.items():
         setattr(trainer, method, ledger.phase(name)(getattr(trainer, method)))
     if given.method.rows == "prompts" and given.trl.use_vllm:
@@ -171,18 +153,9 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     )
 
 
-def _use_sizes_of(kind: str) -> None:
-    """Let the device compute in tiles of the sizes for GPUs, or for CPUs: `{"cpu": ..., "other": ...}` in modules."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("ebft.")]:
-        for sizes in vars(module).values():
-            if type(sizes) is dict and {"cpu", "other"} <= set(sizes):
-                sizes.setdefault("gpu", sizes["other"])
-                sizes["other"] = sizes[kind]
-
-
 def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
-    """The phases that computed something, as they follow each other; those of micro-batches are `repeats` as long."""
-    last = ["others", STEP, "optimizer", "evaluation"]  # of which the second has all others within it
+    """The phases that computed something, as they follow each other; phases of micro-batches are `repeats` as long."""
+    last = ["others", STEP, "optimizer", "evaluation"]  # the second has all others within it
     names = [name for name, use in ledger.phases.items() if use.kernels]
     for name in names:
         if name not in (*BEFORE, "optimizer", "evaluation"):
@@ -305,12 +278,10 @@ def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
     from ebft.tools.doctor.run import without_output
 
-    none = ("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")
-    changes: dict[str, Any] = dict.fromkeys(none) | {
+    changes: dict[str, Any] = {
+        **dict.fromkeys(("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "torch_compile"), False),
         "logging_steps": 10**6,
-        "load_in_4bit": False,
-        "load_in_8bit": False,
-        "torch_compile": False,
         "dataloader_num_workers": 0,
         "val_set_size": 0.0,
         "adapter": "lora" if config.adapter == "qlora" else config.adapter,
