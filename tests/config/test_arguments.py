@@ -167,7 +167,7 @@ def test_the_trainer_connects_to_where_the_server_listens():
     other = {"vllm_server_host": "gpu", "vllm_server_port": 9002}
     assert structured(vllm=server, trl=trl | other).server_address == ("gpu", 9002)
     managed = {**trl, "vllm_mode": "managed", "vllm_server_port": 9001}  # training starts it
-    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep one"):
+    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep only one"):
         structured(vllm={"port": 9002}, trl=managed)
     structured(vllm={"port": 9001}, trl=managed)
     structured(trl=managed)
