@@ -8,8 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from ebft.config.keys.data import DatasetEntry
-from ebft.config.schema import RunConfig
 from ebft.data.sources import read_source
+from ebft.run.config.schema import RunConfig
 from ebft.tools.cli import app
 from tests.bad_input.cases import bad, entry, good, invoke, prepare
 from tests.bad_input.models import Evil

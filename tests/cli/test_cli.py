@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from typer.main import get_command
 
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.tools.cli import app
 from ebft.tools.cli.training import leave_process_group, what_next
 from tests.cli.conftest import ENVIRONMENT, flat, plain

@@ -10,7 +10,7 @@ HEAVY = ("torch", "transformers", "pandas", "datasets", "trl", "peft", "accelera
 RUN = """
 import os, sys
 from ebft.tools.cli import app, main
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.data.transforms import check_transform
 from ebft.errors import DataError
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ebft.config.schema import load_config
 from ebft.errors import ConfigError
+from ebft.run.config.schema import load_config
 
 # Groups of keys that most configs share, in the spelling of axolotl; those that are listed without a value are None.
 COMMON = {"strict": False, "val_set_size": 0.05, "output_dir": "./outputs/out", "sequence_len": 4096,

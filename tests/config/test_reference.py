@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.reference import option_groups
+from ebft.run.config.reference import option_groups
 
 DOCS = Path(__file__).parents[2] / "docs"
 

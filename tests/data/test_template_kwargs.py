@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
 from ebft.data.load import load_datasets
 from ebft.data.preferences import load_preference_rows
@@ -13,6 +12,7 @@ from ebft.data.prompts import load_prompts
 from ebft.data.rendering import ChatTemplate
 from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError
+from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, config_of, user
 
 CHAT = [user("how?"), assistant("fine")]

@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from ebft.config.base import QuantizationSection
 from ebft.machine import available_memory, total_memory
+from ebft.methods.base_config import QuantizationSection
 from ebft.prefix.attention import flex, passes
 from ebft.prefix.attention.tiles import Scores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
-from ebft.config.schema import RunConfig
 from ebft.config.section import PromptFormat
 from ebft.errors import EBFTError
 from ebft.machine import Machine
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines

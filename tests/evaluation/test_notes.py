@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from ebft import evaluate, load_config
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import description, recorded
 from ebft.tools.evaluation.notes import TextIndex, texts_of
 

@@ -22,7 +22,7 @@ def constant(completions, **columns):
 
 def run(name, folder, **keys):
     """Train the golden run `name` with other keys; returns its result, its warnings and the lines of health.jsonl."""
-    from ebft.config.schema import load_config
+    from ebft.run.config.schema import load_config
 
     path = write_inputs(name, folder)
     overrides = {"max_steps": 24, "eval_steps": 1000, "warmup_steps": 0, "lr_scheduler": "constant", **keys}

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import load_config
 from ebft.config.load import parse_yaml
-from ebft.config.schema import RunConfig
 from ebft.methods import named_methods
 from ebft.methods.method import Method
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_arguments
 from ebft.tools.init.config import draft, named
 from ebft.tools.init.file import _scalar

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ebft import processes
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import LaunchOptions, plan_launch, visible_gpus
 

@@ -81,7 +81,7 @@ def test_the_servers_end_with_a_process_that_is_killed(make, tmp_path):
     keys = make(NG_RUN)
     code = f"""
         import time
-        from ebft.config.schema import RunConfig
+        from ebft.run.config.schema import RunConfig
         from ebft.nemo_gym.client import started_servers
         keys = RunConfig.from_dict({keys.model_dump(exclude_unset=True)!r})
         with started_servers(keys, {str(tmp_path)!r}):

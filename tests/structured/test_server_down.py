@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from ebft.nemo_gym.client import Failure, GymClient
+from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.client import VLLMClient
 from ebft.structured.rollouts.turns import Sampling
 from tests.nemo_gym import servers

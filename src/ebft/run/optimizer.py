@@ -8,8 +8,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, MissingPackageError, doing
+from ebft.run.config.schema import RunConfig
 
 # The optimizers of transformers; first PyTorch's and its own, with the numbers in optim_args that
 # they read.

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainerControl
 
-from ebft.config.schema import RunConfig
 from ebft.config.user_code import user_code
 from ebft.config.user_functions import call_problem, find_function, plugin_values
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 
 SCORED = "on_rollouts_scored"
 _OURS = ("rollouts", "rewards")  # the arguments of SCORED that a plugin of this package accepts

@@ -24,11 +24,9 @@ from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.data import StreamKeys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.load import LoadedRows
@@ -38,8 +36,10 @@ from ebft.data.tables import discard
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 
 
 class Prepared(NamedTuple):

@@ -20,10 +20,8 @@ from transformers import TrainingArguments
 
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.models import PrecisionKeys
 from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
@@ -40,9 +38,11 @@ from ebft.files import (
     write_text,
 )
 from ebft.methods import FLAGS
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.methods.method import foreign_keys, selecting_keys
 from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import versions
 
 _MODEL_KEYS = ("base_model", "gguf_file")

@@ -22,7 +22,6 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
-from ebft.config.schema import RunConfig
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
@@ -50,6 +49,7 @@ from ebft.run.checkpoints import (
     step_of,
 )
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served, check_wrapping_of
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows

@@ -27,11 +27,11 @@ from typer.core import TyperCommand
 
 from ebft.catalog import MODELS, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
-from ebft.config.checks.processes import FETCH
-from ebft.config.reference import choices_of, option_groups, takes_text
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
+from ebft.methods.processes import FETCH
+from ebft.run.config.reference import choices_of, option_groups, takes_text
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.console import WRONG_INPUT, say_error
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 

@@ -12,13 +12,13 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from ebft.config.reference import option_groups
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, DataError
 from ebft.files import is_free
 from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text
 from ebft.run.checks import check_runnable, check_types, imported_names
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
 from ebft.tools.cli.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment

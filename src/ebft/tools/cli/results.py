@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
 from ebft.printed import print_table, printable_json, safe_console, say
+from ebft.run.config.schema import load_config
 from ebft.run_files import check_rollouts, check_run, read_object
 from ebft.tools.cli.arguments import (
     BaseModel,

@@ -14,11 +14,11 @@ import typer
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
-from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError, RunError
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
 from ebft.tools.cli.console import polite, say_loading

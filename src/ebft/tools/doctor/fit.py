@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.machine import gib
 from ebft.models.load import load_model_config
+from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.known import KNOWN, Card
 from ebft.tools.doctor.memory import CHANGES_TRAINING, changed, changes

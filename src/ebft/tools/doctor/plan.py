@@ -25,10 +25,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ModelError, cause
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.known import Use, process_for_plans

@@ -28,7 +28,7 @@ from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
 _WIDTH = 10_000  # characters of a line: tables are as wide as their cells

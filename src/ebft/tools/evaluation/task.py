@@ -26,7 +26,7 @@ from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 KEY = "evaluation.metrics"
 TAKEN = ("alignment", "reward")  # names with a built-in pass@k

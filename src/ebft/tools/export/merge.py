@@ -41,7 +41,7 @@ from ebft.tools.export.checkpoint import (
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),

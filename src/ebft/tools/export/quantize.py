@@ -25,8 +25,8 @@ from ebft.tools.evaluation.task import load_held_out
 from ebft.tools.export.checkpoint import check_free, new_folder, read_checkpoint
 
 if TYPE_CHECKING:
-    from ebft.config.base import QuantizationSection
-    from ebft.config.schema import RunConfig
+    from ebft.methods.base_config import QuantizationSection
+    from ebft.run.config.schema import RunConfig
 
 GROUP_SIZE = 32  # weights that share a scale, with int4
 _SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."

@@ -12,10 +12,8 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
-from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.config.keys.data import DatasetEntry
 from ebft.config.load import apply_overrides, read_values
-from ebft.config.schema import RunConfig
 from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
@@ -26,6 +24,8 @@ from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
+from ebft.run.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
+from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
 from ebft.tools.init.fit import WINDOW, Draft, Source, fit, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type

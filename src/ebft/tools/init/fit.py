@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ebft.config.schema import RunConfig
 from ebft.errors import shortened
 from ebft.machine import available_memory, gib
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import this_machine
 from ebft.tools.doctor.memory import changed, changes, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths

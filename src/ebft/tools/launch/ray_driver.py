@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.processes import passed_on, received_signals
+from ebft.run.config.schema import RunConfig
 from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster
 from ebft.tools.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
 

@@ -14,13 +14,13 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 from transformers import TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.config.user_code import place_of
 from ebft.errors import EBFTError, LaunchError, doing, told
 from ebft.printed import say, traced
 from ebft.processes import join_ray
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import final_step, wait_until_free
 from ebft.run.training import TrainResult, train_until
 from ebft.tools.launch.ray_control import Failure, Outcome, Task, WorkerAttempt

@@ -16,12 +16,12 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run.training import train
 from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.quickstart import smollm2, tiny

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ebft.config.schema import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model
 from ebft.tools.quickstart.catalogs import Wheel, french, rows
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy

@@ -17,8 +17,8 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ebft.config.schema import load_config
 from ebft.config.section import changed_keys
+from ebft.run.config.schema import load_config
 from ebft.run.training import train
 from ebft.tools.quickstart.run import (
     CONFIGS,
