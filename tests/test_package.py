@@ -43,7 +43,7 @@ CORE = (
     "run",
 )
 TOOLS = (
-    "tools.__init__ tools.cli.console tools.dashboard tools.fetch tools.preview",
+    "tools.__init__ tools.console tools.dashboard tools.fetch tools.preview",
     "tools.cli.arguments tools.doctor tools.evaluation tools.launch",
     "tools.init tools.quickstart",
     "tools.export tools.inference",

@@ -10,7 +10,7 @@ from ebft.printed import without_secrets, without_secrets_in_text
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import model_card, recorded
 from ebft.tools.cli import app
-from ebft.tools.cli.console import polite
+from ebft.tools.console import polite
 from ebft.tools.dashboard.report import report
 
 

@@ -198,7 +198,7 @@ def _without_training(trains: bool) -> Iterator[list]:
 @contextmanager
 def _warnings() -> Iterator[None]:
     """Print warnings as the command does."""
-    from ebft.tools.cli.console import show_warnings
+    from ebft.tools.console import show_warnings
 
     with warnings.catch_warnings():
         show_warnings()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ebft import load_config
 from ebft.errors import ConfigError
 from ebft.run.training import _whitening
-from ebft.tools.cli import console
+from ebft.tools import console
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.run.test_methods import run_file
 

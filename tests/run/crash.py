@@ -37,7 +37,7 @@ from ebft import train
 from ebft.errors import EBFTError
 from ebft.run.callbacks import TrainingInterrupted
 from ebft.run.config.schema import RunConfig
-from ebft.tools.cli.console import show_warnings
+from ebft.tools.console import show_warnings
 from tests.golden.runs import ROWS, is_of_the_machine
 from tests.ranks import exit_codes, print_stacks_at_signal
 from tests.structured.conftest import chat_model, make_chat_tokenizer

@@ -12,7 +12,12 @@ import typer
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
 from ebft.tools.cli.arguments import ConfigCommand
-from ebft.tools.cli.console import (
+from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
+from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
+from ebft.tools.cli.results import evaluate, inference, report, show
+from ebft.tools.cli.start import init
+from ebft.tools.cli.training import LaunchingCommand, train, tui
+from ebft.tools.console import (
     FAILED,
     listing,
     say_error,
@@ -20,11 +25,6 @@ from ebft.tools.cli.console import (
     show_progress_bars_in_terminals_only,
     show_warnings,
 )
-from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
-from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
-from ebft.tools.cli.results import evaluate, inference, report, show
-from ebft.tools.cli.start import init
-from ebft.tools.cli.training import LaunchingCommand, train, tui
 
 app = typer.Typer(
     help="Energy-based fine-tuning of language models.",

@@ -32,7 +32,7 @@ from ebft.errors import ConfigError
 from ebft.methods.processes import FETCH
 from ebft.run.config.reference import choices_of, option_groups, takes_text
 from ebft.run.config.schema import RunConfig, load_config
-from ebft.tools.cli.console import WRONG_INPUT, say_error
+from ebft.tools.console import WRONG_INPUT, say_error
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 
 COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`

@@ -38,7 +38,7 @@ from ebft.tools.cli.arguments import (
     read_source,
     renamed,
 )
-from ebft.tools.cli.console import FAILED, listing, polite, say_error, say_loading
+from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
 
 
 @polite

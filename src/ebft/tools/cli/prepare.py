@@ -20,7 +20,7 @@ from ebft.run.checks import check_runnable, check_types, imported_names
 from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
-from ebft.tools.cli.console import FAILED, listing, polite, say_loading
+from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
 from ebft.tools.doctor.known import card_of
 

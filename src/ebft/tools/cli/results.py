@@ -26,7 +26,7 @@ from ebft.tools.cli.arguments import (
     option,
     read_source,
 )
-from ebft.tools.cli.console import listing, polite, say_loading
+from ebft.tools.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
 

@@ -21,8 +21,8 @@ from ebft.run.checks import check_runnable
 from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
-from ebft.tools.cli.console import polite, say_loading
 from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
+from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 

@@ -113,7 +113,7 @@ def set_up_process() -> None:
 
 def train_in_worker(task: Task) -> Outcome:
     """The training function of Ray Train."""
-    from ebft.tools.cli.console import show_warnings
+    from ebft.tools.console import show_warnings
 
     set_up_process()
     logging.getLogger().setLevel(logging.WARNING)  # Python's default; Ray Train has set INFO, and logs every report
