@@ -187,12 +187,12 @@ def _without_training(trains: bool) -> Iterator[list]:
         reached.append(True)
         raise KeyboardInterrupt("Stopped before training.")
 
-    before = training.fit
-    training.fit = before if trains else stop
+    before = training.train_steps
+    training.train_steps = before if trains else stop
     try:
         yield reached
     finally:
-        training.fit = before
+        training.train_steps = before
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import arranged, run_rows
 from ebft.tools.doctor import fit, known
 from ebft.tools.doctor.memory import changed
-from ebft.tools.doctor.plan import BEFORE, STEP, Plan, Planner, Request, Use
+from ebft.tools.doctor.plan import BEFORE, STEP, Planner, Request, StepPlan, Use
 from tests.doctor.test_doctor import doctor, ebft
 
 __all__ = ["doctor", "ebft"]
@@ -201,7 +201,7 @@ def test_a_step_that_fits_has_a_floor_of_time(doctor, tmp_path):
 
 def plan_of(total, **keys):
     use = Use(peak=total, elsewhere=0, kernels=1.0, flops=1e12, moved=1e9, flops_elsewhere=keys.pop("elsewhere", 0.0))
-    return Plan(phases={STEP: use}, weights=1, gradients=1, optimizer=1, parameters=1, trained=1)
+    return StepPlan(phases={STEP: use}, weights=1, gradients=1, optimizer=1, parameters=1, trained=1)
 
 
 @pytest.mark.parametrize("total, level", [(0.91, "warning"), (0.89, "ok")])
@@ -257,13 +257,13 @@ def test_what_is_the_default_on_a_gpu_is_not_proposed(tmp_path):
 def test_cards_that_are_unknown(arguments, message):
     given = dict(zip(arguments[::2], arguments[1::2]))
     with pytest.raises(ConfigError, match=message):
-        known.card_of(given.get("--for"), given.get("--memory"))
+        known.gpu_card(given.get("--for"), given.get("--memory"))
 
 
 @pytest.mark.parametrize("given, size", [("80GB", 80e9 / 2**30), ("80GiB", 80), ("80", 80), ("23.5 G", 23.5)])
 def test_the_memory_of_a_card(given, size):
     """GB are 10^9 bytes, as vendors count, and GiB 2^30."""
-    assert known.card_of(None, given)[1].memory == pytest.approx(size)
+    assert known.gpu_card(None, given)[1].memory == pytest.approx(size)
 
 
 def test_a_card_is_refused_before_anything_heavy_is_imported():

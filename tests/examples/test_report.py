@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from ebft.tools.quickstart.main import METRICS, panels_of, result_table
-from ebft.tools.quickstart.measure import changes, means
+from ebft.tools.quickstart.measure import mean_changes, means
 from ebft.tools.quickstart.run import make_once
 
 
@@ -41,7 +41,7 @@ def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
     before, after = (
         [{"ce_loss": loss, "perplexity": math.exp(loss)} for loss in of_groups] for of_groups in losses.values()
     )
-    found = {name: (change, error) for name, change, error in changes(before, after)}
+    found = {name: (change, error) for name, change, error in mean_changes(before, after)}
 
     def perplexity(of_groups):
         return math.exp(sum(of_groups) / len(of_groups))

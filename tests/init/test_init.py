@@ -13,7 +13,7 @@ from ebft.methods import named_methods
 from ebft.methods.method import Method
 from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_arguments
-from ebft.tools.init.config import draft, named
+from ebft.tools.init.config import draft, method_named
 from ebft.tools.init.file import _scalar
 from tests.terminal import Terminal, ebft_command
 
@@ -376,8 +376,8 @@ def test_a_model_of_the_hub_that_is_not_here_gives_lengths_from_characters(ebft,
 
 def test_every_method_has_a_name_and_an_example():
     keys = named_methods()
-    assert [name for name in keys if not isinstance(named(name), Method)] == []
-    assert len({type(named(name)) for name in keys}) == len(keys)
+    assert [name for name in keys if not isinstance(method_named(name), Method)] == []
+    assert len({type(method_named(name)) for name in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("value", ["a: b", "no", "1e-4", "plain", "#x", "", "two\nlines", [1, "a, b"], {"a": 1}, 1e-5])

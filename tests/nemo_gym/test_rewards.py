@@ -10,7 +10,7 @@ from ebft.nemo_gym.rewards import (
     FAILED,
     EnvironmentReward,
     VerifyReward,
-    joined,
+    joined_calls,
     model_calls,
     response_of,
     reward_in,
@@ -42,7 +42,7 @@ def test_the_protocol_of_the_page_is_the_one_that_is_read():
     assert (agent.name, agent.url) == ("sums_agent", "http://127.0.0.1:12002")
     verified, ran = (json.loads(block.code) for block in page if block.code.startswith('{"re'))
     assert verified.pop("response") == response_of("4", "BASE_MODEL") and set(verified) == set(row("2 + 2?", answer=4))
-    [conversation] = joined(model_calls(ran, agent))
+    [conversation] = joined_calls(model_calls(ran, agent))
     assert (conversation.prompt_ids, conversation.ids) == ([5, 6], [11, 2, 7, 8, 9, 2])
     assert conversation.generated == [1, 1, 0, 0, 1, 1] and reward_in(ran, agent, "/run") == 1.0
 

@@ -16,7 +16,7 @@ from ebft.methods.views import (
     TokenTexts,
     first_rows,
     generation_prompt,
-    printable,
+    one_line,
 )
 from tests.structured.conftest import make_chat_tokenizer
 
@@ -266,7 +266,7 @@ def test_texts_are_printable_and_keep_spaces(tokenizer):
     texts = TokenTexts(tokenizer)
     assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
     assert texts.texts(ids(tokenizer, "é")) == ["Ã", "©"]  # as the tokenizer spells bytes
-    assert printable("\x1b[31m") == "\\x1b[31m" and printable({"a": "\n"}) == "{'a': '\\n'}"
+    assert one_line("\x1b[31m") == "\\x1b[31m" and one_line({"a": "\n"}) == "{'a': '\\n'}"
 
 
 def test_a_tokenizer_that_drops_leading_spaces():

@@ -229,7 +229,7 @@ def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     Raises DataError for a CSV file without a header, with two columns of the same name, with more fields below the
     header than in it, or with other columns than the first file.
     """
-    starts = {path: first_rows(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
+    starts = {path: header_and_first_row(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
     check_starts({str(path): start for path, start in starts.items()})
     names = [os.path.abspath(path) for path in paths]
     return {"train": DataFilesList(names, [])}
@@ -247,7 +247,7 @@ def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | Non
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
     if header is None and isinstance(paths[0], Path) and not _is_archive(paths[0]):
-        header = first_rows(paths[0])[0]
+        header = header_and_first_row(paths[0])[0]
     if header is not None:
         names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader names them
         options["features"] = Features({name: Value("string") for name in names})
@@ -279,7 +279,7 @@ def typed(rows: Dataset) -> Dataset:
 
 
 def check_starts(starts: dict[str, tuple[list[str] | None, list[str]]]) -> list[str] | None:
-    """Check the `first_rows` of CSV files by name, and return the header of the first, whose columns all must have.
+    """Check the `header_and_first_row` of CSV files by name; returns the header of the first, whose columns all need.
 
     Raises DataError for what the reader would change or leave out: a column twice would be renamed, and the first field
     of a row with more fields than the header would be taken for an index.
@@ -301,7 +301,7 @@ def check_starts(starts: dict[str, tuple[list[str] | None, list[str]]]) -> list[
     return header
 
 
-def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str]]:
+def header_and_first_row(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str]]:
     """The header of a CSV file, None if it has none, and the first row below it.
 
     `file`: its open bytes, if `path` is only its name.

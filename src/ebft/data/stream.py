@@ -60,7 +60,7 @@ class Document(NamedTuple):
     row: dict[str, Any]
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     """Rows that are in memory together, in the order of training; `start` is the position before them."""
 
     start: State
@@ -68,7 +68,7 @@ class Block(NamedTuple):
     ends_pass: bool  # whether the sources begin again after it
 
 
-class Source:
+class StreamSource:
     """The rows of one dataset entry, in order; `name` is its name in messages."""
 
     def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
@@ -123,17 +123,17 @@ def _types(state: Any) -> set[str]:
     return {state.get("type", "")}.union(*map(_types, state.values()))
 
 
-class Documents:
+class StreamedDocuments:
     """The rows of all sources, one source after the other and then again from the first, in blocks of `size` rows.
 
     A block ends with the last source, so that each row is read once before any is read again. `seed`: of the order of
     the rows in a block; None for that of the sources.
     """
 
-    def __init__(self, sources: Callable[[], list[Source]], size: int, seed: int | None) -> None:
+    def __init__(self, sources: Callable[[], list[StreamSource]], size: int, seed: int | None) -> None:
         self._open, self._size, self._seed = sources, size, seed
 
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
+    def blocks(self, start: State | None = None) -> Iterator[StreamBlock]:
         """Blocks without end, from the first or from a block's `start` on."""
         sources = self._open()
         number, current = 0, 0
@@ -150,7 +150,7 @@ class Documents:
                 else:
                     found.append(Document(current, *row))
             ends = current == len(sources)
-            yield Block(before, self._shuffled(found, number), ends)
+            yield StreamBlock(before, self._shuffled(found, number), ends)
             number += 1
             if ends:
                 current = 0
@@ -163,7 +163,7 @@ class Documents:
         return [documents[place] for place in np.random.default_rng([self._seed, number]).permutation(len(documents))]
 
 
-class MixedDocuments(Documents):
+class MixedDocuments(StreamedDocuments):
     """The rows of all sources in the proportion of `weights`, in blocks of `size` rows.
 
     The next row is that of the source that has given the fewest rows for its weight, so that every stretch of the
@@ -172,12 +172,12 @@ class MixedDocuments(Documents):
     """
 
     def __init__(
-        self, sources: Callable[[], list[Source]], size: int, seed: int | None, weights: Sequence[float]
+        self, sources: Callable[[], list[StreamSource]], size: int, seed: int | None, weights: Sequence[float]
     ) -> None:
         super().__init__(sources, size, seed)
         self._weights = weights
 
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
+    def blocks(self, start: State | None = None) -> Iterator[StreamBlock]:
         """Blocks without end, from the first or from a block's `start` on."""
         sources = self._open()
         number, taken, ended = 0, [0] * len(sources), set[int]()
@@ -199,7 +199,7 @@ class MixedDocuments(Documents):
                 taken[current] += 1
                 found.append(Document(current, *row))
             ends = len(ended) == len(sources)
-            yield Block(before, self._shuffled(found, number), ends)
+            yield StreamBlock(before, self._shuffled(found, number), ends)
             number += 1
             if ends:
                 ended.clear()
@@ -292,7 +292,7 @@ class StreamRows(torch.utils.data.IterableDataset):
     """
 
     def __init__(
-        self, documents: Documents, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
+        self, documents: StreamedDocuments, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
     ) -> None:
         self._documents, self._encode = documents, encode
         self._length, self._apart = sequence_len, apart
@@ -385,9 +385,9 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
     weights = [entry.weight for entry in config.datasets]
     if any(weight is not None for weight in weights):
         shares = [1.0 if weight is None else weight for weight in weights]
-        documents: Documents = MixedDocuments(open_all, size, order, shares)
+        documents: StreamedDocuments = MixedDocuments(open_all, size, order, shares)
     else:
-        documents = Documents(open_all, size, order)
+        documents = StreamedDocuments(open_all, size, order)
     encode = partial(_tokens, functions)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
@@ -405,8 +405,8 @@ def order_of(config: StreamSettings) -> dict[str, Any]:
     }
 
 
-def _sources(entries: list[Any]) -> list[Source]:
-    return [Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
+def _sources(entries: list[Any]) -> list[StreamSource]:
+    return [StreamSource(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
 
 
 def _tokens(functions: list[Any], document: Document) -> list[int]:

@@ -64,7 +64,7 @@ class Classifier(Method):
         )
 
 
-class RewardKeys(HeadKeys):
+class RewardModelKeys(HeadKeys):
     """The keys of `reward_model: true`."""
 
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = Field(
@@ -80,7 +80,7 @@ class RewardModel(Classifier):
     name = "reward_model: true"
     tag = "reward-model"
     rows = "comparisons"
-    keys = RewardKeys
+    keys = RewardModelKeys
     offloads_activations = True
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"

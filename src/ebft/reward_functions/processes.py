@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ebft.errors import ConfigError, RewardError
-from ebft.reward_functions.calls import call_function, name_of, split
+from ebft.reward_functions.calls import call_function, chunks, name_of
 
 NAME = "ebft reward function"  # of the processes
 _DEATHS = 8  # calls after which a function whose process always ended is an error
@@ -149,7 +149,7 @@ class RewardWorkers:
 
     def _call(self, function: RewardFunction, given: dict[str, Any]) -> Rewards:
         """Call the function on all groups. Arguments that are not lists of all completions are not passed on."""
-        groups = [columns for columns, _ in split(given, self._group_size())]
+        groups = [columns for columns, _ in chunks(given, self._group_size())]
         try:
             found = list(self._threads.map(partial(self._try_twice, function), groups))
         except BaseException:

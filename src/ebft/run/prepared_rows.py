@@ -32,7 +32,7 @@ from ebft.config.user_functions import module_sources
 from ebft.data.load import LoadedRows
 from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
-from ebft.data.tables import discard
+from ebft.data.tables import discard_tables
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
@@ -68,12 +68,12 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
-        if data_hashes(config) != inputs["data"]:
+        if source_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
         write_rows(folder, rows, without_secrets(inputs))
         for part in (rows.train, rows.evaluation):
             if part is not None:
-                discard(part)
+                discard_tables(part)
         return Prepared(read_rows(folder), folder, is_new=True)
 
 
@@ -179,15 +179,15 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
     sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
     inputs = {
         "settings": row_settings(config, sources.values()),
-        "data": data_hashes(config),
+        "data": source_hashes(config),
         "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
-        "tokenizer": tokenizer_hashes(tokenizer),
+        "tokenizer": saved_tokenizer_hashes(tokenizer),
         "code": own_code(),
     }
     return json.loads(json.dumps(inputs, default=str))
 
 
-def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
+def source_hashes(config: RunConfig) -> list[dict[str, Any]]:
     """The hashes of each source of `datasets` and `test_datasets`."""
     return [source_fingerprint(entry) for entry in (*config.datasets, *config.test_datasets)]
 
@@ -216,7 +216,7 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     )
 
 
-def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def saved_tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The hash of each file that saves the tokenizer, and of the source of its class."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

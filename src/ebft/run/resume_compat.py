@@ -142,9 +142,9 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
     restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
     kept = {key: old for key, old, _ in changed if key in restored}
     facts = [
-        f"{key}: {text_of(new)} has no effect, the run continues with {text_of(old)}"
+        f"{key}: {config_text(new)} has no effect, the run continues with {config_text(old)}"
         if key in kept
-        else f"{key}: {text_of(new)} replaces {text_of(old)} from here on, without effect on earlier steps"
+        else f"{key}: {config_text(new)} replaces {config_text(old)} from here on, without effect on earlier steps"
         for key, old, new in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
@@ -182,15 +182,17 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     models = [key for key in _MODEL_KEYS if key in changed]
     changed = [key for key in changed if key not in models]
     if models and "inputs" not in saved:  # otherwise, the contents of the models are compared
-        facts = " and ".join(f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])}" for key in models)
+        facts = " and ".join(
+            f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
+        )
         warnings.warn(
             f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
             "that was moved.",
             stacklevel=3,
         )
     problems = [
-        f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])} of {checkpoint}. Set it to "
-        f"{text_of(saved[key])}, or start a new run in another output_dir."
+        f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
+        f"{config_text(saved[key])}, or start a new run in another output_dir."
         for key in changed
     ]
     if problems:
@@ -215,7 +217,7 @@ def _unordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def text_of(value: Any) -> str:
+def config_text(value: Any) -> str:
     """A value as in a config; null for an unset one."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -306,7 +308,9 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
         changes = list(_changes(config, saved, now))
         if is_finished:
             of_optimizer = _optimizer_changes(config, saved)
-            changes += [(f"{key}: {text_of(new)} instead of {text_of(old)}", "") for key, old, new in of_optimizer]
+            changes += [
+                (f"{key}: {config_text(new)} instead of {config_text(old)}", "") for key, old, new in of_optimizer
+            ]
         for what, effect in changes:
             warnings.warn(
                 f"No effect: {what}. The run of {folder} is complete."
@@ -372,7 +376,7 @@ def _effect_of_weights(config: RunConfig) -> str:
 
 
 def _short(value: Any) -> str:
-    return shortened(text_of(value), 200)
+    return shortened(config_text(value), 200)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:

@@ -155,7 +155,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
                     say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
                 rehearse(config, trainer)
                 check_space(config, trainer, rows, is_resumed=checkpoint is not None)
-                fit(config, trainer, checkpoint, stop)
+                train_steps(config, trainer, checkpoint, stop)
             else:
                 restore(config, trainer, completed, files, rows)
             metrics = last_metrics(trainer)
@@ -280,7 +280,7 @@ def check_output_dir(folder: Path) -> None:
         ) from error
 
 
-def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
+def train_steps(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop.follow(trainer)
     try:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ebft.data.row_counts import SectionReport
 from ebft.data.transforms.rows import IGNORE
-from ebft.methods.views import Block, Part, RowView
+from ebft.methods.views import Block, RowPart, RowView
 
 FIRST_BLOCKS = 8  # blocks of a document that are listed; the anchors of all are marked among its tokens
 LEARNED, IGNORED, SPECIAL, ANCHOR = "green", "dim", "bold magenta", "reverse cyan"
@@ -63,7 +63,7 @@ def show_row(title: str, view: RowView) -> Iterator[RenderableType]:
         yield Text.assemble((f"{name}: ", "bold"), value)
 
 
-def _roles(part: Part) -> Iterator[Text]:
+def _roles(part: RowPart) -> Iterator[Text]:
     """A line for each run of tokens with the same role."""
     for run in part.roles:
         is_single = run.stop == run.start + 1
@@ -71,7 +71,7 @@ def _roles(part: Part) -> Iterator[Text]:
         yield Text.assemble(f"  {run.role} ", (f"({places}): ", IGNORED), f'"{part.text(run)}"')
 
 
-def _tokens(part: Part) -> Text:
+def _tokens(part: RowPart) -> Text:
     line = Text()
     for token in part.tokens:
         if token.anchor is not None:

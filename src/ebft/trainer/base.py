@@ -31,9 +31,9 @@ from ebft.models.sharding import (
     is_enabled,
     is_in_parts,
     is_sharded,
+    load_checkpoint_weights,
     load_on_every_process,
     load_optimizer,
-    load_weights,
     save_whole_optimizer,
     saves_parts,
     shard_on_cpu,
@@ -442,7 +442,7 @@ class OverTrainer(Trainer):
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            load_checkpoint_weights(self.model, folder)
         else:
             super()._load_best_model()
         self._has_best = True
@@ -463,7 +463,7 @@ class OverTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = Path(resume_from_checkpoint), self.model if model is None else model
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            load_checkpoint_weights(self.model, folder)
             return
         if not self.is_deepspeed_enabled:
             check_fits(target, folder)

@@ -22,9 +22,9 @@ from ebft.run.config.checks.resolve import resolve
 if TYPE_CHECKING:
     from ebft.config.keys.nemo_gym import NemoGymKeys
     from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
-    from ebft.methods.reward_models import RewardKeys
+    from ebft.methods.reward_models import RewardModelKeys
 
-    class OwnKeys(NemoGymKeys, RewardKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
+    class OwnKeys(NemoGymKeys, RewardModelKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
 
     class KeysOfMethods(OwnKeys, MethodKeys): ...
 else:

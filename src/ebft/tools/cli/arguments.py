@@ -225,7 +225,7 @@ FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
 Value = TypeVar("Value", Path, int)
 
 
-def read_source(
+def config_and_model(
     source: Path, overrides: list[str] | None, lora_model_dir: str | None = None
 ) -> tuple[RunConfig | None, Path]:
     """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`.

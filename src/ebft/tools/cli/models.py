@@ -34,8 +34,8 @@ from ebft.tools.cli.arguments import (
     Overrides,
     argument,
     complete_fetched,
+    config_and_model,
     option,
-    read_source,
     renamed,
 )
 from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
@@ -73,7 +73,7 @@ def merge_lora(
     ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
     output = renamed(output, former_to, "--output", "--to")
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
     from rich.console import Console
     from rich.progress import Progress
@@ -193,7 +193,7 @@ def quantize(
     output = renamed(output, former_to, "--output", "--to")
     if output is None:
         raise ConfigError("--output DIR is required: the folder of the quantised model.")
-    config, folder = read_source(source, overrides)
+    config, folder = config_and_model(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
     given = {"weight_dtype": weight_dtype, "activation_dtype": activation_dtype, "group_size": group_size}

@@ -22,7 +22,7 @@ from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
 from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
-from ebft.tools.doctor.known import card_of
+from ebft.tools.doctor.known import gpu_card
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -79,7 +79,7 @@ def doctor(
             "--for and --memory plan the step of a config: add it, as in `ebft doctor run.yaml --for h100`."
         )
 
-    planned_on = card_of(card, memory) if plans else None
+    planned_on = gpu_card(card, memory) if plans else None
 
     def show(checks: Iterable[Check]) -> None:
         """Print checks as they are made, and count them."""

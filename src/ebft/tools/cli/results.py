@@ -23,8 +23,8 @@ from ebft.tools.cli.arguments import (
     RunFolder,
     complete_model,
     complete_term,
+    config_and_model,
     option,
-    read_source,
 )
 from ebft.tools.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
@@ -178,13 +178,13 @@ def evaluate(
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
     say_loading()
-    from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
+    from ebft.tools.evaluation.result import check_plots, check_result_file, save_plots
     from ebft.tools.evaluation.run import evaluate  # imports torch, which is not needed for help and config errors
 
     if plot is not None:
         check_plots(plot)
     for path in filter(None, (output, plot)):
-        check_writable(path)
+        check_result_file(path)
     if output is not None and output.is_file() and output.stat().st_size and not _is_evaluation(output):
         raise ConfigError(
             f"--output {output}: the file exists and is not the result of an evaluation. Choose another file."
@@ -259,7 +259,7 @@ def inference(
 
     ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
     """
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     if config is not None and base_model is not None:
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
     if samples is not None and reference is None:

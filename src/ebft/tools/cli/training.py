@@ -211,9 +211,9 @@ def train(
     if tui is None:
         tui = not dry_run and wants_dashboard(run_config.tui.enabled)
     if dry_run:
-        from ebft.tools.launch.agent import command_line
+        from ebft.tools.launch.agent import shell_command
 
-        say(command_line(plan, ["train", *words]))
+        say(shell_command(plan, ["train", *words]))
         return
     if tui:
         raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))

@@ -18,7 +18,7 @@ from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.known import KNOWN, Card
 from ebft.tools.doctor.memory import CHANGES_TRAINING, changed, changes
-from ebft.tools.doctor.plan import BEFORE, Plan, Planner, Request
+from ebft.tools.doctor.plan import BEFORE, Planner, Request, StepPlan
 
 _GIB = 2**30
 _KERNEL = 10e-6  # seconds that Python needs to start a kernel
@@ -59,7 +59,7 @@ class Floor:
         return max(self.flops, self.moved, self.kernels)
 
 
-def floor(plan: Plan, card: Card, config: RunConfig) -> Floor | None:
+def floor(plan: StepPlan, card: Card, config: RunConfig) -> Floor | None:
     """The floor of an optimizer step; None if the rates of the card are not known."""
     rate = card.bfloat16 if _is_rounded(config) else card.float32
     if rate is None or card.bandwidth is None:
@@ -99,10 +99,10 @@ class Fit:
     `changes` are texts; None if no combination of those that are known is enough.
     """
 
-    plan: Plan
+    plan: StepPlan
     room: float
     changes: list[str] | None
-    changed: Plan
+    changed: StepPlan
 
     @property
     def fits(self) -> bool:
@@ -118,14 +118,14 @@ def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> F
     return _with_changes(config, model_config, card, planner, _planned(config, model_config, card, planner))
 
 
-def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Plan:
+def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> StepPlan:
     found = planner(_request(_on_gpu(config), model_config, card))
     if isinstance(found, str):
         raise ModelError(f"The step cannot be planned: {found}")
     return found
 
 
-def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: Plan) -> Fit:
+def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: StepPlan) -> Fit:
     """`fit`, from the plan of the config as it is."""
     config = _on_gpu(config)
     limit, now, made, useless = room(card, config), first, [], set()
@@ -200,7 +200,7 @@ def _assumptions(config: RunConfig) -> Iterator[Check]:
         yield Check("warning", "attention", f"{text}, which may need less memory and time")
 
 
-def _described(plan: Plan, config: RunConfig, card: Card) -> Iterator[Check]:
+def _described(plan: StepPlan, config: RunConfig, card: Card) -> Iterator[Check]:
     """The lines of a plan: weights, phases, and the least time."""
     trained = (
         f"of which {plan.trained:,} are trained" if config.adapter is None else f"and {plan.trained:,} in the adapter"

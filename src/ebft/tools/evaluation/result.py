@@ -187,7 +187,7 @@ def machine_card(seconds: float) -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path) -> None:
+def check_result_file(path: Path) -> None:
     """Raise an error before the evaluation if `path` is not writable."""
     with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.user_code import user_code
 from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
-from ebft.data.sources import Documents, read_source
+from ebft.data.sources import RawRows, read_source
 from ebft.errors import ConfigError
 from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
@@ -90,8 +90,8 @@ class HeldOut:
         return self._raw[document]
 
     @cached_property
-    def _raw(self) -> Documents:
-        return Documents(self.entries, [read_source(entry) for entry in self.entries])
+    def _raw(self) -> RawRows:
+        return RawRows(self.entries, [read_source(entry) for entry in self.entries])
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:

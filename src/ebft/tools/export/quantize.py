@@ -22,7 +22,7 @@ from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
-from ebft.tools.export.checkpoint import check_free, new_folder, read_checkpoint
+from ebft.tools.export.checkpoint import check_empty, new_folder, read_checkpoint
 
 if TYPE_CHECKING:
     from ebft.methods.base_config import QuantizationSection
@@ -67,7 +67,7 @@ def quantize_model(
     _check_source(folder)
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
-    check_free(to)
+    check_empty(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     weights = read_checkpoint(folder).weights.values()
     settings = torchao_settings(wanted, device)

@@ -20,7 +20,7 @@ from ebft.models.pretrained import find_model, pretrained_config, pretrained_tok
 from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, read_index
 from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
-from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
+from ebft.tools.export.checkpoint import check_empty, new_folder, parse_size
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
 
@@ -45,7 +45,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     parts = _find_parts(folder)
     checkpoint = parts.parent
     to = (to or checkpoint / "merged").resolve()  # the folder of a link is replaced, not the link
-    check_free(to)
+    check_empty(to)
     described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     if not (described or is_adapter or base):
         raise ModelError(

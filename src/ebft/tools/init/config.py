@@ -27,7 +27,7 @@ from ebft.prefix.forward import check_supported
 from ebft.run.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
-from ebft.tools.init.fit import WINDOW, Draft, Source, fit, run_length, windows
+from ebft.tools.init.fit import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
 # Where the example of a method has another name than the method.
@@ -65,7 +65,7 @@ def draft(
     ConfigError for a method that does not fit the rows.
     """
     if method is not None:
-        named(method)  # raises
+        method_named(method)  # raises
     given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
@@ -100,12 +100,12 @@ def draft(
     apply_overrides(found.values, overrides)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
-    fit(found, given, sources, is_text, tokenizer, model_config)
+    fit_to_memory(found, given, sources, is_text, tokenizer, model_config)
     found.notes += run_length(found.values, count)
     return found
 
 
-def named(method: str) -> Method:
+def method_named(method: str) -> Method:
     """The method of this name. Raises ConfigError for an unknown one."""
     keys = named_methods()
     if method not in keys:
@@ -142,12 +142,12 @@ def _model(name: str) -> tuple[Any, Any, str | None]:
         return None, None, f"{name} cannot be read here, so lengths and memory are estimates ({error})"
 
 
-def _source(path: str, given: dict[str, Any], number: int) -> Source:
+def _source(path: str, given: dict[str, Any], number: int) -> GivenDataset:
     """Read the training split of dataset `number`, and find the split to evaluate on."""
     entry: dict[str, Any] = {"path": path, **_given_entry(given, number)}
     with doing(f"reading datasets.{number} ({path})"):
         parsed = DatasetEntry.model_validate({"type": "completion", **entry})
-    return Source(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed))
+    return GivenDataset(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed))
 
 
 def _held_out_split(entry: DatasetEntry) -> str | None:
@@ -163,7 +163,7 @@ def _held_out_split(entry: DatasetEntry) -> str | None:
     return next((split for split in _HELD_OUT_SPLITS if split in splits and split != entry.split), None)
 
 
-def _shape(source: Source, template: str | None) -> Shape:
+def _shape(source: GivenDataset, template: str | None) -> Shape:
     if "type" in source.entry:
         return shape_of_type({"type": source.entry["type"]})
     return shape_of(source.rows, source.entry["path"], template)
@@ -171,7 +171,11 @@ def _shape(source: Source, template: str | None) -> Shape:
 
 def _fitting(shapes: list[Shape], data: Sequence[str]) -> dict[str, Method]:
     """The methods that can train on all rows. Raises DataError if there are none."""
-    fitting = {name: named(name) for name in named_methods() if all(_fits(named(name), shape) for shape in shapes)}
+    fitting = {
+        name: method_named(name)
+        for name in named_methods()
+        if all(_fits(method_named(name), shape) for shape in shapes)
+    }
     if not fitting:
         words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
         raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
@@ -207,7 +211,7 @@ def _method(
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
-    if named(wanted) not in fitting.values():
+    if method_named(wanted) not in fitting.values():
         words = "; ".join(dict.fromkeys(shape.words for shape in shapes))
         raise ConfigError(
             f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
@@ -250,16 +254,16 @@ def _without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if kept(key) or value != getattr(default, key)}
 
 
-def _add_data(found: Draft, method: str, sources: list[Source], shapes: list[Shape]) -> None:
+def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: list[Shape]) -> None:
     """The entries of the datasets, as the method reads them, and what they are."""
     found.notes += [
         f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
     ]
     found.set("datasets", [], "; ".join(found.notes))
-    found.notes.append(f"Method: {method} ({named(method).name})")
-    found.comments |= {"rl": named(method).name, "ebft.mode": ""}
+    found.notes.append(f"Method: {method} ({method_named(method).name})")
+    found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
     for source, shape in zip(sources, shapes):
-        entry = source.entry | shape.entries[named(method).rows]
+        entry = source.entry | shape.entries[method_named(method).rows]
         if method == "sft" and entry["type"] == RAW_TEXT:
             entry["type"] = "completion"
         found.values["datasets"].append(entry)
@@ -273,7 +277,7 @@ def _add_chat_template(found: Draft, tokenizer: Any) -> None:
         found.set("special_tokens", {"eos_token": end}, "the end of a turn, where answers stop")
 
 
-def _hold_out(found: Draft, given: dict[str, Any], sources: list[Source]) -> None:
+def _hold_out(found: Draft, given: dict[str, Any], sources: list[GivenDataset]) -> None:
     """Evaluation rows, unless they are given: the split of the data for it, or else a part of the training rows."""
     if "test_datasets" in given or "val_set_size" in given:
         return

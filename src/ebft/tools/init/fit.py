@@ -51,7 +51,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Source:
+class GivenDataset:
     """A dataset that was given: its entry, its rows, and the split of the same source to evaluate on, if any."""
 
     entry: dict[str, Any]
@@ -69,7 +69,7 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
         yield f"Steps: about {steps:,}. `ebft doctor` measures one, and says how long the run takes"
 
 
-def windows(sources: list[Source]) -> int:
+def windows(sources: list[GivenDataset]) -> int:
     """About how many windows the texts are cut into, from a sample of them."""
     found = 0
     for source in sources:
@@ -79,8 +79,8 @@ def windows(sources: list[Source]) -> int:
     return found
 
 
-def fit(
-    found: Draft, given: dict[str, Any], sources: list[Source], is_text: bool, tokenizer: Any, model_config: Any
+def fit_to_memory(
+    found: Draft, given: dict[str, Any], sources: list[GivenDataset], is_text: bool, tokenizer: Any, model_config: Any
 ) -> None:
     """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
     config = RunConfig.from_dict(copy.deepcopy(found.values))
@@ -110,7 +110,7 @@ def _total(length: int | PromptLength) -> int:
     return length.prompt + length.reference if isinstance(length, PromptLength) else length
 
 
-def _characters(sources: list[Source], config: RunConfig | None) -> list[int]:
+def _characters(sources: list[GivenDataset], config: RunConfig | None) -> list[int]:
     """The lengths of rows, estimated from their characters; of texts if `config` is None."""
     found = []
     for source in sources:
@@ -127,7 +127,7 @@ def _count(value: Any) -> int:
     return sum(map(_count, parts))
 
 
-def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | list[PromptLength]]:
+def _sampled(found: Draft, sources: list[GivenDataset]) -> tuple[Dataset, list[int] | list[PromptLength]]:
     """Rows of a sample of the data as the method reads them, and their lengths. Raises DataError for unusable rows."""
     values = copy.deepcopy(found.values) | {"sequence_len": _UNLIMITED, "val_set_size": 0, "test_datasets": []}
     for key in _OF_EVALUATIONS:

@@ -23,7 +23,7 @@ from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
 from ebft.run.config.schema import RunConfig
 from ebft.run.output import final_step, wait_until_free
 from ebft.run.training import TrainResult, train_until
-from ebft.tools.launch.ray_control import Failure, Outcome, Task, WorkerAttempt
+from ebft.tools.launch.ray_control import RunOutcome, WorkerAttempt, WorkerFailure, WorkerTask
 
 POINTER = "ebft.json"  # the only file of the checkpoint that Ray stores; it names the folder of the model
 _KILLED_WITHIN = 60.0  # seconds that Ray may need to kill the processes of an earlier attempt
@@ -34,7 +34,7 @@ _SIGNALLED = 128
 class StopOnDriver(StopOnSignal):
     """Stops a run on the signals that the command `ebft train` received, and reports its logs to Ray."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: WorkerTask) -> None:
         super().__init__(task.command)
         self._control = task.control
         threading.Thread(target=self._wait, name="signals", daemon=True).start()
@@ -64,21 +64,21 @@ class ReportToRay(TrainerCallback):
         ray.train.report(dict(self._metrics))
 
 
-def train_noting_errors(task: Task) -> Outcome:
+def train_noting_errors(task: WorkerTask) -> RunOutcome:
     """Train in this worker; errors are noted by the control actor, and raised for Ray Train."""
     rank = ray.train.get_context().get_world_rank()
     try:
         return _trained(task, rank)
     except TrainingInterrupted as stopped:  # after the same step on all workers, or while rank 0 pushes to the Hub
         ray.train.report({})  # all report as often, or the others would wait
-        return Outcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
+        return RunOutcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
     except BaseException as error:
         failure = _failure(error, rank)
         ray.get(task.control.fail.remote(failure))
         raise RuntimeError(failure.message) from None  # errors of users may not be serializable
 
 
-def _trained(task: Task, rank: int) -> Outcome:
+def _trained(task: WorkerTask, rank: int) -> RunOutcome:
     join_ray()
     with doing("entering the working folder of the command, which all machines of the cluster need (use_ray)"):
         os.chdir(task.folder)
@@ -90,10 +90,10 @@ def _trained(task: Task, rank: int) -> Outcome:
         raise TrainingInterrupted(_stopped_before(config, task, attempt), attempt.signal)
     result = train_until(config.model_copy(update=changes), StopOnDriver(task))
     _report_result(result, rank)
-    return Outcome(0, learned=result.describe_outcome(task.evaluate))
+    return RunOutcome(0, learned=result.describe_outcome(task.evaluate))
 
 
-def _begin(task: Task, config: RunConfig) -> tuple[WorkerAttempt, dict[str, Any]]:
+def _begin(task: WorkerTask, config: RunConfig) -> tuple[WorkerAttempt, dict[str, Any]]:
     """Start an attempt, when the lock of an earlier one is free; returns the keys with other values in a restart."""
     attempt = ray.get(task.control.begin.remote())
     if attempt.earlier:
@@ -119,7 +119,7 @@ def _step_reached(config: RunConfig) -> int:
     return max(-1 if newest is None else step_of(newest), -1 if final is None else final)
 
 
-def _stopped_before(config: RunConfig, task: Task, attempt: WorkerAttempt) -> str:
+def _stopped_before(config: RunConfig, task: WorkerTask, attempt: WorkerAttempt) -> str:
     if not attempt.has_begun:
         return "Interrupted before training started; nothing was saved."
     return how_to_resume(config, max(0, _step_reached(config)), config.resume_from_checkpoint, task.command)
@@ -139,10 +139,10 @@ def plain(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
 
 
-def _failure(error: BaseException, rank: int) -> Failure:
+def _failure(error: BaseException, rank: int) -> WorkerFailure:
     """The failure with the message that `ebft train` prints for this error in one process."""
     text = traced(error)
     if isinstance(error, EBFTError):
         status = error.status if isinstance(error, LaunchError) else _WRONG_INPUT
-        return Failure(rank, status, str(error), text)
-    return Failure(rank, _FAILED, f"{told(error)}{place_of(error)}", text)
+        return WorkerFailure(rank, status, str(error), text)
+    return WorkerFailure(rank, _FAILED, f"{told(error)}{place_of(error)}", text)

@@ -44,7 +44,7 @@ GROUPS = 8  # of 8 held-out messages each
 TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
 
-def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
+def prepare_smollm2(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
     """Fetch the model and the catalogs, write the rows, and return the run that fine-tunes it.
 
     `model` is NAME, or a model folder or hub id that takes the place of SmolLM2.
@@ -64,7 +64,7 @@ def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> 
         wheels = [wheel.sha256 for part in PROGRAMS.values() for wheel in part]
         made_from = [wheels, config.base_model, tokens, MOST_PROMPT, OUTPUT_TOKENS]
         with without_a_download():
-            make_once(data, made_from, lambda: write_rows(data, tokenizer))
+            make_once(data, made_from, lambda: write_task_rows(data, tokenizer))
     return Run(own_copy(CONFIG, output), overrides, GROUPS if full else TEST["groups"])
 
 
@@ -88,7 +88,7 @@ def config_overrides(output: Path, seed: int, model: str) -> list[str]:
     ]
 
 
-def write_rows(folder: Path, tokenizer: Any) -> None:
+def write_task_rows(folder: Path, tokenizer: Any) -> None:
     """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}. Raises ValueError for too few."""
     seen: set[str] = set()
     folder.mkdir(parents=True, exist_ok=True)
