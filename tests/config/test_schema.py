@@ -12,7 +12,7 @@ from ebft.run.config.reference import option_groups
 from ebft.run.config.schema import GROUPS, RunConfig
 
 SOURCE = Path(ebft.__file__).parent
-CHECKS = SOURCE / "run/config/checks/combinations.py"
+CHECKS = SOURCE / "run/config/combinations.py"
 
 
 def test_every_key_is_documented_in_one_sentence():

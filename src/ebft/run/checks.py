@@ -25,7 +25,7 @@ from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.methods.processes import check_deepspeed, offloads
 from ebft.processes import LAUNCHER
-from ebft.run.config.checks.combinations import expert_problems
+from ebft.run.config.combinations import expert_problems
 from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own

@@ -12,7 +12,7 @@ from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection
 from ebft.methods.processes import fsdp_problems
-from ebft.run.config.checks.data import chat_templates, entry_conflicts, stream_problems
+from ebft.run.config.data import chat_templates, entry_conflicts, stream_problems
 
 FOREIGN = "axolotl.integrations."
 _ROWS = re.compile(r"\[\d*:\d*\]$")
