@@ -15,10 +15,10 @@ from typing import Any, get_type_hints
 import typer
 
 import ebft
-from ebft.config.reference import Option, option_groups
 from ebft.health.callback import _SLOWER as SLOWER
 from ebft.health.callback import CONDITIONS, Condition
 from ebft.health.rules import START, WINDOW
+from ebft.run.config.reference import Option, option_groups
 from ebft.tools.cli import app
 
 FOLDER = Path(__file__).parent

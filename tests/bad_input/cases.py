@@ -172,18 +172,18 @@ def _without_training(trains: bool) -> Iterator[list]:
         reached.append(True)
         raise KeyboardInterrupt("Stopped before training.")
 
-    before = training.fit
-    training.fit = before if trains else stop
+    before = training.train_steps
+    training.train_steps = before if trains else stop
     try:
         yield reached
     finally:
-        training.fit = before
+        training.train_steps = before
 
 
 @contextmanager
 def _warnings() -> Iterator[None]:
     """Print warnings as the command does."""
-    from ebft.tools.cli.console import show_warnings
+    from ebft.tools.console import show_warnings
 
     with warnings.catch_warnings():
         show_warnings()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from typer.main import get_command
 
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.tools.cli import app
 from tests.cli.conftest import ENVIRONMENT, plain
 from tests.run.test_methods import run_file

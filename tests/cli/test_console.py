@@ -9,7 +9,7 @@ import pytest
 from ebft import load_config
 from ebft.errors import ConfigError
 from ebft.run.training import _whitening
-from ebft.tools.cli import console
+from ebft.tools import console
 from tests.cli.conftest import ENVIRONMENT
 from tests.run.test_methods import run_file
 

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from ebft.config.checks.processes import deepspeed_settings
+from ebft.methods.processes import deepspeed_settings
 from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
 
 

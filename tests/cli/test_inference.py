@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from ebft.config.schema import load_config
+from ebft.run.config.schema import load_config
 from ebft.run.reporting import description
 from ebft.tools.cli import app
 from ebft.tools.inference.models import model_in_folder

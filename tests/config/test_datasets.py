@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 from ebft.config.keys.data import DatasetEntry
-from ebft.config.schema import RunConfig
 from ebft.data.transforms import PreferenceColumns
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from tests.config.conftest import ENTRY, STRIDED, dataset
 from tests.config.test_messages import GRPO, config
 

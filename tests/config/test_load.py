@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ebft.config.load import read_values
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig, load_config
 from tests.config.conftest import MINIMAL, STRIDED
 
 LONGEST = 1500  # characters of an error

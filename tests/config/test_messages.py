@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 from ebft.config.axolotl import UNSUPPORTED_KEYS
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import Machine, check_machine, check_runnable
+from ebft.run.config.schema import RunConfig
 from tests.config.conftest import ENTRY, MINIMAL, STRIDED, dataset, strided, warned
 
 LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}

@@ -7,8 +7,8 @@ import pytest
 
 from ebft.config.options import EBFTSection, StridedOptions
 from ebft.config.rules import resolve_single_sample, validate_options
-from ebft.config.schema import RunConfig
 from ebft.config.section import section_of_options
+from ebft.run.config.schema import RunConfig
 from tests.config.conftest import MINIMAL
 
 

@@ -3,16 +3,16 @@ from importlib import import_module
 
 import pytest
 
-from ebft.config.checks.processes import check_deepspeed
 from ebft.errors import ConfigError, MissingPackageError
 from ebft.machine import Machine
+from ebft.methods.processes import check_deepspeed
 from ebft.run.checks import check_machine, check_runnable, launched_processes
 from tests.config.conftest import warned
 
 
 @pytest.mark.parametrize("method", [{"rl": "ebft", "ebft": {"mode": "strided"}}, {"rl": "ebft"}, {"rl": "grpo"}])
 def test_partitioned_parameters(make, monkeypatch, method):
-    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.methods.processes.find_spec", lambda name: object())
     reward = {"trl": {"reward_funcs": ["os.path.join"]}} if method["rl"] == "grpo" else {}
     for given in ("zero3", "zero3_offload", {"zero_optimization": {"stage": 3}}):
         check_deepspeed(make(**method, **reward, deepspeed=given))
@@ -42,7 +42,7 @@ def test_partitioned_parameters(make, monkeypatch, method):
 ])  # fmt: skip
 def test_a_missing_package_is_a_warning_of_the_check_and_an_error_of_training(make, monkeypatch, keys, message):
     monkeypatch.setattr(import_module("transformers.trainer_optimizer"), "is_bitsandbytes_available", lambda: False)
-    for module in ("methods.grpo", "methods.sft", "run.checks", "config.checks.processes"):
+    for module in ("methods.grpo", "methods.sft", "run.checks", "methods.processes"):
         monkeypatch.setattr(f"ebft.{module}.find_spec", lambda name: None)
     config = make(lora_r=8, lora_alpha=16, lora_target_linear=True, **keys) if "adapter" in keys else make(**keys)
     _, said = warned(check_runnable, config=config, elsewhere=True)
@@ -64,7 +64,7 @@ def test_the_processes_are_those_that_accelerate_starts(monkeypatch):
 
 
 def test_the_doctor_counts_the_logits_that_a_step_keeps(make, monkeypatch):
-    monkeypatch.setattr("ebft.config.checks.processes.find_spec", lambda name: object())
+    monkeypatch.setattr("ebft.methods.processes.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="chunked_cross_entropy is incompatible with ZeRO-3"):
         check_runnable(make(deepspeed="zero3", chunked_cross_entropy=True))
     for keys, keeps in (({}, False), ({"chunked_cross_entropy": False}, True), ({"torch_compile": True}, True),

@@ -6,13 +6,13 @@ from typing import get_args
 
 import ebft
 from ebft.config.axolotl import IGNORED_KEYS
-from ebft.config.reference import option_groups
-from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.section import changed_keys
 from ebft.config.validation_errors import section_of
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import GROUPS, RunConfig
 
 SOURCE = Path(ebft.__file__).parent
-CHECKS = SOURCE / "config" / "checks" / "combinations.py"
+CHECKS = SOURCE / "run/config/combinations.py"
 
 
 def test_every_key_is_documented_in_one_sentence():

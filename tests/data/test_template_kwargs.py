@@ -5,12 +5,12 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.data.conversation import Renderer
 from ebft.data.load import load_token_rows
 from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.reward_rows import load_comparisons
+from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, config_of, user
 
 CHAT = [user("how?"), assistant("fine")]

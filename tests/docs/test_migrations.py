@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.machine import Machine
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines

@@ -7,10 +7,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft.config.schema import load_config
 from ebft.machine import gib
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import load_config
 from ebft.tools.doctor import environment
 from ebft.tools.doctor.environment import check_installation
 from ebft.tools.doctor.memory import advice, memory_checks, needs
@@ -119,7 +119,7 @@ def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypa
     monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     find, absent = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "trackio", "wandb")
-    for module in ("importlib.util", "ebft.config.checks.processes", "ebft.run.reporting"):
+    for module in ("importlib.util", "ebft.methods.processes", "ebft.run.reporting"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", *overrides)
     assert code == (level == "error") and message in found[level, name], found

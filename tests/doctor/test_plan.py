@@ -19,7 +19,7 @@ from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import arranged, run_rows
 from ebft.tools.doctor import fit, known
 from ebft.tools.doctor.memory import changed
-from ebft.tools.doctor.plan import BEFORE, STEP, Plan, Planner, Request, Use
+from ebft.tools.doctor.plan import BEFORE, STEP, Planner, Request, StepPlan, Use
 from tests.doctor.test_doctor import doctor, ebft
 
 __all__ = ["doctor", "ebft"]
@@ -200,7 +200,7 @@ def test_a_step_that_fits_has_a_floor_of_time(doctor, tmp_path):
 
 def plan_of(total, **keys):
     use = Use(peak=total, elsewhere=0, kernels=1.0, flops=1e12, moved=1e9, flops_elsewhere=keys.pop("elsewhere", 0.0))
-    return Plan(phases={STEP: use}, weights=1, gradients=1, optimizer=1, parameters=1, trained=1)
+    return StepPlan(phases={STEP: use}, weights=1, gradients=1, optimizer=1, parameters=1, trained=1)
 
 
 @pytest.mark.parametrize("total, level", [(0.91, "warning"), (0.89, "ok")])
@@ -223,7 +223,7 @@ def test_what_other_devices_compute_is_not_counted_at_the_rate_of_the_card(tmp_p
 @pytest.mark.parametrize("given, size", [("80GB", 80e9 / 2**30), ("80GiB", 80), ("80", 80), ("23.5 G", 23.5)])
 def test_the_memory_of_a_card(given, size):
     """GB are 10^9 bytes, as vendors count, and GiB 2^30."""
-    assert known.card_of(None, given)[1].memory == pytest.approx(size)
+    assert known.gpu_card(None, given)[1].memory == pytest.approx(size)
 
 
 @pytest.mark.parametrize(

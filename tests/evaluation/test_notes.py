@@ -7,9 +7,9 @@ import warnings
 import pytest
 
 from ebft import evaluate, load_config
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import description, recorded
-from ebft.tools.evaluation.notes import TextIndex, texts_of
+from ebft.tools.evaluation.notes import TextIndex, row_texts
 
 
 def record_run(folder, path, **changes):
@@ -115,11 +115,11 @@ TEXT = "A text of several words."
 def test_rows_are_compared_by_their_texts(one, other, is_same):
     """In other columns and formats."""
     for first, second in ((one, other), (other, one)):
-        assert bool(TextIndex([texts_of(first)]).same_as(texts_of(second))) is is_same
+        assert bool(TextIndex([row_texts(first)]).same_as(row_texts(second))) is is_same
 
 
 def test_a_shared_system_prompt_does_not_make_documents_the_same():
     rows = [{"system": TEXT, "prompt": f"question {number}", "completion": "yes"} for number in range(50)]
-    index = TextIndex([texts_of(row) for row in rows])
-    assert list(index.same_as(texts_of({**rows[7], "id": "x"}))) == [7]
-    assert not index.same_as(texts_of({"system": TEXT, "prompt": "another", "completion": "yes"}))
+    index = TextIndex([row_texts(row) for row in rows])
+    assert list(index.same_as(row_texts({**rows[7], "id": "x"}))) == [7]
+    assert not index.same_as(row_texts({"system": TEXT, "prompt": "another", "completion": "yes"}))

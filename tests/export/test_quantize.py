@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ebft.config.base import QuantizationSection
 from ebft.errors import ModelError
+from ebft.methods.base_config import QuantizationSection
 from ebft.tools.export.quantize import ScoredTokens, quantize_model, text_sequences
 from tests.export.models import llama, save_adapter, save_base
 

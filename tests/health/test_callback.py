@@ -15,7 +15,7 @@ from tests.monitor.sft_run import plain_trainer
 
 def run(name, folder, **keys):
     """Train the golden run `name` with other keys; returns its result, its warnings and the lines of health.jsonl."""
-    from ebft.config.schema import load_config
+    from ebft.run.config.schema import load_config
 
     path = write_inputs(name, folder)
     overrides = {"max_steps": 24, "eval_steps": 1000, "warmup_steps": 0, "lr_scheduler": "constant", **keys}

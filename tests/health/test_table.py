@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from ebft.config.reference import option_groups
 from ebft.health.callback import CONDITIONS
 from ebft.health.rules import Log
+from ebft.run.config.reference import option_groups
 
 ROOT = Path(__file__).parents[2]
 NAN = float("nan")

@@ -10,10 +10,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
-from ebft.config.schema import load_config
 from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.printed import printable
+from ebft.run.config.schema import load_config
 from ebft.tools.inference.models import model_in_folder, model_of_run
 from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 from tests.structured.trainers import USER, rows

@@ -9,11 +9,11 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from ebft import load_config
 from ebft.config.load import parse_yaml
-from ebft.config.schema import RunConfig
 from ebft.methods import named_methods
 from ebft.methods.method import Method
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_arguments
-from ebft.tools.init.config import draft, named
+from ebft.tools.init.config import draft, method_named
 from ebft.tools.init.file import _scalar
 from tests.terminal import Terminal, ebft_command
 
@@ -301,8 +301,8 @@ def test_a_model_that_strided_mode_does_not_train_gets_the_next_method(ebft, ref
 
 def test_every_method_has_a_name_and_an_example():
     keys = named_methods()
-    assert [name for name in keys if not isinstance(named(name), Method)] == []
-    assert len({type(named(name)) for name in keys}) == len(keys)
+    assert [name for name in keys if not isinstance(method_named(name), Method)] == []
+    assert len({type(method_named(name)) for name in keys}) == len(keys)
 
 
 @pytest.mark.parametrize("value", ["a: b", "no", "1e-4", "plain", "#x", "", "two\nlines", [1, "a, b"], {"a": 1}, 1e-5])

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import LaunchOptions, plan_launch
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows, pack_and_report
+from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.rows import LongestRows
 
 LENGTHS = [3, 9, 5, 14, 4, 7, 11, 6, 3, 8, 12, 5]  # words of a document

@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from jinja2 import TemplateError
 
-from ebft.config.schema import RunConfig
 from ebft.data.apply import Source, tokenise
 from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
+from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief"}

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.methods.sft import check_kernels
 from ebft.run.checks import Machine, check_machine
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.monitor.sft_run import plain_trainer

@@ -34,7 +34,7 @@ def test_the_protocol_of_the_page_is_the_one_that_is_read():
     verified, ran = (json.loads(block.code) for block in page if block.code.startswith('{"re'))
     assert verified.pop("response") == rewards.response_of("4", "BASE_MODEL")
     assert set(verified) == set(row("2 + 2?", answer=4))
-    [conversation] = rewards.joined(rewards.model_calls(ran, agent))
+    [conversation] = rewards.joined_calls(rewards.model_calls(ran, agent))
     assert (conversation.prompt_ids, conversation.ids) == ([5, 6], [11, 2, 7, 8, 9, 2])
     assert conversation.generated == [1, 1, 0, 0, 1, 1] and rewards.reward_in(ran, agent, "/run") == 1.0
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ebft.errors import ConfigError, RolloutError
-from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined, request_body
+from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined_calls, request_body
 from tests.nemo_gym.servers import row
 
 SAMPLING = {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
@@ -77,7 +77,7 @@ def test_the_request_is_the_row_with_how_to_sample(gym, client):
     ([([1], [5, 6]), ([1, 5], [7])], [[5, 6], [7]]),  # a context that ends within the reply
 ])  # fmt: skip
 def test_a_rewritten_history_starts_a_new_part(calls, parts):
-    found = joined([Call(prompt, ids, [-0.5] * len(ids)) for prompt, ids in calls])
+    found = joined_calls([Call(prompt, ids, [-0.5] * len(ids)) for prompt, ids in calls])
     assert [rollout.ids for rollout in found] == parts
     sampled = {token: prompt + ids[:index] for prompt, ids in calls for index, token in enumerate(ids)}
     for rollout in found:  # every trained token has the context that it was sampled in

@@ -15,8 +15,8 @@ from ebft.methods.views import (
     StridedView,
     TokenTexts,
     generation_prompt,
-    printable,
 )
+from ebft.printed import printable
 from tests.structured.conftest import make_chat_tokenizer
 
 

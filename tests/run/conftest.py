@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ebft import train
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from tests.run.crash import config_of, result, trained, write_inputs
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from ebft.catalog import MODELS, mark_fetched
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import model_card
 
 ROWS = [{"path": "some/data", "type": "completion"}, {"path": __file__, "type": "completion"}]

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ebft.config.load import apply_overrides
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.files import write_checksums
 from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
+from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import optimizer_keys, write_run_keys
 from ebft.trainer.checkpoints import compare_rows
 from tests.config.conftest import MINIMAL

@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.methods.method import foreign_keys
 from ebft.run import resume_compat
+from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import NOT_COMPARED, optimizer_keys, run_record, warn_of_changes, write_run_keys
 from tests.run.crash import config_of
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,17 +40,6 @@ def make(tmp_path, model=None, train=None, evaluation=None, **changes):
 
 def logged(trainer, name="loss"):
     return [entry for entry in trainer.state.log_history if name in entry]
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_memory_is_pinned_only_for_a_gpu_unless_set(tmp_path, monkeypatch, has_gpu):
-    # Only for our class: transformers would set up the device, and turns it off itself with use_cpu.
-    cuda = SimpleNamespace(is_available=lambda: has_gpu)
-    monkeypatch.setattr("ebft.strided.trainer.torch", SimpleNamespace(cuda=cuda))
-    given = {"output_dir": str(tmp_path), "report_to": [], "bf16": False}
-    assert StridedEBFTConfig(**given).dataloader_pin_memory is has_gpu
-    for chosen in (True, False):
-        assert StridedEBFTConfig(**given, dataloader_pin_memory=chosen).dataloader_pin_memory is chosen
 
 
 def test_names_of_options_and_arguments_of_axolotl(tmp_path):

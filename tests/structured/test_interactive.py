@@ -12,9 +12,9 @@ import torch
 from datasets import Dataset
 
 from ebft import evaluate, load_config, train
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.validation import checked
 from tests.serving.processes import free_port

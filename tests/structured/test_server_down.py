@@ -6,9 +6,9 @@ from contextlib import suppress
 import pytest
 
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from ebft.nemo_gym.client import Failure, GymClient
+from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.client import VLLMClient
 from tests.nemo_gym import servers
 from tests.serving.processes import free_port

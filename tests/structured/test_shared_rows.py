@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from ebft.errors import ModelError
 from ebft.models.causal_lm import decoder_layers
 from ebft.structured import RolloutGRPOTrainer
-from ebft.structured.scoring import check_parity
+from ebft.structured.scoring import check_shared_prompt_parity
 from ebft.structured.shared_prompt import Rows
 from ebft.structured.trl import ROW, by_group
 from tests.strided.test_cost import count_tokens
@@ -106,7 +106,7 @@ def test_the_parity_check_leaves_random_state_and_modes(chat_tokenizer):
     model = lora(chat_model(chat_tokenizer)).get_base_model()
     modes = lambda: [module.training for module in model.modules()]
     before = torch.random.get_rng_state(), modes()
-    check_parity(model)
+    check_shared_prompt_parity(model)
     assert torch.random.get_rng_state().equal(before[0]) and modes() == before[1]
 
 

@@ -193,7 +193,7 @@ def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
 
     Raises DataError for a CSV file with two columns of the same name, or with more fields below the header than in it.
     """
-    starts = {path: first_rows(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
+    starts = {path: header_and_first_row(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
     check_starts({str(path): start for path, start in starts.items()})
     names = [os.path.abspath(path) for path in paths]
     return {"train": DataFilesList(names, [])}
@@ -211,7 +211,7 @@ def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | Non
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
     if header is None and isinstance(paths[0], Path) and not _is_archive(paths[0]):
-        header = first_rows(paths[0])[0]
+        header = header_and_first_row(paths[0])[0]
     if header is not None:
         names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader names them
         options["features"] = Features({name: Value("string") for name in names})
@@ -243,7 +243,7 @@ def typed(rows: Dataset) -> Dataset:
 
 
 def check_starts(starts: dict[str, tuple[list[str], list[str]]]) -> list[str] | None:
-    """Check the `first_rows` of CSV files by name, and return the header of the first, whose columns all must have.
+    """Check headers and first rows of CSV files by name; the header of the first, whose columns all must have.
 
     Raises DataError for what the reader would change or leave out: a column twice would be renamed, and the first field
     of a row with more fields than the header would be taken for an index.
@@ -264,7 +264,7 @@ def check_starts(starts: dict[str, tuple[list[str], list[str]]]) -> list[str] | 
     return header
 
 
-def first_rows(path: PurePath, file: Any = None) -> tuple[list[str], list[str]]:
+def header_and_first_row(path: PurePath, file: Any = None) -> tuple[list[str], list[str]]:
     """The header of a CSV file and the first row below it, empty if there is none.
 
     `file`: its open bytes, if `path` is only its name.

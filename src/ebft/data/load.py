@@ -14,8 +14,8 @@ from ebft.config.keys.data import DataSettings
 from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.lengths import cut_and_drop, without_repeated
 from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
-from ebft.data.sources import Documents, place_of, read_source
-from ebft.data.tables import discard, shuffle_rows
+from ebft.data.sources import RawRows, read_source, row_place
+from ebft.data.tables import discard_tables, shuffle_rows
 from ebft.errors import DataError, shortened
 from ebft.printed import say
 from ebft.processes import is_main_process
@@ -66,10 +66,10 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         entry, raw, first_document, _ = source
         rows = tokenise(source, config, tokenizer, counts)
         kept = cut_and_drop(rows, config, tokenizer, counts)
-        discard(rows)
+        discard_tables(rows)
         if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
             row = counts.documents[TOO_LONG][0] - first_document
-            where = place_of(raw[row], row, f"{entry.path}, {entry.split}")
+            where = row_place(raw[row], row, f"{entry.path}, {entry.split}")
             raise DataError(
                 f"{where} exceeds sequence_len: {config.sequence_len} "
                 "tokens (excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop "
@@ -120,13 +120,11 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Datase
     return _hold_out(rows, documents, config)[1]
 
 
-def _load_section(
-    config: DataSettings, section: str, load_entry: LoadEntry
-) -> tuple[Dataset, SectionReport, Documents]:
+def _load_section(config: DataSettings, section: str, load_entry: LoadEntry) -> tuple[Dataset, SectionReport, RawRows]:
     """The usable rows of all entries, with the column `document`, and the report of all documents, usable or not."""
     counts, entries = RowCounts(), getattr(config, section)
     raw = [read_source(entry) for entry in entries]
-    documents = Documents(entries, raw)
+    documents = RawRows(entries, raw)
     is_split = section == "datasets" and config.val_set_size and not config.test_datasets
     held_out = documents.held_out(config.val_set_size, config.seed) if is_split else ()
     sources = [Source(*source, held_out) for source in zip(entries, raw, documents.firsts)]
@@ -158,7 +156,7 @@ def _advice(config: DataSettings, counts: RowCounts) -> str:
     )
 
 
-def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tuple[Dataset, Dataset]:
+def _hold_out(rows: Dataset, documents: RawRows, config: DataSettings) -> tuple[Dataset, Dataset]:
     """Split by documents: `val_set_size` is a fraction of all documents if below 1, otherwise a number."""
     owner = np.asarray(rows["document"])
     size, count = config.val_set_size, int(documents.with_text.sum())

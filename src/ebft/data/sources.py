@@ -45,7 +45,7 @@ def read_source(entry: Any) -> Dataset:
     return rows if entry.shards is None else rows.shard(entry.shards, entry.shards_idx, contiguous=False)
 
 
-class Documents:
+class RawRows:
     """The raw rows of all dataset entries as one sequence; `parts` are the rows of each, `firsts` where they begin."""
 
     def __init__(self, entries: Sequence[Any], parts: Sequence[Dataset]) -> None:
@@ -68,7 +68,7 @@ class Documents:
     def place(self, document: int) -> str:
         """Where a document is, for messages: the file of a text of a folder, else the source and its row."""
         number, row = self._find(document)
-        return place_of(self._parts[number][row], row, f"{self._entries[number].path}, {self._entries[number].split}")
+        return row_place(self._parts[number][row], row, f"{self._entries[number].path}, {self._entries[number].split}")
 
     @cached_property
     def with_text(self) -> np.ndarray:
@@ -92,7 +92,7 @@ class Documents:
         return number, document - self.firsts[number]
 
 
-def place_of(row: Mapping[str, Any], number: int, source: str) -> str:
+def row_place(row: Mapping[str, Any], number: int, source: str) -> str:
     """Where a raw row is, for messages: the file of a text of a folder, else its number in the source."""
     return f"{source}, row {number}" if (file := file_of(row)) is None else file
 
@@ -279,7 +279,9 @@ def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
             starts = {}
             for each in fsspec.open_files(urls, "rb", compression="infer"):
                 with each as file:
-                    starts[each.full_name] = file_formats.first_rows(PurePosixPath(each.path.partition("?")[0]), file)
+                    starts[each.full_name] = file_formats.header_and_first_row(
+                        PurePosixPath(each.path.partition("?")[0]), file
+                    )
             header = file_formats.check_starts(starts)
         return load_dataset_builder(kind, data_files=urls, **file_formats.reader_options(kind, names, header))
 

@@ -52,7 +52,7 @@ class Document(NamedTuple):
     row: dict[str, Any]
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     """Rows that are in memory together, in the order of training; `start` is the position before them."""
 
     start: State
@@ -60,7 +60,7 @@ class Block(NamedTuple):
     ends_pass: bool  # whether the sources begin again after it
 
 
-class Source:
+class StreamSource:
     """The rows of one dataset entry, in order; `name` is its name in messages."""
 
     def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
@@ -109,7 +109,7 @@ def _types(state: Any) -> set[str]:
     return {state.get("type", "")}.union(*map(_types, state.values()))
 
 
-class Documents:
+class StreamedDocuments:
     """The rows of all sources in blocks of `size` rows, shuffled with `seed`; None for the order of the sources.
 
     Without `weights`, the sources are read one after the other and then again from the first; a block ends with the
@@ -120,14 +120,14 @@ class Documents:
 
     def __init__(
         self,
-        sources: Callable[[], list[Source]],
+        sources: Callable[[], list[StreamSource]],
         size: int,
         seed: int | None,
         weights: Sequence[float] | None = None,
     ) -> None:
         self._open, self._size, self._seed, self._weights = sources, size, seed, weights
 
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
+    def blocks(self, start: State | None = None) -> Iterator[StreamBlock]:
         """Blocks without end, from the first or from a block's `start` on."""
         sources, is_mixed = self._open(), self._weights is not None
         number, current, taken, ended = 0, 0, [0] * len(sources), set[int]()
@@ -161,7 +161,7 @@ class Documents:
             if self._seed is not None:
                 order = np.random.default_rng([self._seed, number]).permutation(len(found))
                 found = [found[place] for place in order]
-            yield Block(before, found, ends)
+            yield StreamBlock(before, found, ends)
             number += 1
             if ends:
                 ended.clear()
@@ -240,7 +240,7 @@ class StreamRows(torch.utils.data.IterableDataset):
     """
 
     def __init__(
-        self, documents: Documents, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
+        self, documents: StreamedDocuments, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
     ) -> None:
         self._documents, self._encode = documents, encode
         self._length, self._apart = sequence_len, apart
@@ -329,7 +329,7 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
     open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
     weights = [entry.weight for entry in config.datasets]
     shares = [1.0 if weight is None else weight for weight in weights] if any(weights) else None
-    documents = Documents(open_all, size, order, shares)
+    documents = StreamedDocuments(open_all, size, order, shares)
     encode = partial(_tokens, functions)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
@@ -347,8 +347,8 @@ def order_of(config: StreamSettings) -> dict[str, Any]:
     }
 
 
-def _sources(entries: list[Any]) -> list[Source]:
-    return [Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
+def _sources(entries: list[Any]) -> list[StreamSource]:
+    return [StreamSource(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
 
 
 def _tokens(functions: list[Any], document: Document) -> list[int]:

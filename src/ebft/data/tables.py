@@ -30,7 +30,7 @@ _is_forking = False
 
 
 def map_rows(rows: Dataset, function: Callable[..., Any], name: str = "datasets", **options: Any) -> Dataset:
-    """`rows.map`, whose result is in a temporary file until `discard` or the end of this process; `name` is for errors.
+    """`rows.map`, with its result in a temporary file until `discard_tables` or the process ends; `name` is for errors.
 
     In its cache, the library would keep the result for ever. It would not be read again: the key of a result does not
     contain the helper functions of a transform.
@@ -53,7 +53,7 @@ def shuffle_rows(rows: Dataset, seed: int) -> Dataset:
     return rows.shuffle(seed=seed, load_from_cache_file=False, indices_cache_file_name=_temporary_file())
 
 
-def discard(rows: Dataset) -> None:
+def discard_tables(rows: Dataset) -> None:
     """Delete the temporary files of rows that are not read again; files of the user and of the cache are left."""
     for file in rows.cache_files:
         if Path(file["filename"]).parent == _folder(os.getpid()):

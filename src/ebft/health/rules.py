@@ -133,7 +133,7 @@ def cfm_diverges(log: Log) -> Sighting | None:
 
 
 def overfitting(log: Log) -> Sighting | None:
-    series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, Series())
+    series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, MetricSeries())
     last, start = series.recent(4), training.start()
     if not last or start is None or median(training.recent()) > start - training.margin():
         return None
@@ -207,7 +207,7 @@ def length_rewarded(log: Log) -> Sighting | None:
     )
 
 
-def _held_out_rise(series: Series, name: str, absolute: float, relative: float) -> Sighting | None:
+def _held_out_rise(series: MetricSeries, name: str, absolute: float, relative: float) -> Sighting | None:
     """The last two evaluations are above the first one. Evaluations use the same documents, so they vary little."""
     if len(series) < 3:
         return None
@@ -231,7 +231,7 @@ _KEPT = 50
 _ERRORS = 5.0
 
 
-class Series:
+class MetricSeries:
     """The values of one metric with their steps: the first `START` and the last 50."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class Log:
     samples: int | None = None  # per prompt or anchor
     whitened: bool | None = None  # None if unknown
     fp16: bool = False
-    series: dict[str, Series] = field(default_factory=dict)
+    series: dict[str, MetricSeries] = field(default_factory=dict)
     names: frozenset[str] = frozenset()  # of the metrics in the newest entry
 
     def add(self, step: int, entry: dict[str, Any]) -> None:
@@ -294,11 +294,11 @@ class Log:
         numbers = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
         self.names = frozenset(numbers)
         for name, value in numbers.items():
-            self.series.setdefault(name, Series()).add(step, value)
+            self.series.setdefault(name, MetricSeries()).add(step, value)
 
-    def __getitem__(self, name: str) -> Series:
+    def __getitem__(self, name: str) -> MetricSeries:
         """Return the series of a metric; an empty one if it is not in the newest entry, which then says nothing new."""
-        return self.series[name] if name in self.names else Series()
+        return self.series[name] if name in self.names else MetricSeries()
 
     @property
     def diversity_ceiling(self) -> float | None:

@@ -74,7 +74,7 @@ class GRPO(Method):
 
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
-        nemo_gym.resolve(config)
+        nemo_gym.resolve_gym_names(config)
         rules.follow_samples(config.ebft, config.trl)
         warn_of_unmet(config, _NEEDS)
         for message in _idle(config):
@@ -146,7 +146,7 @@ class GRPO(Method):
 
     def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
         if config.nemo_gym_enabled:
-            nemo_gym.check_rows(config, rows.train, rows.evaluation)
+            nemo_gym.check_gym_rows(config, rows.train, rows.evaluation)
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import PromptView

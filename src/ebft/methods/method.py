@@ -13,10 +13,10 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ebft.config.base import BaseConfig
 from ebft.config.section import Section
 from ebft.data.transforms import RequiredRows, Rows
 from ebft.methods import FLAGS, METHODS
+from ebft.methods.base_config import BaseConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset

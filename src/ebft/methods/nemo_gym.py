@@ -27,7 +27,7 @@ _OTHER_NAMES = {
 _NOT_SENT = ("top_k", "min_p", "repetition_penalty", "generation_kwargs", "vllm_guided_decoding_regex")
 
 
-def resolve(config: MethodConfig) -> None:
+def resolve_gym_names(config: MethodConfig) -> None:
     """Replace the names that configs for other trainers use, and warn of keys without effect."""
     if config.trl.reward_funcs:
         config.trl.reward_funcs = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs]
@@ -151,7 +151,7 @@ def problems_here(config: MethodConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
+def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
     from ebft.nemo_gym.rewards import check_agents
 

@@ -57,7 +57,7 @@ class Classifier(Method):
         )
 
 
-class RewardKeys(HeadKeys):
+class RewardModelKeys(HeadKeys):
     """The keys of `reward_model: true`."""
 
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = Field(
@@ -76,7 +76,7 @@ class RewardModel(Classifier):
     metrics = ("loss", "accuracy", "margin")
     rows = "comparisons"
     view = "ComparisonView"
-    keys = RewardKeys
+    keys = RewardModelKeys
     offloads_activations = True
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"

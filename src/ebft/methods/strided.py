@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.checks.processes import zero_stage
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.methods.method import (
@@ -22,6 +21,7 @@ from ebft.methods.method import (
     pass_at,
     warn_of_unmet,
 )
+from ebft.methods.processes import zero_stage
 
 if TYPE_CHECKING:
     from ebft.machine import Machine

@@ -151,7 +151,7 @@ def is_in_parts(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a checkpoint, or its adapters, into the model. Raises ModelError if weights are missing."""
     reshard(model)
     if is_in_parts(folder):

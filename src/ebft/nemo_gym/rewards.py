@@ -188,7 +188,7 @@ class GymAgents:
         calls = model_calls(answer, agent)
         if not calls:
             return Failure("the model returned no tokens; the conversation may exceed the server's max_model_len")
-        parts = joined(calls)
+        parts = joined_calls(calls)
         if len(parts) > 1 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -243,7 +243,7 @@ def _is_reply(item: dict[str, Any]) -> bool:
     return any(part.get("text") if isinstance(part, dict) else part for part in content)
 
 
-def joined(calls: list[Call]) -> list[Rollout]:
+def joined_calls(calls: list[Call]) -> list[Rollout]:
     """Join consecutive calls to rollouts: a new one starts where the context is not an exact continuation.
 
     Tokens that a context adds to the previous one and its reply are given, such as the results of tools. Every sampled

@@ -112,7 +112,7 @@ def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any
     def call(**given: Any) -> list[float | None]:
         rewards: list[float | None] = []
         logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for columns, others in split(given, groups * group_size()):
+        for columns, others in chunks(given, groups * group_size()):
             size = len(columns["prompts"])
             if "log_metric" in others:
                 note = lambda name, value, size=size: logged[name].append((value, size))
@@ -125,7 +125,7 @@ def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any
     return update_wrapper(call, function)
 
 
-def split(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
+def chunks(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
     """Yield the lists of all completions among the arguments, `size` completions at a time; and the other arguments."""
     count = len(given["prompts"])
     is_column = lambda value: isinstance(value, list | tuple) and len(value) == count

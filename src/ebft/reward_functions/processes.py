@@ -24,7 +24,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ebft.errors import ConfigError, doing
-from ebft.reward_functions.calls import call_function, name_of, split
+from ebft.reward_functions.calls import call_function, chunks, name_of
 
 NAME = "ebft reward function"  # of the processes
 _GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
@@ -119,7 +119,7 @@ class RewardWorkers:
 
         def call(**given: Any) -> Rewards:
             # Arguments that are not lists of all completions are not passed on.
-            groups, interrupted = [columns for columns, _ in split(given, self._group_size())], threading.Event()
+            groups, interrupted = [columns for columns, _ in chunks(given, self._group_size())], threading.Event()
             try:
                 found = list(self._threads.map(partial(self._try_twice, function, interrupted), groups))
             except BaseException:

@@ -16,12 +16,12 @@ from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ebft.config.schema import RunConfig
 from ebft.errors import cause, doing
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
 from ebft.processes import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
+from ebft.run.config.schema import RunConfig
 from ebft.trainer import OverTrainer
 
 _ALLOCATIONS = 1_000_000  # of a profiled step that its snapshot has

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, doing
 from ebft.files import CHECKSUMS, STATE, checksum, json_object
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.resume_compat import check_same_run
 from ebft.run_files import DERIVED, PREVIOUS

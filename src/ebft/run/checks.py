@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.config.checks.combinations import expert_problems
-from ebft.config.checks.processes import check_deepspeed
 from ebft.config.rules import INTERACTIVE
-from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
 from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened
 from ebft.files import json_hash
 from ebft.machine import Machine
+from ebft.methods.processes import check_deepspeed
+from ebft.run.config.combinations import expert_problems
+from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
 from ebft.run.reporting import check_trackers

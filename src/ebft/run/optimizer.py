@@ -6,8 +6,8 @@ imported, and they are created for one weight.
 
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, MissingPackageError, doing
+from ebft.run.config.schema import RunConfig
 
 # Optimizers of PyTorch and transformers, with the numbers in optim_args that they read.
 _PLAIN = {

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, doing, some_of
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run_files import (
     CARD,

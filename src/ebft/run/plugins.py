@@ -17,10 +17,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.config.user_code import user_code
 from ebft.config.user_functions import find_function, plugin_values
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 
 SCORED = "on_rollouts_scored"
 _DURING = (SCORED, "post_train", "post_train_unload")

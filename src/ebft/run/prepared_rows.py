@@ -23,22 +23,22 @@ from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.data import StreamKeys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.load import LoadedRows
 from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
-from ebft.data.tables import discard
+from ebft.data.tables import discard_tables
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 
 
 class Prepared(NamedTuple):
@@ -64,12 +64,12 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
-        if data_hashes(config) != inputs["data"]:
+        if source_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
         write_rows(folder, rows, without_secrets(inputs))
         for part in (rows.train, rows.evaluation):
             if part is not None:
-                discard(part)
+                discard_tables(part)
         return Prepared(read_rows(folder), folder, is_new=True)
 
 
@@ -151,15 +151,15 @@ def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[st
     sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
     inputs = {
         "settings": row_settings(config, sources.values()),
-        "data": data_hashes(config),
+        "data": source_hashes(config),
         "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
-        "tokenizer": tokenizer_hashes(tokenizer),
+        "tokenizer": saved_tokenizer_hashes(tokenizer),
         "code": own_code(),
     }
     return json.loads(json.dumps(inputs, default=str))
 
 
-def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
+def source_hashes(config: RunConfig) -> list[dict[str, Any]]:
     """The hashes of each source of `datasets` and `test_datasets`."""
     return [source_fingerprint(entry) for entry in (*config.datasets, *config.test_datasets)]
 
@@ -188,7 +188,7 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     )
 
 
-def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def saved_tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The hash of each file that saves the tokenizer, and of the source of its class."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

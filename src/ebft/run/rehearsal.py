@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
 from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run.trainer import planned_steps, steps_of_epoch, this_machine
 from ebft.trainer import OverTrainer

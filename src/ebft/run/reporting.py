@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
-from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
 from ebft.files import check_writable
@@ -27,6 +26,7 @@ from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 from ebft.run_files import CARD, REPORT
 
 if TYPE_CHECKING:

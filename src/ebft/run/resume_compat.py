@@ -21,18 +21,18 @@ from transformers import TrainingArguments
 from ebft import files
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.models import PrecisionKeys
 from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
 from ebft.errors import ConfigError, DataError, doing, shortened
 from ebft.methods import FLAGS
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.methods.method import foreign_keys, selecting_keys
 from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import versions
 
 _MODEL_KEYS = ("base_model", "gguf_file")
@@ -126,9 +126,9 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
     restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
     kept = {key: old for key, old, _ in changed if key in restored}
     facts = [
-        f"{key}: {text_of(new)} has no effect, the run continues with {text_of(old)}"
+        f"{key}: {config_text(new)} has no effect, the run continues with {config_text(old)}"
         if key in kept
-        else f"{key}: {text_of(new)} replaces {text_of(old)} from here on, without effect on earlier steps"
+        else f"{key}: {config_text(new)} replaces {config_text(old)} from here on, without effect on earlier steps"
         for key, old, new in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
@@ -163,15 +163,17 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     models = [key for key in _MODEL_KEYS if key in changed]
     changed = [key for key in changed if key not in models]
     if models and "inputs" not in saved:  # otherwise, the contents of the models are compared
-        facts = " and ".join(f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])}" for key in models)
+        facts = " and ".join(
+            f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
+        )
         warnings.warn(
             f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
             "that was moved.",
             stacklevel=3,
         )
     problems = [
-        f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])} of {checkpoint}. Set it to "
-        f"{text_of(saved[key])}, or start a new run in another output_dir."
+        f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
+        f"{config_text(saved[key])}, or start a new run in another output_dir."
         for key in changed
     ]
     if problems:
@@ -196,7 +198,7 @@ def _unordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def text_of(value: Any) -> str:
+def config_text(value: Any) -> str:
     """A value as in a config; null for an unset one."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -281,7 +283,9 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
         changes = list(_changes(config, saved, now))
         if is_finished:
             of_optimizer = _optimizer_changes(config, saved)
-            changes += [(f"{key}: {text_of(new)} instead of {text_of(old)}", "") for key, old, new in of_optimizer]
+            changes += [
+                (f"{key}: {config_text(new)} instead of {config_text(old)}", "") for key, old, new in of_optimizer
+            ]
         for what, effect in changes:
             warnings.warn(
                 f"No effect: {what}. The run of {folder} is complete."
@@ -338,7 +342,7 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
 
 
 def _short(value: Any) -> str:
-    return shortened(text_of(value), 200)
+    return shortened(config_text(value), 200)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:

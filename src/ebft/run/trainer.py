@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from ebft.config.checks.processes import deepspeed_settings, fsdp_arguments
 from ebft.config.keys.run import RATE_KEYS
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
+from ebft.methods.processes import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
 from ebft.run.checks import check_adapted_experts, launched_processes
+from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers

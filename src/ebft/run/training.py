@@ -22,7 +22,6 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
-from ebft.config.schema import RunConfig
 from ebft.config.user_code import user_code
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
@@ -43,6 +42,7 @@ from ebft.rewards import whitening_tolerance
 from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
 from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
@@ -51,6 +51,7 @@ from ebft.run.reporting import check_hub, method_of, model_card, push, recorded,
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
+from ebft.tools.doctor.fit import fit
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import load_weights
 
@@ -247,7 +248,7 @@ def make_output_dir(folder: str | Path) -> None:
         check_writable(Path(folder))
 
 
-def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
+def train_steps(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop.follow(trainer)
     try:

@@ -37,7 +37,7 @@ from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import HFBackend
 from ebft.structured.rollouts.server import Agents
 from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
-from ebft.structured.scoring import Scorer
+from ebft.structured.scoring import SharedPromptScorer
 from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
 from ebft.structured.validation import check_arguments, check_interactive, check_rows, checked
 
@@ -106,7 +106,7 @@ class RolloutGRPOTrainer(OverTRL):
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
         self._throughput = Throughput(self.budget)
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
-        self.scorer: Scorer = Scorer(self)
+        self.scorer: SharedPromptScorer = SharedPromptScorer(self)
         self.keeps_groups = self.scorer.shares_prompts
         self.reuse: PromptReuse = PromptReuse(self)
         self.generation: Generation = Generation(

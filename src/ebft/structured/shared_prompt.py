@@ -34,7 +34,7 @@ class Prompt:
     references: list[Tensor] = field(default_factory=list)
 
 
-class Scores(NamedTuple):
+class CompletionScores(NamedTuple):
     """Results for the completions of all prompts, in order, concatenated: (R,) each, in float32.
 
     `logps` and `entropies` are of the distribution that is sampled from; `references` are the log-probabilities
@@ -56,7 +56,7 @@ def score_completions(
     with_entropies: bool = True,
     entropy_gradient: bool = False,
     score_prompts: bool = False,
-) -> Scores:
+) -> CompletionScores:
     """Score the completions and references of all prompts in one forward pass through `model`, which may be wrapped.
 
     The causal LM inside `model` must have been prepared with `ebft.prefix.forward.prepare`. The last token of a suffix
@@ -90,7 +90,7 @@ def score_completions(
             of_prompts = _text_logps(states[predictors], targets, head)
         return logps, entropies, of_references, of_prompts
 
-    return Scores(*run_wrapped(model, forward))
+    return CompletionScores(*run_wrapped(model, forward))
 
 
 @dataclass
@@ -128,7 +128,7 @@ class Rows:
                 index += [row * ids.shape[1] + step for row in own for step in range(end[row])]
         return cls(shared, *(on_device(index, prompts.device) for index in indices), of_row)
 
-    def references(self, scores: Scores, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    def references(self, scores: CompletionScores, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the references' log-probabilities, as `like` (B, tokens), and each row's sum over its prompt (B,)."""
         logps = put_back(scores.references, self.reference_index, like)
         if scores.prompts is None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ebft.data.row_counts import SectionReport
 from ebft.data.transforms.rows import IGNORE
-from ebft.methods.views import Part, RowView
+from ebft.methods.views import RowPart, RowView
 
 FIRST_BLOCKS = 8  # blocks of a document that are listed; the anchors of all are marked among its tokens
 LEARNED, IGNORED, SPECIAL, ANCHOR = "green", "dim", "bold magenta", "reverse cyan"
@@ -69,7 +69,7 @@ def show_row(title: str, view: RowView) -> Iterator[RenderableType]:
         yield Text.assemble((f"{name}: ", "bold"), value)
 
 
-def _tokens(part: Part) -> Text:
+def _tokens(part: RowPart) -> Text:
     line = Text()
     for token in part.tokens:
         if token.anchor is not None:

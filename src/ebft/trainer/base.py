@@ -409,7 +409,7 @@ class OverTrainer(Trainer):
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
         if self._is_loaded_here(folder):
-            sharding.load_weights(self.model, folder)
+            sharding.load_checkpoint_weights(self.model, folder)
         else:
             super()._load_best_model()
         self._has_best = True
@@ -427,7 +427,7 @@ class OverTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = Path(resume_from_checkpoint), self.model if model is None else model
         if self._is_loaded_here(folder):
-            sharding.load_weights(self.model, folder)
+            sharding.load_checkpoint_weights(self.model, folder)
             return
         if not self.is_deepspeed_enabled:
             sharding.check_fits(target, folder)

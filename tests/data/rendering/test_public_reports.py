@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.data.load import load_token_rows
 from ebft.data.preferences import load_preference_rows
 from ebft.data.prompts import load_prompt_rows
 from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError
+from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, user
 from tests.data.rendering.expected import Chat, tokenizer_of
 from tests.data.rendering.rows import SETTINGS, conversation, raw_row

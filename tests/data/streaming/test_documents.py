@@ -5,16 +5,16 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream import Documents, Source
+from ebft.data.stream import StreamedDocuments, StreamSource
 from ebft.errors import DataError, told
 
 
 def documents(sizes, size, seed=None, skip=0, weights=None):
     def sources():
         rows = [Dataset.from_dict({"n": list(range(count))}).to_iterable_dataset() for count in sizes]
-        return [Source(f"source {number}", each, skip) for number, each in enumerate(rows)]
+        return [StreamSource(f"source {number}", each, skip) for number, each in enumerate(rows)]
 
-    return Documents(sources, size, seed, weights)
+    return StreamedDocuments(sources, size, seed, weights)
 
 
 def taken(blocks, number):
@@ -48,12 +48,12 @@ def test_sources_are_read_one_after_the_other_or_in_turn(sizes, size, keys, bloc
 def test_a_position_of_another_reader_is_found_by_its_number(read):
     """Releases before this one read JSON files with another reader of datasets."""
     rows = Dataset.from_dict({"n": list(range(4))}).to_iterable_dataset()
-    before = Source("source", rows)
+    before = StreamSource("source", rows)
     for _ in range(read):
         before.next_row()
     state = before.state()
     state["rows"]["examples_iterable"]["type"] = "RebatchedArrowExamplesIterable"
-    source, again = Source("source", rows), Source("source", rows)
+    source, again = StreamSource("source", rows), StreamSource("source", rows)
     source.restore(state)
     assert source.state()["read"] == read and source.next_row() == (read, {"n": read})
     again.restore(source.state())
@@ -96,7 +96,7 @@ def test_no_more_than_a_block_is_read_ahead_and_an_error_names_the_row():
             yield {"n": value}
         raise OSError("the disk is gone")
 
-    blocks = Documents(lambda: [Source("rows", IterableDataset.from_generator(rows))], 8, seed=0).blocks()
+    blocks = StreamedDocuments(lambda: [StreamSource("rows", IterableDataset.from_generator(rows))], 8, seed=0).blocks()
     taken(blocks, 3)
     assert len(seen) == 24
     with pytest.raises(OSError) as caught:

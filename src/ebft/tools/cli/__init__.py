@@ -11,7 +11,7 @@ import typer
 
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
-from ebft.tools.cli import console
+from ebft.tools import console
 from ebft.tools.cli.arguments import ConfigCommand
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart

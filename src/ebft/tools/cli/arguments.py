@@ -20,12 +20,12 @@ from typer.core import TyperCommand
 
 from ebft.catalog import MODELS, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
-from ebft.config.checks.processes import FETCH
-from ebft.config.reference import choices_of, option_groups, takes_text
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
-from ebft.tools.cli.console import WRONG_INPUT, say_error
+from ebft.methods.processes import FETCH
+from ebft.run.config.reference import choices_of, option_groups, takes_text
+from ebft.run.config.schema import RunConfig, load_config
+from ebft.tools.console import WRONG_INPUT, say_error
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 
 COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`
@@ -200,7 +200,7 @@ FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
 Value = TypeVar("Value", Path, int)
 
 
-def read_source(
+def config_and_model(
     source: Path, overrides: list[str] | None, lora_model_dir: str | None = None
 ) -> tuple[RunConfig | None, Path]:
     """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`."""

@@ -15,17 +15,17 @@ import typer
 from pydantic import ValidationError
 
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
-from ebft.config.base import QuantizationSection
-from ebft.config.checks.processes import FETCH, shipped_configs
-from ebft.config.schema import load_config
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.machine import peak_resident
+from ebft.methods.base_config import QuantizationSection
+from ebft.methods.processes import FETCH, shipped_configs
 from ebft.printed import say
 from ebft.processes import signal_handler
+from ebft.run.config.schema import load_config
 from ebft.tools.cli import arguments as shared
-from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, option, read_source, renamed
-from ebft.tools.cli.console import FAILED, listing, polite, say_error, say_loading
+from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, config_and_model, option, renamed
+from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
 
 
 @polite
@@ -57,7 +57,7 @@ def merge_lora(
     ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
     output = renamed(output, former_to, "--output", "--to")
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
     from rich.console import Console
     from rich.progress import Progress
@@ -166,7 +166,7 @@ def quantize(
     output = renamed(output, former_to, "--output", "--to")
     if output is None:
         raise ConfigError("--output DIR is required: the folder of the quantised model.")
-    config, folder = read_source(source, overrides)
+    config, folder = config_and_model(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
     given = {"weight_dtype": weight_dtype, "activation_dtype": activation_dtype, "group_size": group_size}

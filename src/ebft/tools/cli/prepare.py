@@ -12,17 +12,17 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from ebft.config.reference import option_groups
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, DataError
 from ebft.files import is_free
 from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text
 from ebft.run.checks import check_runnable, check_types, imported_names
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
-from ebft.tools.cli.console import FAILED, listing, polite, say_loading
+from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
-from ebft.tools.doctor.known import card_of
+from ebft.tools.doctor.known import gpu_card
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -75,7 +75,7 @@ def doctor(
     if plans and config is None:
         raise ConfigError("--for and --memory plan a step of a config: add it, as in `ebft doctor run.yaml --for h100`")
 
-    planned_on = card_of(card, memory) if plans else None
+    planned_on = gpu_card(card, memory) if plans else None
 
     def show(checks: Iterable[Check]) -> None:
         """Print checks as they are made, and count them."""

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
 from ebft.printed import print_table, printable_json, safe_console, say
+from ebft.run.config.schema import load_config
 from ebft.run_files import check_rollouts, check_run, read_object
 from ebft.tools.cli import arguments as shared
-from ebft.tools.cli.arguments import complete_model, complete_term, option, read_source
-from ebft.tools.cli.console import listing, polite, say_loading
+from ebft.tools.cli.arguments import complete_model, complete_term, config_and_model, option
+from ebft.tools.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
 
@@ -164,13 +164,13 @@ def evaluate(
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
     say_loading()
-    from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
+    from ebft.tools.evaluation.result import check_plots, check_result_file, save_plots
     from ebft.tools.evaluation.run import evaluate  # imports torch, which is not needed for help and config errors
 
     if plot is not None:
         check_plots(plot)
     for path in filter(None, (output, plot)):
-        check_writable(path)
+        check_result_file(path)
     if output is not None and output.is_file() and output.stat().st_size and not _is_evaluation(output):
         raise ConfigError(f"--output {output}: the file exists and is not the result of an evaluation.")
     save = None if output is None else lambda so_far: so_far.save(output)
@@ -238,7 +238,7 @@ def inference(
 
     ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
     """
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     if config is not None and base_model is not None:
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
     if samples is not None and reference is None:

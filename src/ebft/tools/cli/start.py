@@ -14,7 +14,7 @@ from ebft.errors import ConfigError
 from ebft.methods import named_methods
 from ebft.printed import say
 from ebft.tools.cli.arguments import argument, complete_model, complete_word, option
-from ebft.tools.cli.console import polite
+from ebft.tools.console import polite
 
 if TYPE_CHECKING:
     from ebft.methods.method import Method

@@ -14,15 +14,15 @@ import typer
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
-from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError, RunError, warn
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
-from ebft.tools.cli.console import polite, say_loading
 from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
+from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
@@ -188,9 +188,9 @@ def train(
     if tui is None:
         tui = not dry_run and wants_dashboard(run_config.tui.enabled)
     if dry_run:
-        from ebft.tools.launch.agent import command_line
+        from ebft.tools.launch.agent import shell_command
 
-        say(command_line(plan, ["train", *words]))
+        say(shell_command(plan, ["train", *words]))
         return
     if tui:
         raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))

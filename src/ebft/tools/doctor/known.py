@@ -68,7 +68,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
+def gpu_card(name: str | None, memory: str | None) -> tuple[str, Card]:
     """The card of `--for`, or one with the memory of `--memory`, whose rates are not known. Raises ConfigError."""
     if name is not None and memory is not None:
         raise ConfigError(f"--for {name} and --memory {memory} both name a card: give one or the other.")

@@ -11,10 +11,10 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from ebft.config.schema import RunConfig
 from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
 from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows

@@ -25,10 +25,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ModelError, cause
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.known import Use, process_for_plans
@@ -41,7 +41,7 @@ _BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of 
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The phases of a step, in their order, and what stays in memory, in bytes."""
 
     phases: dict[str, Use]
@@ -80,11 +80,11 @@ class Planner:
     planned returns the message of its error."""
 
     def __enter__(self) -> Planner:
-        self._known: dict[bytes, Plan | str] = {}
+        self._known: dict[bytes, StepPlan | str] = {}
         self._process = ProcessPoolExecutor(1, get_context("spawn"), process_for_plans)
         return self
 
-    def __call__(self, request: Request) -> Plan | str:
+    def __call__(self, request: Request) -> StepPlan | str:
         given = pickle.dumps(request)
         if given not in self._known:
             self._known[given] = self._process.submit(_answer, given).result()
@@ -94,7 +94,7 @@ class Planner:
         self._process.shutdown()
 
 
-def _answer(given: bytes) -> Plan | str:
+def _answer(given: bytes) -> StepPlan | str:
     from ebft.tools.doctor import fake  # needs a PyTorch whose backends can be written in Python
 
     fake.register()
@@ -105,7 +105,7 @@ def _answer(given: bytes) -> Plan | str:
         return cause(error)
 
 
-def _plan(request: Request, folder: str, ledger: Any) -> Plan:
+def _plan(request: Request, folder: str, ledger: Any) -> StepPlan:
     """Build the model and the trainer, and run one optimizer step."""
     from ebft.tools.doctor.fake import Module
 
@@ -119,7 +119,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     ledger.phases["model"].peak = ledger.held[0] - ledger.base[0]  # without the drawing
     rows = request.rows
     if rows is None:
-        rows = config.method.arrange(config, longest_rows(config, tokenizer))
+        rows = config.method.arrange(config, full_rows(config, tokenizer))
     args = training_arguments(config, rows=len(rows), has_eval=False)
     args.disable_tqdm = True
     with ledger.phase("trainer setup"):
@@ -143,7 +143,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
         held_out = [document for row in batch for document in row.get("documents", [row])]  # evaluated unpacked
         with ledger.phase("evaluation"):
             trainer.evaluate(Dataset.from_list(held_out))
-    return Plan(
+    return StepPlan(
         phases=_uses(ledger, given.gradient_accumulation_steps / config.gradient_accumulation_steps),
         weights=step.weights,
         gradients=sum(weight.nbytes for weight in trained),
@@ -248,7 +248,7 @@ def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
     return found
 
 
-def longest_rows(config: RunConfig, tokenizer: Any) -> Dataset:
+def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
     """Rows for one step, as long as `sequence_len` and the lengths of completions allow. Raises ModelError."""
     length, half, trl = config.sequence_len, config.sequence_len // 2, config.trl
     rest = length - half

@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any
 
 from ebft.anchors import BlockOptions, turn_anchors
-from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import token_counts
 from ebft.data.row_counts import TRUNCATED
+from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.tools.doctor.environment import Check
 

@@ -20,7 +20,6 @@ from transformers import TrainerCallback
 
 from ebft.catalog import base_name, is_gguf, require_gguf
 from ebft.config.keys.run import BudgetSection
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
 from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
@@ -29,6 +28,7 @@ from ebft.monitor import ConsoleMetrics
 from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments

@@ -23,7 +23,7 @@ from ebft.models.weight_files import refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ebft.catalog import lasting_name, looks_local
 from ebft.config.keys.data import DatasetEntry
-from ebft.data.sources import NOT_TEXT, Documents, content_digest, read_source
+from ebft.data.sources import NOT_TEXT, RawRows, content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists
 from ebft.run_files import read_object, run_of_model
@@ -38,7 +38,7 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
         )
     records = {name: list(_runs(name)) for name in names}
     if any(records.values()):
-        evaluated = TextIndex([texts_of(held_out.raw[document]) for document in documents])
+        evaluated = TextIndex([row_texts(held_out.raw[document]) for document in documents])
         notes += [note for name in names if (note := _trained_on(name, records[name], evaluated, held_out))]
     return notes
 
@@ -63,7 +63,7 @@ def _trained_on(
         shared: set[int] = set()
         try:
             for row in _training_documents(path, config, held_out.entries):
-                shared.update(evaluated.same_as(texts_of(row)))
+                shared.update(evaluated.same_as(row_texts(row)))
         except (DataError, ValidationError, TypeError, ValueError, KeyError) as error:
             reason = str(error) if isinstance(error, DataError) else f"its datasets cannot be read from {path}"
             problems.append(reason)
@@ -101,7 +101,7 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
         if digest is not None and content_digest(entry) not in (digest, None):
             raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
     sources = [read_source(entry) for entry, is_known in zip(entries, known) if is_known]
-    documents = Documents(entries, sources)
+    documents = RawRows(entries, sources)
     if len(documents) > MOST_READ:
         raise DataError(f"its run has {len(documents):,} training documents, more than are compared ({MOST_READ:,}).")
     held = set(documents.held_out(size, config["seed"]).tolist()) if size else set()
@@ -110,7 +110,7 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
             yield row
 
 
-def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
+def row_texts(row: Mapping[str, Any]) -> frozenset[str]:
     """The texts of a row, nested ones included, without differences of white space. Texts that are JSON objects or
     lists, such as the lines that some transforms parse, count as their content. A row without text, such as one of
     token ids, is one text of all its values."""
@@ -141,7 +141,7 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
 
 
 class TextIndex:
-    """Finds the `documents`, each the texts of `texts_of`, that have the same text as another row. Two documents are
+    """Finds the `documents`, each the texts of `row_texts`, that have the same text as another row. Two documents are
     the same if all texts of one are in the other, and are at least half of its characters, so that additional columns
     do not matter."""
 

@@ -28,7 +28,7 @@ from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
 _WIDTH = 10_000  # characters of a line: tables are as wide as their cells
@@ -191,7 +191,7 @@ def machine_card(seconds: float) -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path) -> None:
+def check_result_file(path: Path) -> None:
     """Raise an error before the evaluation if `path` is not writable."""
     with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ebft.config.schema import RunConfig
 from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
@@ -33,6 +32,7 @@ from ebft.models.load import as_trained
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
+from ebft.run.config.schema import RunConfig
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure

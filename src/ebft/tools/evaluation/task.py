@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.user_code import user_code
 from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
-from ebft.data.sources import Documents, read_source
+from ebft.data.sources import RawRows, read_source
 from ebft.errors import ConfigError
 from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 KEY = "evaluation.metrics"
 TAKEN = ("alignment", "reward")  # names with a built-in pass@k
@@ -79,9 +79,9 @@ class HeldOut:
     entries: list[Any]
 
     @cached_property
-    def raw(self) -> Documents:
+    def raw(self) -> RawRows:
         """The documents: the rows of their data sources, with all columns."""
-        return Documents(self.entries, [read_source(entry) for entry in self.entries])
+        return RawRows(self.entries, [read_source(entry) for entry in self.entries])
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:

@@ -58,7 +58,7 @@ class Adapter:
     ties: dict[str, str] = field(default_factory=dict)
 
 
-def read_adapter_config(folder: Path) -> LoraConfig:
+def read_lora_config(folder: Path) -> LoraConfig:
     """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
     if not (folder / CONFIG).is_file():
         raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")

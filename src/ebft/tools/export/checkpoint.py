@@ -77,7 +77,7 @@ def base_folder(name: str, revision: str | None = None) -> Path:
         return folder
 
 
-def check_free(to: Path) -> None:
+def check_empty(to: Path) -> None:
     """Raise ModelError unless `to` is an empty folder, or does not exist."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
@@ -104,7 +104,7 @@ def begin(folder: Path, identity: str) -> None:
     """Create a folder for shards, or continue an interrupted merge of the same `identity`. Raises ModelError."""
     record = folder / PROGRESS
     if not record.is_file() or record.read_text(encoding="utf-8") != identity:
-        check_free(folder)
+        check_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, identity)
 

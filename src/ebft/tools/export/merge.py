@@ -40,7 +40,7 @@ from ebft.tools.export.checkpoint import (
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -89,7 +89,7 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    config, weights = adapters.read_adapter_config(source.adapter), adapters.read_adapter_weights(source.adapter)
+    config, weights = adapters.read_lora_config(source.adapter), adapters.read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
@@ -164,7 +164,7 @@ def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: 
 
 
 def _merged(
-    merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, Part], keys: list[str]
+    merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, WeightPart], keys: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The merged weights `keys`. One part is in memory at a time, with the pages that it is read from."""
     waiting = set(keys)
@@ -190,7 +190,7 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
 
 
 @dataclass(eq=False)
-class Part:
+class WeightPart:
     """Weights that are written together; `outputs` are on the meta device, by their names in the checkpoint."""
 
     groups: list[WeightGroup]
@@ -230,7 +230,7 @@ class Merge:
         self.unties = any(part.copies for part in self.parts)
 
     @torch.no_grad()
-    def compute(self, part: Part, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def compute(self, part: WeightPart, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The merged weights of a part, by their names in the checkpoint."""
         weights = {key: read(key) for key in part.keys}
         if not self._is_changed(part):
@@ -248,20 +248,20 @@ class Merge:
                 values[name] = values[source].clone()
         return self._reverted(part, values)
 
-    def _base_values(self, part: Part, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _base_values(self, part: WeightPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of the model, by name."""
         values: dict[str, Tensor] = {}
         for group in part.groups:
             values |= convert_weights(self._model, group, weights)
         return values | {name: values[source].clone() for name, source in part.copies.items()}
 
-    def _reverted(self, part: Part, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _reverted(self, part: WeightPart, values: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: values[name] for name in part.copies}
         for group in part.groups:
             found |= revert_weights(self._model, group, values)
         return found
 
-    def _plan(self, part: Part, weights: Mapping[str, Tensor]) -> None:
+    def _plan(self, part: WeightPart, weights: Mapping[str, Tensor]) -> None:
         """Compute the part's outputs on the meta device, which shows whether the conversion can be reverted."""
         part.outputs = own = {key: weights[key] for key in part.keys}
         if not self._is_changed(part):
@@ -276,13 +276,13 @@ class Merge:
                 ", so these weights cannot be merged one shard at a time. Merge with PEFT's merge_and_unload."
             )
 
-    def _is_changed(self, part: Part) -> bool:
+    def _is_changed(self, part: WeightPart) -> bool:
         is_rounded = self._rounding is not None and any(map(self._rounding.covers, part.names))
         return bool(part.layers or part.copies or is_rounded or self._adapter.replaced.keys() & part.names)
 
-    def _joined(self, groups: list[WeightGroup]) -> list[Part]:
+    def _joined(self, groups: list[WeightGroup]) -> list[WeightPart]:
         """Join groups that depend on each other, and add weights that are no longer tied."""
-        parts = [Part([group]) for group in groups]
+        parts = [WeightPart([group]) for group in groups]
         part_of = {name: part for part in parts for name in part.names}
         changed = [names for _, names in self._adapter.layers]
         for name, source in self._adapter.base_ties.items():
@@ -331,7 +331,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
     Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
     """
-    config = adapters.read_adapter_config(folder)
+    config = adapters.read_lora_config(folder)
     if _was_quantised(folder):
         raise ModelError(
             f"The adapter in {folder} was trained on quantised weights. Give the config of the run "

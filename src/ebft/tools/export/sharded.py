@@ -20,7 +20,7 @@ from ebft.models.pretrained import find_model, pretrained_config, pretrained_tok
 from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, read_index
 from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
-from ebft.tools.export.checkpoint import check_free, new_folder
+from ebft.tools.export.checkpoint import check_empty, new_folder
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
 
@@ -44,7 +44,7 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     parts = folder if (folder / INDEX).is_file() else folder / WEIGHTS
     checkpoint = parts.parent
     to = (to or checkpoint / "merged").resolve()  # the folder of a link is replaced, not the link
-    check_free(to)
+    check_empty(to)
     described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
     weights = _read(parts)
     with new_folder(to) as staged:

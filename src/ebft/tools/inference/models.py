@@ -29,7 +29,7 @@ from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 OPTION = "--base-model"
 

@@ -12,10 +12,8 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
-from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.config.keys.data import DatasetEntry
 from ebft.config.load import apply_overrides, read_values
-from ebft.config.schema import RunConfig
 from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
@@ -26,8 +24,10 @@ from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
+from ebft.run.config.resolve import SCHEDULES_WITHOUT_WARMUP
+from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
-from ebft.tools.init.fit import WINDOW, Draft, Source, fit, run_length, windows
+from ebft.tools.init.fit import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
 # Examples with another name than their method.
@@ -60,7 +60,7 @@ def draft(
     ConfigError for a method that does not fit the rows.
     """
     if method is not None:
-        named(method)  # raises
+        method_named(method)  # raises
     given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
@@ -96,14 +96,14 @@ def draft(
     apply_overrides(found.values, overrides)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
-    fit(found, given, sources, is_text, tokenizer, model_config)
+    fit_to_memory(found, given, sources, is_text, tokenizer, model_config)
     found.notes += run_length(found.values, count)
     return found
 
 
 def _read(
     data: Sequence[str], given: dict[str, Any], template: str | None
-) -> tuple[list[Source], list[Shape], dict[str, Method]]:
+) -> tuple[list[GivenDataset], list[Shape], dict[str, Method]]:
     """The datasets, the shapes of their rows, and the methods that train on all rows. Raises DataError."""
     sources, shapes = [], []
     for number, path in enumerate(data):
@@ -113,18 +113,20 @@ def _read(
         with doing(f"reading datasets.{number} ({path})"):
             parsed = DatasetEntry.model_validate({"type": "completion", **entry})
         rows = read_source(parsed)
-        sources.append(Source(entry, rows, None if "split" in entry else _held_out_split(parsed)))
+        sources.append(GivenDataset(entry, rows, None if "split" in entry else _held_out_split(parsed)))
         given_type = {key: entry[key] for key in entry.keys() & {"type"}}
         shapes.append(shape_of_type(given_type) if given_type else shape_of(rows, entry["path"], template))
     fits = lambda method, shape: method.rows in shape.entries and (shape.has_references or not method.needs_reference)
-    fitting = {name: named(name) for name in named_methods() if all(fits(named(name), shape) for shape in shapes)}
+    fitting = {
+        name: method_named(name) for name in named_methods() if all(fits(method_named(name), shape) for shape in shapes)
+    }
     if not fitting:
         words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
         raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
     return sources, shapes, fitting
 
 
-def named(method: str) -> Method:
+def method_named(method: str) -> Method:
     """The method of this name. Raises ConfigError for an unknown one."""
     keys = named_methods()
     if method not in keys:
@@ -189,7 +191,7 @@ def _method(
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
-    if named(wanted) not in fitting.values():
+    if method_named(wanted) not in fitting.values():
         words = "; ".join(dict.fromkeys(shape.words for shape in shapes))
         raise ConfigError(
             f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
@@ -224,22 +226,22 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _add_data(found: Draft, method: str, sources: list[Source], shapes: list[Shape]) -> None:
+def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: list[Shape]) -> None:
     """The entries of the datasets, as the method reads them, and what they are."""
     found.notes += [
         f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
     ]
     found.set("datasets", [], "; ".join(found.notes))
-    found.notes.append(f"Method: {method} ({named(method).name})")
-    found.comments |= {"rl": named(method).name, "ebft.mode": ""}
+    found.notes.append(f"Method: {method} ({method_named(method).name})")
+    found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
     for source, shape in zip(sources, shapes):
-        entry = source.entry | shape.entries[named(method).rows]
+        entry = source.entry | shape.entries[method_named(method).rows]
         if method == "sft" and entry["type"] == RAW_TEXT:
             entry["type"] = "completion"
         found.values["datasets"].append(entry)
 
 
-def _hold_out(found: Draft, given: dict[str, Any], sources: list[Source]) -> None:
+def _hold_out(found: Draft, given: dict[str, Any], sources: list[GivenDataset]) -> None:
     """Evaluation rows, unless they are given: the split of the data for it, or else a part of the training rows."""
     if "test_datasets" in given or "val_set_size" in given:
         return

@@ -12,11 +12,11 @@ from typing import Any
 from ruamel.yaml.error import YAMLError
 
 from ebft.config.load import parse_yaml
-from ebft.config.reference import option_groups
-from ebft.config.schema import GROUPS, RunConfig
 from ebft.errors import doing
 from ebft.files import write_text
 from ebft.run.checks import check_runnable
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import GROUPS, RunConfig
 from ebft.tools.init.fit import Draft
 
 _WIDTH = 118

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ebft.config.schema import RunConfig
 from ebft.errors import shortened
 from ebft.machine import available_memory, gib
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import this_machine
 from ebft.tools.doctor.memory import changed, changes, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
@@ -51,7 +51,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Source:
+class GivenDataset:
     """A dataset that was given: its entry, its rows, and the split of the same source to evaluate on, if any."""
 
     entry: dict[str, Any]
@@ -69,7 +69,7 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
         yield f"Steps: about {steps:,}. `ebft doctor` measures one, and says how long the run takes"
 
 
-def windows(sources: list[Source]) -> int:
+def windows(sources: list[GivenDataset]) -> int:
     """About how many windows the texts are cut into, from a sample."""
     found = 0
     for source in sources:
@@ -79,8 +79,8 @@ def windows(sources: list[Source]) -> int:
     return found
 
 
-def fit(
-    found: Draft, given: dict[str, Any], sources: list[Source], is_text: bool, tokenizer: Any, model_config: Any
+def fit_to_memory(
+    found: Draft, given: dict[str, Any], sources: list[GivenDataset], is_text: bool, tokenizer: Any, model_config: Any
 ) -> None:
     """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
     config = RunConfig.from_dict(copy.deepcopy(found.values))
@@ -118,7 +118,7 @@ def _count(value: Any) -> int:
     return sum(map(_count, parts))
 
 
-def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | list[PromptLength]]:
+def _sampled(found: Draft, sources: list[GivenDataset]) -> tuple[Dataset, list[int] | list[PromptLength]]:
     """Rows of a sample of the data as the method reads them, and their lengths. Raises DataError for unusable rows."""
     values = copy.deepcopy(found.values) | {"sequence_len": _UNLIMITED, "val_set_size": 0, "test_datasets": []}
     for key in _OF_EVALUATIONS:

@@ -52,7 +52,7 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         folder = Path(created)
         command = processes.typed_command(["ebft", *words, *plan.options.words()])
         (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        variables = environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
+        variables = launcher_environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
         os.environ |= variables  # new processes get them, too
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
@@ -175,19 +175,19 @@ def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
     return [*own, *plan.options.passed_on, "--module", PROGRAM, *words]
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def launcher_environment(plan: Plan) -> dict[str, str]:
     """Variables for the launcher: on CPU, the threads of a process, so that all together use each core once."""
     if plan.gpus or THREADS in os.environ:
         return {}
     return {THREADS: str(max(1, (os.cpu_count() or 1) // plan.per_machine))}
 
 
-def command_line(plan: Plan, words: Sequence[str]) -> str:
+def shell_command(plan: Plan, words: Sequence[str]) -> str:
     """The command for a shell that starts the same processes."""
     if plan.launcher in (None, RAY):
         own = shlex.join([sys.executable, "-m", "ebft", *words])
         return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
-    variables = [f"{name}={value}" for name, value in environment(plan).items()]
+    variables = [f"{name}={value}" for name, value in launcher_environment(plan).items()]
     return " ".join(
         [*variables, shlex.join([sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)])]
     )

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, MissingPackageError
 from ebft.processes import is_launched
+from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_gpus
 
 ACCELERATE, TORCHRUN, PYTHON = "accelerate", "torchrun", "python"

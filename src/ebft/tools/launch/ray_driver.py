@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.processes import passed_on, received_signals
+from ebft.run.config.schema import RunConfig
 from ebft.tools.launch.agent import in_thread
 from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster
-from ebft.tools.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
+from ebft.tools.launch.ray_control import SETUP, Control, RunOutcome, WorkerTask, train_in_worker
 
 DEBUG = "EBFT_DEBUG"
 FOLDER = "ray"  # in output_dir: what Ray stores about the run
@@ -43,8 +43,8 @@ _KILLED = 128 + signal.SIGKILL
 
 def train_with_ray(
     config: RunConfig, values: dict[str, Any], command: list[str], evaluate: str | None
-) -> tuple[Outcome, Any]:
-    """Train in Ray workers with the config that `values` describe; returns the `Outcome` and the Result of Ray.
+) -> tuple[RunOutcome, Any]:
+    """Train in Ray workers with the config that `values` describe; returns the `RunOutcome` and the Result of Ray.
 
     Raises LaunchError if the workers cannot be started, fail or are killed, KeyboardInterrupt if a signal arrives
     before they have started.
@@ -54,7 +54,7 @@ def train_with_ray(
 
         resources = worker_resources(config, ray.cluster_resources())
         control = ray.remote(num_cpus=0)(Control).remote()
-        task = Task(values, command, evaluate, os.getcwd(), control)
+        task = WorkerTask(values, command, evaluate, os.getcwd(), control)
         trainer = _trainer(config, resources, lambda: train_in_worker(task))
         with received_signals() as received:
             return _fit(trainer, control, received)

@@ -14,16 +14,16 @@ import ray.train
 from ray.train.collective import broadcast_from_rank_zero
 from transformers import TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.config.user_code import place_of
 from ebft.errors import EBFTError, LaunchError, doing, told
 from ebft.printed import say, traced
 from ebft.processes import join_ray
 from ebft.run.callbacks import StopOnSignal, TrainingInterrupted
 from ebft.run.checkpoints import how_to_resume, newest_checkpoint, step_of
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import final_step, wait_until_free
 from ebft.run.training import train_until
-from ebft.tools.launch.ray_control import Failure, Outcome, Task
+from ebft.tools.launch.ray_control import RunOutcome, WorkerFailure, WorkerTask
 
 POINTER = "ebft.json"  # the only file of the checkpoint that Ray stores; it names the folder of the model
 _KILLED_WITHIN = 60.0  # seconds that Ray may need to kill the processes of an earlier attempt
@@ -34,7 +34,7 @@ _SIGNALLED = 128
 class StopOnDriver(StopOnSignal):
     """Stops a run on the signals that the command `ebft train` received, and reports its logs to Ray."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: WorkerTask) -> None:
         super().__init__(task.command)
         self._control = task.control
 
@@ -65,23 +65,23 @@ class ReportToRay(TrainerCallback):
         ray.train.report(dict(self._metrics))
 
 
-def train_noting_errors(task: Task) -> Outcome:
+def train_noting_errors(task: WorkerTask) -> RunOutcome:
     """Train in this worker; errors are noted by the control actor, and raised for Ray Train."""
     rank = ray.train.get_context().get_world_rank()
     try:
         return _trained(task, rank)
     except TrainingInterrupted as stopped:  # after the same step on all workers, or while rank 0 pushes to the Hub
         ray.train.report({})  # all report as often, or the others would wait
-        return Outcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
+        return RunOutcome(_SIGNALLED + stopped.signal_number, message=str(stopped))
     except BaseException as error:
         own = isinstance(error, EBFTError)
         status = error.status if isinstance(error, LaunchError) else _WRONG_INPUT if own else _FAILED
         message = str(error) if own else f"{told(error)}{place_of(error)}"  # as `ebft train` prints it in one process
-        ray.get(task.control.fail.remote(Failure(rank, status, message, traced(error))))
+        ray.get(task.control.fail.remote(WorkerFailure(rank, status, message, traced(error))))
         raise RuntimeError(message) from None  # errors of users may not be serializable
 
 
-def _trained(task: Task, rank: int) -> Outcome:
+def _trained(task: WorkerTask, rank: int) -> RunOutcome:
     join_ray()
     with doing("entering the working folder of the command, which all machines of the cluster need (use_ray)"):
         os.chdir(task.folder)
@@ -108,7 +108,7 @@ def _trained(task: Task, rank: int) -> Outcome:
         Path(folder, POINTER).write_text(json.dumps({"output_dir": os.path.abspath(result.output_dir)}) + "\n")
         checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
         ray.train.report(metrics, checkpoint=checkpoint)
-    return Outcome(0, learned=result.describe_outcome(task.evaluate))
+    return RunOutcome(0, learned=result.describe_outcome(task.evaluate))
 
 
 def changes_on_restart(config: RunConfig) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from typing import Any
 from rich.table import Column, Table
 
 from ebft.config.load import parse_yaml
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import section_of
 from ebft.errors import ConfigError, doing, prefixed
 from ebft.files import write_text
 from ebft.printed import without_secrets
 from ebft.processes import PARENT, passed_on, received_signals
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import read_object, read_run
 from ebft.tools.dashboard.live import LOWER_IS_BETTER
 from ebft.tools.launch.plan import LaunchOptions

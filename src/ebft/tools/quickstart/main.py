@@ -15,17 +15,17 @@ from pathlib import Path
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run.training import train
 from ebft.tools.doctor.environment import PACKAGE, output_of
 from ebft.tools.quickstart import measure as measuring
 from ebft.tools.quickstart import smollm2, tiny
-from ebft.tools.quickstart.measure import changes, complete, means, measure
+from ebft.tools.quickstart.measure import greedy_completions, mean_changes, means, measure
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, check_output, command_line, console, own_copy, show_command
 
 TINY = "tiny"
@@ -44,9 +44,9 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     own_copy(CONFIGS / ("tiny.yaml" if model == TINY else "smollm2.yaml"), output)
     phases = Phases(count=7 if model == TINY else 6)
     if model == TINY:
-        run = tiny.prepare(phases, output, seed, scale)
+        run = tiny.prepare_tiny(phases, output, seed, scale)
     else:
-        run = smollm2.prepare(phases, output, seed, model, scale)
+        run = smollm2.prepare_smollm2(phases, output, seed, model, scale)
     if method == "sft":
         run = replace(run, overrides=[*run.overrides, "rl="])
     config = load_config(run.config_file, run.overrides)
@@ -58,7 +58,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
         held_out = measuring.held_out_documents(config, tokenizer, run.groups)
         prompts = measuring.choose_prompts(held_out.rows, LONGEST)
         before = measure(policy, network, held_out)
-        written_before = complete(policy, tokenizer, prompts, LONGEST)
+        written_before = greedy_completions(policy, tokenizer, prompts, LONGEST)
 
     with phases.phase(method, f"{title} with LoRA"):
         show_command(run.config_file, run.overrides)
@@ -66,7 +66,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
         after = measure(result.model, network, held_out)
-        written_after = complete(result.model, tokenizer, prompts, LONGEST)
+        written_after = greedy_completions(result.model, tokenizer, prompts, LONGEST)
 
     with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
         shown = measuring.make_samples(tokenizer, prompts, written_before, written_after)
@@ -80,7 +80,7 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     configs = {**run.earlier, method: config}
     save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
-    what_next(output, run, shown[0].prompt)
+    print_next_steps(output, run, shown[0].prompt)
 
 
 FILES = (
@@ -91,7 +91,7 @@ FILES = (
 )
 
 
-def what_next(output: Path, run: Run, prompt: str) -> None:
+def print_next_steps(output: Path, run: Run, prompt: str) -> None:
     """Print the files of the run, and what to do with one's own text and with the adapter."""
     console.print()
     for what, file in FILES:
@@ -154,7 +154,7 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
     for column in ("before", "after", "change", "aim", ""):
         table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
-    spread = {name: error for name, _, error in changes(before, after)}
+    spread = {name: error for name, _, error in mean_changes(before, after)}
     for name, wanted in METRICS:
         change = new[name] - old[name]
         shown = f"{change:+.2g} ± {spread[name]:.1g}"
@@ -221,7 +221,7 @@ def save_summary(
         "machine": machine,
         "before": means(before),
         "after": means(after),
-        "change_standard_error": {name: error for name, _, error in changes(before, after)},
+        "change_standard_error": {name: error for name, _, error in mean_changes(before, after)},
         "samples": list(samples),
         "config": {name: dict(changed_keys(config)) for name, config in configs.items()},
         "seconds": seconds,

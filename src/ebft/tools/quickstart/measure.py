@@ -29,7 +29,7 @@ DOCUMENTS_PER_GROUP = 8
 
 
 @dataclass
-class HeldOut:
+class HeldOutText:
     """Documents of held-out files, in groups, with the settings that every measurement shares."""
 
     rows: list[dict[str, Any]]
@@ -38,7 +38,7 @@ class HeldOut:
     seed: int
 
 
-def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
+def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOutText:
     """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.
 
     Rows without a prompt are windows of a longer text, and only full windows of `sequence_len` tokens are taken.
@@ -56,10 +56,10 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     # Every groups-th document goes into one group, so that each group mixes many files.
     parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
     blocks = replace(block_options(config, config.ebft, tokenizer), merge_rollouts=None)
-    return HeldOut(chosen, parts, blocks, config.seed)
+    return HeldOutText(chosen, parts, blocks, config.seed)
 
 
-def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:
+def measure(model: Any, network: FeatureNetwork, held_out: HeldOutText) -> list[dict[str, float]]:
     """The held-out metrics of `model` in each group of documents; the same noise samples each time it is called."""
     return [
         held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
@@ -73,7 +73,7 @@ def means(groups: list[dict[str, float]]) -> dict[str, float]:
     return {**found, "perplexity": math.exp(found["ce_loss"])}
 
 
-def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
+def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
     """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
     for name in before[0]:
         differences = [b - a for a, b in zip(_of_groups(before, name), _of_groups(after, name))]
@@ -98,7 +98,7 @@ NARROWEST = 110  # characters of a line that has room for three columns of code
 
 
 @dataclass(frozen=True)
-class Prompt:
+class HeldOutPrompt:
     """Token ids of a prompt, and the held-out text that follows it there."""
 
     ids: list[int]
@@ -106,7 +106,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Continuations:
     """A prompt with three continuations, as text."""
 
     prompt: str
@@ -115,18 +115,18 @@ class Sample:
     reference: str
 
 
-def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[Prompt]:
+def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[HeldOutPrompt]:
     """COUNT held-out rows, at equal distances; references of at most `longest` tokens."""
     prompts = []
     for index in range(COUNT):
         row = rows[index * len(rows) // COUNT]
         ids, length = row["input_ids"], row["prompt_length"] or WINDOW_PROMPT
-        prompts.append(Prompt(ids[:length], ids[length : length + longest]))
+        prompts.append(HeldOutPrompt(ids[:length], ids[length : length + longest]))
     return prompts
 
 
 @torch.no_grad()
-def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) -> list[str]:
+def greedy_completions(model: Any, tokenizer: Any, prompts: list[HeldOutPrompt], longest: int) -> list[str]:
     """What `model` writes greedily after each prompt, up to `longest` tokens, with the end-of-text token if any."""
     greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
     with evaluating(model):
@@ -134,15 +134,17 @@ def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) ->
     return [tokenizer.decode(completion.ids) for completion in written]
 
 
-def make_samples(tokenizer: Any, prompts: list[Prompt], before: list[str], after: list[str]) -> list[Sample]:
+def make_samples(
+    tokenizer: Any, prompts: list[HeldOutPrompt], before: list[str], after: list[str]
+) -> list[Continuations]:
     """The prompts with their continuations."""
     return [
-        Sample(tokenizer.decode(prompt.ids), old, new, tokenizer.decode(prompt.reference))
+        Continuations(tokenizer.decode(prompt.ids), old, new, tokenizer.decode(prompt.reference))
         for prompt, old, new in zip(prompts, before, after, strict=True)
     ]
 
 
-def side_by_side(sample: Sample, width: int) -> RenderableType:
+def side_by_side(sample: Continuations, width: int) -> RenderableType:
     """The prompt, and below it the continuations in columns; below each other where `width` has no room for columns."""
     texts = {"before": sample.before, "after": sample.after, "reference": sample.reference}
     shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in texts.items()}
@@ -156,7 +158,7 @@ def side_by_side(sample: Sample, width: int) -> RenderableType:
     return Group(Text(sample.prompt, style="bold"), parts)
 
 
-def save_samples(samples: list[Sample], path: Path) -> None:
+def save_samples(samples: list[Continuations], path: Path) -> None:
     """Write the samples side by side as a text file."""
     with path.open("w", encoding="utf-8") as file:
         page = safe_console(file=file, width=FILE_WIDTH)

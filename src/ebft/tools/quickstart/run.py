@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
+from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
 
 CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone

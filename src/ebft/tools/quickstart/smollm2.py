@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ebft.config.schema import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model
 from ebft.tools.quickstart.catalogs import Wheel, french, rows
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
@@ -42,7 +42,7 @@ GROUPS = 8  # of 8 held-out messages each
 TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
 
-def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
+def prepare_smollm2(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
     """Fetch the model (NAME, a folder or a hub id) and the catalogs, write the rows, and return the run to train."""
     full = scale == "full"
     overrides = [*config_overrides(output, seed, model), *([] if full else TEST["overrides"])]
@@ -59,7 +59,7 @@ def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> 
         wheels = [wheel.sha256 for part in PROGRAMS.values() for wheel in part]
         made_from = [wheels, config.base_model, tokens, MOST_PROMPT, OUTPUT_TOKENS]
         with without_a_download():
-            make_once(data, made_from, lambda: write_rows(data, tokenizer))
+            make_once(data, made_from, lambda: write_task_rows(data, tokenizer))
     return Run(own_copy(CONFIG, output), overrides, GROUPS if full else TEST["groups"])
 
 
@@ -83,7 +83,7 @@ def config_overrides(output: Path, seed: int, model: str) -> list[str]:
     ]
 
 
-def write_rows(folder: Path, tokenizer: Any) -> None:
+def write_task_rows(folder: Path, tokenizer: Any) -> None:
     """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}."""
     seen: set[str] = set()
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,8 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ebft.config.schema import load_config
 from ebft.config.section import changed_keys
+from ebft.run.config.schema import load_config
 from ebft.run.training import train
 from ebft.tools.quickstart.run import (
     CONFIGS,
@@ -37,7 +37,7 @@ from ebft.tools.quickstart.run import (
 OUTPUT = Path("outputs/quickstart-tiny")  # what the two configs name
 
 
-def prepare(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
+def prepare_tiny(phases: Phases, output: Path, seed: int, scale_name: str) -> Run:
     """Write the text, pretrain the base model, and return the run that fine-tunes it."""
     scale = SCALES[scale_name]
     data, init, base = output / "data", output / "init", output / "base"
@@ -101,7 +101,7 @@ def standard_library(max_files: int | None = None) -> dict[str, str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     texts: dict[str, str] = {}
     seen: set[str] = set()
-    for path in track(source_files(root)[:max_files], description="reading source files"):
+    for path in track(library_files(root)[:max_files], description="reading source files"):
         try:
             text = path.read_text(encoding="utf-8")
             ast.parse(text)
@@ -119,7 +119,7 @@ def docstrings(source: str) -> str:
     return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
 
 
-def source_files(root: Path) -> list[Path]:
+def library_files(root: Path) -> list[Path]:
     """The library's own source files in an order that does not follow their names, the same on every machine."""
     files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: number_of(path.relative_to(root).as_posix()))

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS
-from ebft.config.base import RayKeys
-from ebft.config.checks.combinations import FOREIGN
-from ebft.config.checks.data import chat_templates, idle_keys, idle_stream_keys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys
 from ebft.data.transforms import equivalent_transform, trains_on
 from ebft.errors import ConfigError, warn
+from ebft.methods.base_config import RayKeys
 from ebft.methods.method import MethodConfig, foreign_keys
+from ebft.run.config.combinations import FOREIGN
+from ebft.run.config.data import chat_templates, idle_keys, idle_stream_keys
 
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 # Keys of one method, and their values that describe what the others do anyway.

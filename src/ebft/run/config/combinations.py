@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
-from ebft.config.checks.data import chat_templates, entry_conflicts, stream_problems
-from ebft.config.checks.processes import fsdp_problems
 from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection
+from ebft.methods.processes import fsdp_problems
+from ebft.run.config.data import chat_templates, entry_conflicts, stream_problems
 
 FOREIGN = "axolotl.integrations."
 _ROWS = re.compile(r"\[\d*:\d*\]$")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebft.config.base import MethodKeys
-from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.validation_errors import model_at, section_of
+from ebft.methods.base_config import MethodKeys
+from ebft.run.config.schema import GROUPS, RunConfig
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
