@@ -28,7 +28,7 @@ class Token:
     """A token: `label` is its id if it is in the cross-entropy, else -100; `anchor` is its position if it is one."""
 
     id: int
-    text: str  # one_line
+    text: str  # printable
     label: int
     special: bool
     anchor: int | None = None
@@ -76,7 +76,7 @@ class RowView:
 
 
 class TokenTexts:
-    """Converts token ids to tokens with one_line texts."""
+    """Converts token ids to tokens with printable texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

@@ -51,7 +51,6 @@ from ebft.run.reporting import check_hub, method_of, model_card, push, recorded,
 from ebft.run.resume_compat import optimizer_keys, run_record, saved_keys, warn_of_changes, write_run_keys
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments, use_bf16
 from ebft.serving.server import VLLMServer, await_ready, managed_server
-from ebft.tools.doctor.fit import fit
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import load_weights
 
@@ -152,7 +151,7 @@ def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
                 say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
             rehearse(config, trainer)
             check_space(config, trainer, rows, is_resumed=checkpoint is not None)
-            fit(config, trainer, checkpoint, stop)
+            train_steps(config, trainer, checkpoint, stop)
         else:
             restore(config, trainer, completed, files, rows)
         metrics = last_metrics(trainer)
