@@ -15,8 +15,8 @@ from ebft.methods.views import (
     StridedView,
     TokenTexts,
     generation_prompt,
+    one_line,
 )
-from ebft.printed import printable
 from tests.structured.conftest import make_chat_tokenizer
 
 
@@ -214,4 +214,4 @@ def test_texts_are_printable_and_keep_spaces(tokenizer):
     texts = TokenTexts(tokenizer)
     assert texts.texts(ids(tokenizer, "a b\n")) == ["a", " ", "b", "\\n"]
     assert texts.texts(ids(tokenizer, "é")) == ["Ã", "©"]  # as the tokenizer spells bytes
-    assert printable("\x1b[31m") == "\\x1b[31m" and printable({"a": "\n"}) == "{'a': '\\n'}"
+    assert one_line("\x1b[31m") == "\\x1b[31m" and one_line({"a": "\n"}) == "{'a': '\\n'}"
