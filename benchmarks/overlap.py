@@ -32,7 +32,7 @@ from benchmarks.presets import build_model, find_preset
 from benchmarks.run_files import Steps
 from benchmarks.train_overhead import library, write_texts
 from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_command
 from ebft.serving.server import VLLMServer
 from ebft.tools.quickstart.tiny import train_tokenizer

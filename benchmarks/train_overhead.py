@@ -18,7 +18,7 @@ from accelerate import Accelerator
 import ebft
 from benchmarks.measuring import timed
 from benchmarks.presets import OPTIONS, Preset, build_model
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.strided import StridedEBFTTrainer
 from ebft.tools.quickstart.tiny import train_tokenizer
 

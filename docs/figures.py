@@ -12,7 +12,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from ebft.anchors import BlockOptions
 from ebft.prefix.attention import MaskPattern
-from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.attention.tiles import AttentionScores
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.passes import RolloutTree, StridedPass
 from ebft.transformers_internals import causal_mask_function
@@ -77,7 +77,9 @@ def draw_attention() -> Figure:
     size = run.position_ids().shape[1]
     zeros, identity = torch.zeros(1, size, size), torch.eye(size)[None]
     # With keys of zeros and values of unit vectors, the output of attention is its matrix of weights.
-    weights = run.attend(0, zeros[None], zeros, identity, MaskPattern(causal_mask_function), Scores(1.0), None)[:, 0]
+    weights = run.attend(
+        0, zeros[None], zeros, identity, MaskPattern(causal_mask_function), AttentionScores(1.0), None
+    )[:, 0]
     # Drawn rollout after rollout; the pass orders their tokens by step.
     order = torch.cat([torch.arange(document), document + nodes.of_rollouts.flatten()])
     weights, block = weights[order][:, order], torch.cat([torch.full((document,), -1), nodes.block])[order].tolist()

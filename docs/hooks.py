@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def on_page_content(content: str, **_) -> str:
-    """Draw the formulas; those of lines of their own are paragraphs."""
+    """Draw the formulas; a formula on a line of its own is a paragraph."""
 
     def drawn(match: re.Match) -> str:
         svg = formula(html.unescape(match[2]).strip())

@@ -1,7 +1,7 @@
 """Counts what a reader of the code meets: `python docs/walk.py`; `--check` compares it with docs/ratchet.json.
 
-Prints, as JSON, the figures of the package (files, lines, imports) and those of the walk from a config file to the
-first gradient in each mode, which docs/reading.md contains (docs/generate.py writes them there). A file is part of the
+Prints, as JSON, the figures of the package (files, lines, imports) and of the walk from a config file to the first
+gradient in each mode, which docs/reading.md contains (docs/generate.py writes them there). A file is part of the
 walk if one of its functions is called between `load_config` and the first backward pass of a run of
 tests/golden/runs.py. A change of file is a call from one file of the package into another one, within `compute_loss`.
 """
@@ -136,7 +136,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports_of_files() -> dict[str, set[str]]:
-    """The modules of the package that each of them imports anywhere."""
+    """The modules of the package that each module imports anywhere."""
     known = modules()
     found: dict[str, set[str]] = {}
     for name, path in known.items():

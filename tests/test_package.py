@@ -1,10 +1,7 @@
 """The public names, imported when first used."""
 
 import ast
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 # Files and folders of the package from the bottom up. A file imports from its own room and from the lines above its
 # line, also for type checking alone. The longest name of a room applies.
 CORE = (
-    "anchors machine methods.__init__ printed processes rewards transformers_internals",
+    "anchors machine printed processes rewards transformers_internals",
     "errors",
     "files scores",
     "run_files",
@@ -37,17 +34,13 @@ CORE = (
     "features monitor prefix",
     "trainer",
     "preferences reward_models sft strided structured",
-    "config.base distillation methods.views nemo_gym",
-    "methods.method",
-    "config.checks.processes",
+    "distillation nemo_gym",
     "methods",
-    "config.checks",
-    "config.schema",
-    "config.reference",
+    "run.config",
     "run",
 )
 TOOLS = (
-    "tools.__init__ tools.cli.console tools.dashboard tools.fetch tools.preview",
+    "tools.__init__ tools.console tools.dashboard tools.fetch tools.preview",
     "tools.cli.arguments tools.doctor tools.evaluation tools.launch",
     "tools.init tools.quickstart",
     "tools.export tools.inference",
@@ -202,68 +195,3 @@ def test_imports_have_no_circle():
         {name: own_imports(path.read_text(encoding="utf-8")) for name, path in modules().items()}
     )
     sorter.prepare()  # raises CycleError, which names a circle
-
-
-def test_the_core_imports_no_tool():
-    for module, path in modules().items():
-        found = own_imports(path.read_text(encoding="utf-8"))
-        assert LEVELS[room_of(module)] >= len(CORE) or not any(name.startswith("tools") for name in found), path
-
-
-WITHOUT_TOOLS = """
-import importlib, pkgutil, ebft
-for found in pkgutil.walk_packages(ebft.__path__, "ebft."):
-    if "__main__" not in found.name and not found.name.startswith("ebft.examples"):
-        importlib.import_module(found.name)
-from ebft.config.schema import RunConfig
-from ebft.run.training import train
-assert importlib.util.find_spec("ebft.tools") is None
-"""
-ONE_STEP = """
-config = {{"base_model": {model!r}, "rl": "ebft", "max_steps": 1, "sequence_len": 32, "output_dir": {output!r}}}
-config |= {{"ebft": {{"mode": "strided", "stride": 4, "context_length": 4, "generate_max_len": 4}}}}
-config |= {{"datasets": [{{"path": {rows!r}, "type": "ebft_pretrain.transform"}}]}}
-config |= {{"special_tokens": {{"pad_token": "<|end|>"}}}}
-assert train(RunConfig.from_dict(config)).metrics["train_loss"] is not None
-"""
-
-
-def run_without_tools(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code with a copy of the package that has no tools."""
-    shutil.copytree(PACKAGE, folder / "ebft", ignore=shutil.ignore_patterns("tools", "examples", "__pycache__"))
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder)
-
-
-@pytest.mark.slow
-def test_the_core_is_imported_and_trains_a_step_without_tools(tmp_path, tiny_llama_dir):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        "".join(json.dumps({"text": f"line {number} of a text that is long enough"}) + "\n" for number in range(4))
-    )
-    step = ONE_STEP.format(model=str(tiny_llama_dir), output=str(tmp_path / "out"), rows=str(rows))
-    done = run_without_tools(tmp_path, WITHOUT_TOOLS + step)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    "room",
-    [
-        "data",
-        "health",
-        "config.keys",
-        "models",
-        "monitor",
-        "nemo_gym",
-        "reward_functions",
-        "serving",
-        "strided",
-        "structured",
-    ],
-)
-def test_a_room_does_not_know_the_run_config(room):
-    source = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from ebft.config{} import {}\n"
-    assert not_below(room, source.format(".schema", "RunConfig")) == ["config.schema"]
-    assert not_below(room, source.format("", "schema")) == ["config.schema"]
-    assert not_below(room, source.format(".section", "Section")) == []

@@ -6,11 +6,11 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from ebft.config.schema import RunConfig
 from ebft.printed import without_secrets, without_secrets_in_text
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import model_card, recorded
 from ebft.tools.cli import app
-from ebft.tools.cli.console import polite
+from ebft.tools.console import polite
 from ebft.tools.dashboard.report import report
 
 

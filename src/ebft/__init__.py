@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names below, for editors and type checkers
     __version__: str
-    from ebft.config.schema import RunConfig, load_config
     from ebft.health.callback import HealthCallback
     from ebft.health.outcome import training_outcome
     from ebft.monitor.run_files import RunFilesCallback
+    from ebft.run.config.schema import RunConfig, load_config
     from ebft.run.training import TrainResult, train
     from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
     from ebft.structured import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, FeatureMatchingReward
@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # the names below, for editors and type checkers
     from ebft.tools.evaluation.run import evaluate
 
 _EXPORTS = {
-    "load_config": "ebft.config.schema",
-    "RunConfig": "ebft.config.schema",
+    "load_config": "ebft.run.config.schema",
+    "RunConfig": "ebft.run.config.schema",
     "train": "ebft.run.training",
     "TrainResult": "ebft.run.training",
     "evaluate": "ebft.tools.evaluation.run",

@@ -71,7 +71,7 @@ class SDFTTrainer(OverTrainer, sdft.SDFTTrainer):
         check_generation_kwargs(options, use_vllm=False)
         for name, rows in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             if rows is not None:
-                check_rows(name, rows, args, ("prompt", "ground_truth"))
+                check_rows(name, rows, args, needs_reference=True)
         disable_dropout(model)
         args.distillation_topk = min(args.distillation_topk, unwrap_adapter(model).config.get_text_config().vocab_size)
         ends = end_token_ids(model, {*self.renderer.end_ids(), *options.pop(STOPS, ())})

@@ -1,6 +1,7 @@
 """Errors that a user can correct, with one class for each source of error."""
 
 import errno
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,3 +161,8 @@ def cause(error: BaseException) -> str:
     if not words or isinstance(error, KeyError | AttributeError | TypeError | AssertionError | RecursionError):
         return f"{type(error).__name__}: {words}" if words else type(error).__name__
     return words
+
+
+def warn(message: str) -> None:
+    """Warn of a setting that has not the effect that the user may expect, at the line of the caller's caller."""
+    warnings.warn(message, stacklevel=3)

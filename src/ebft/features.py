@@ -144,7 +144,10 @@ class FeatureNetwork:
                 f"{type(self.causal_lm).__name__} has several streams of hidden states (shape "
                 f"{tuple(states[-1].shape)}), but EBFT requires models with a single hidden state per token and layer"
             )
-        self.computed_in = _precision(states)
+        # The dtype with the largest rounding errors: autocast keeps sums, and thus the states, in float32.
+        device = states[0].device.type
+        autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+        self.computed_in = max((*(x.dtype for x in states), *autocast), key=lambda dtype: torch.finfo(dtype).eps)
         return states
 
     def plain_hidden_states(self, input_ids: Tensor) -> list[Tensor]:
@@ -158,13 +161,6 @@ class FeatureNetwork:
         """Yield the network as a language model, in eval mode, without gradients, with its adapter disabled."""
         with evaluating(self._model), self._model.disable_adapter() if self.shares_weights else nullcontext():
             yield self._model
-
-
-def _precision(states: list[Tensor]) -> torch.dtype:
-    """Return the dtype with the largest rounding errors in their computation; autocast keeps sums in float32."""
-    device = states[0].device.type
-    autocast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
-    return max((*(x.dtype for x in states), *autocast), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def _beside(policy: nn.Module, frozen: nn.Module) -> torch.device:

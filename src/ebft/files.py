@@ -337,7 +337,9 @@ def weights_hash(folder: Path, gguf_file: str | None = None) -> str | None:
     try:
         if gguf_file is not None:
             return sample_hash(folder / gguf_file)
-        files = _weight_files(folder)
+        found = first_weights(folder, (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
+        files = sorted(folder.glob("*.safetensors")) if found is None else [found]
+        files = indexed_files(found) if found is not None and found.suffix == ".json" else files
         if files and files[0].suffix == ".safetensors":
             return _tensors_hash(files)
         return json_hash([sample_hash(path) for path in files]) if files else None
@@ -383,16 +385,6 @@ def first_weights(folder: Path, names: Iterable[str]) -> Path | None:
     """The first file of weights of these names in a folder, or its index; None if there is none."""
     paths = (folder / f"{name}{ending}" for name in names for ending in ("", ".index.json"))
     return next((path for path in paths if path.is_file()), None)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers or PEFT load from a folder."""
-    found = first_weights(folder, (*ADAPTER_WEIGHTS, *MODEL_WEIGHTS))
-    if found is None:
-        return sorted(folder.glob("*.safetensors"))
-    if found.suffix != ".json":
-        return [found]
-    return indexed_files(found)
 
 
 def indexed_files(index: Path) -> list[Path]:

@@ -89,8 +89,8 @@ def first_equal(tokens: Tensor) -> Tensor:
 def whitening_tolerance(computed_in: torch.dtype, space: WhiteningSpace = "feature") -> float:
     """Return the tolerance of `whiten` for embeddings computed in a dtype.
 
-    The rounding errors of the N embeddings are a matrix whose largest singular value is about `eps` times that of the
-    embeddings, and below `2 * eps` in 90% of groups. Smaller singular values of the embeddings are rounding noise,
+    The rounding errors of the N embeddings are a matrix whose largest singular value is about `eps` times the
+    embeddings', and below `2 * eps` in 90% of groups. Smaller singular values of the embeddings are rounding noise,
     which feature-space whitening would scale up to the length of the others; sample-space whitening does not apply
     them to the reference.
     """

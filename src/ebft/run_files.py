@@ -152,18 +152,14 @@ def read_all(path: Path) -> Iterator[dict[str, Any]]:
 def rollout_files(folder: Path) -> list[Path]:
     """The files with the rollouts of a run, oldest first; files of other processes than the main one last."""
     found = [path for path in folder.glob("rollouts*.jsonl*") if _ROLLOUTS.fullmatch(path.name) and path.is_file()]
-    return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -_part(path)))
+    part = lambda path: int(number) if (number := path.name.rpartition(".")[2]).isdigit() else 0
+    return sorted(found, key=lambda path: (path.name.partition(".jsonl")[0], -part(path)))
 
 
 def rank_of(path: Path) -> int:
     """The rank of the process that has written a file with rollouts."""
     found = _ROLLOUTS.fullmatch(path.name)
     return int(found[1].removeprefix("-rank")) if found and found[1] else 0
-
-
-def _part(path: Path) -> int:
-    number = path.name.rpartition(".")[2]
-    return int(number) if number.isdigit() else 0
 
 
 def is_report(path: Path) -> bool:

@@ -196,8 +196,8 @@ def small_sample_factor(weights: np.ndarray, confidence: float) -> float:
     """Return the factor that widens a percentile bootstrap interval of a mean with these weights of documents (D,).
 
     Percentiles of a bootstrap of few documents cover too little: 86% instead of 95% with 8 documents of unequal length.
-    The factor is that of the t-interval to the normal interval with the plug-in variance, for the effective number of
-    documents `(sum w)^2 / sum w^2`. NaN for a single document.
+    The factor is the ratio of the t-interval to the normal interval with the plug-in variance, for the effective number
+    of documents `(sum w)^2 / sum w^2`. NaN for a single document.
     """
     if np.count_nonzero(weights) < 2:
         return math.nan

@@ -107,7 +107,7 @@ def load_weights(trainer: Trainer, folder: str) -> None:
 
 
 def end_progress_bars() -> None:
-    """Close all progress bars, also of other libraries; tqdm has no public list of them."""
+    """Close all progress bars, also of other libraries; tqdm has no public list."""
     for bar in list(tqdm._instances):
         bar.close()
 

@@ -3,51 +3,34 @@
 What is wrong with keys and values is in tests/config.
 """
 
-import json
-from typing import Any
-
-from tests.bad_input.cases import BASE, Case, bad, good
+from tests.bad_input.cases import bad, good
 
 CHECK = "config --check run.yaml"
 
 
-def broken(name: str, *expect: str, command: str = CHECK, **rest: Any) -> Case:
-    return bad(name, *expect, command=command, **rest)
-
-
 FILES = [
-    broken("empty file", "run.yaml", "empty", config=""),
-    broken("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
-           absent=("pwned",)),
-    broken("500 unknown keys", "more", config={f"key_{n}": n for n in range(500)}),
-    broken("several values", "learning_rate", "seed", config={"learning_rate": "x" * 10_000, "seed": -1}),
-    broken("an override", "max_steps", command=f"{CHECK} max_steps=many"),
-    broken("a long override", "key=value", command=f"{CHECK} {'x' * 5000}"),
-    broken("file does not exist", "nothing.yaml", command="config --check nothing.yaml"),
-    broken("folder", "folder.yaml", files={"folder.yaml/a": "x"}, command="config --check folder.yaml"),
-    good("a symlink", files={"link.yaml": lambda path: path.symlink_to("run.yaml")},
-         command="config --check link.yaml"),
+    bad("python object", "run.yaml", config="base_model: !!python/object/apply:os.system ['touch pwned']\n",
+        command=CHECK, absent=("pwned",)),
+    bad("several values", "learning_rate", "seed", config={"learning_rate": "x" * 10_000, "seed": -1}, command=CHECK),
+    bad("file does not exist", "nothing.yaml", command="config --check nothing.yaml"),
+    bad("folder", "folder.yaml", files={"folder.yaml/a": "x"}, command="config --check folder.yaml"),
 ]  # fmt: skip
 
 UNUSUAL = [
     bad("an empty type, which means the default columns", "rows.jsonl", "row 0", "Set field_instruction",
         config={"datasets": [{"path": "rows.jsonl", "type": {}}]}),
-    good("as it is", config=json.dumps(BASE), command=f"{CHECK} max_steps=10", shows=("max_steps: 10",)),
     good("an environment variable", config={"output_dir": "${HOME}/out", "vllm": {"env": {"HF_TOKEN": "$HF_TOKEN"}}},
          command=CHECK, warns=("output_dir: '${HOME}/out'", "vllm.env.HF_TOKEN: '$HF_TOKEN'", "not replaced"),
          why="a folder can have this name, and PyYAML and axolotl do not replace variables either"),
     good("dollars that are ordinary text", command=CHECK, unwarned=("replaced",),
          config={"chat_template": "{{ '${x}' }}", "tokens": ["${x}"], "wandb_name": "costs $5", "output_dir": "a$b"}),
     good("one held-out document", config={"val_set_size": 1e-9},
-         warns=("val_set_size: 1e-09 of 4 documents is less than one",),
          why="a fraction holds out at least one document, which small data sets rely on"),
     good("more workers than cores", config={"dataloader_num_workers": 999},
-         warns=("dataloader_num_workers: 999 is more than",),
          why="workers that wait for a disk or a network do not need a core each"),
     good("settings of GPUs", config={"flash_attention": True, "tf32": True},
          warns=("flash_attention_2 cannot be used", "tf32: true has no effect"),
          why="a config for GPUs can be tried on CPU, with the same results"),
-    good("many samples", config={"ebft": {"n_samples_per_prompt": 512}}),
     good("rows and samples that are longer than the data", config={"micro_batch_size": 10_000, "sequence_len": 10**6},
          why="batches and rows have the length of the data, whatever the limit"),
 ]  # fmt: skip

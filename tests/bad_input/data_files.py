@@ -100,48 +100,26 @@ def arrow(count: int, size: int | None = None) -> Any:
     return write
 
 
-def zeroed(path: Path) -> None:
-    parquet({"text": [str(number) * 90 for number in range(500)]})(path)
-    path.write_bytes(path.read_bytes()[:200] + b"\xff" * 200 + path.read_bytes()[400:])
-
-
 READ_IN_TWO_WAYS = [
     *both("a broken third line", GOOD_LINE * 2 + '{"text": \n', "line 3"),
     *both("a key twice", GOOD_LINE + '{"text": "a b c d e f", "text": "b"}\n', "line 2", "'text' occurs 2 times"),
-    *both("a key twice in a list", '[{"text": "a", "text": "b"}]', "row 0", "'text' occurs 2 times", file="d.json"),
-    *both("a number without a value", GOOD_LINE + '{"text": "a b c d e", "n": 1e999}\n', "line 2", "is too large"),
-    *both("a comma at the end of a row", GOOD_LINE + '{"text": "a",}\n', "line 2"),
     *both("a list as a line", GOOD_LINE + "[1, 2]\n", "line 2"),
-    *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode()), "compressed", "Unpack"),
+    *both("compressed JSON lines", gzip.compress(GOOD_LINE.encode())),
     *both("only a header", "text\n", file="d.csv"),
     *both("a column twice", "text,b,text\na,b,c\n", "'text' occurs 2 times", file="d.csv"),
-    *both("a column twice with tabs", "text\ttext\na\tb\n", "'text' occurs 2 times", file="d.TSV"),
-    *both("a csv of blank lines", "\n\n", "empty", file="d.csv"),
-    *both("an open quote", 'text\n"a"\n"b"\n"c\n' + "d\n" * 3, "EOF inside string", file="d.csv"),
+    *both("a csv of blank lines", "\n\n", file="d.csv"),
     *both("a late byte", b"text\n" + b"a b c\n" * 3000 + b"caf\xe9\n", "utf-8", file="d.csv"),
     *both("a late field", "text,b\n" + "a,b\n" * 3000 + "a,b,c\n", "line 3002", file="d.csv"),
-    *both("text in UTF-16", "abc".encode("utf-16"), "UTF-8", file="d.txt"),
-    *both("arrow without rows", arrow(0), file="d.arrow"),
     *both("cut off arrow", arrow(400, 9000), "Arrow", file="d.arrow"),
     *both("parquet without a row", parquet({"text": []}), file="d.parquet"),
-    *both("parquet with other bytes", zeroed, file="d.parquet"),
 ]  # fmt: skip
 
-JSON = [
-    rows("blank jsonl", "\n\n  \n", "empty"),
-    rows("null in json", "null", file="d.json"), rows("number in json", "5", file="d.json"),
-    rows("list of nulls", "[null, null]", "dropped 2 without text", file="d.json"),
-    rows("object over lines", '{ "text":\n  "a" b}', "line 2: not valid JSON", "at column 7", file="d.json"),
-    rows("first row not JSON", '{"text": "a" b}\n' + GOOD_LINE, "line 1: not valid JSON", "at column 14"),
-    rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1", "Write it as a text. Correct"),
-    rows("list per line", "[1, 2]\n[3, 4]\n"),
+FILES = [
+    rows("blank jsonl", "\n\n  \n", "empty"), rows("null in json", "null", file="d.json"),
+    rows("integer of 5000 digits", '{"text": "a", "n": ' + "9" * 5000 + "}", "line 1"),
     rows("mixed types", [{"text": "a"}, {"text": 5}], "text"),
     rows("deep nesting", '{"text": ' + "[" * 5000 + "]" * 5000 + "}\n"),
-    rows("long line that is not JSON", GOOD_LINE + "x" * 50_000, "line 2"),
-    rows("NaN as text", '{"text": NaN}\n'),
-]  # fmt: skip
-
-TABLES = [
+    rows("half of a pair", GOOD_LINE + '{"text": "\\ud83d"}\n', "surrogates"),
     rows("csv without a header", "a b c\nd e f\n", "text", file="d.csv"),
     rows("cut off parquet", truncated, file="d.parquet"),
     rows("json read as parquet", GOOD_LINE, ds_type="parquet"),
@@ -152,11 +130,7 @@ REPLIED = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant"
 COMPARED = [{"messages": REPLIED[0]["messages"][:1], "chosen": "Hello there.", "rejected": "No."}]
 BODY = "{% for message in messages %}{{ message.content }}<|end|>{% endfor %}\n"
 FAILING = {"{{ 1 // 0 }}": "modulo by zero", "{{ 'a' | nothing }}": "No filter named 'nothing'",
-           "{{ nothing.a }}": "undefined", "{{ raise_exception('not so') }}": "not so",
-           "{{ 10.0 ** 400 }}": "out of range", "{{ 'a' * 10**15 }}": "Memory", "{{ 'a' + 5 }}": "concatenate",
-           "{{ 5 is nothing }}": "No test named 'nothing'",
-           "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion",
-           "{% for n in range(10**9) %}{% endfor %}": "Range"}  # fmt: skip
+           "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "recursion"}  # fmt: skip
 TEMPLATES = [
     bad(f"template with {text} in {type}", "c.jsonl", "row 0", "t.jinja", "line 2", said, files={
         "c.jsonl": COMPARED if "default" in type else REPLIED, "t.jinja": BODY + text},
@@ -169,59 +143,41 @@ TEMPLATES = [
 ]  # fmt: skip
 
 PICKLES = [
-    bad(f"pickle {suffix}", f"d{suffix}", "pickle", config=entry(path=f"d{suffix}"), files={f"d{suffix}": pickled},
-        absent=("pwned",))
-    for suffix in (".pkl", ".bin")
-] + [
-    bad("folder of pickles", "folder", "pickle", config=entry(path="folder"), files={"folder/d.pkl": pickled},
-        absent=("folder/pwned",)),
-]  # fmt: skip
+    bad("a pickle", "d.pkl", config=entry(path="d.pkl"), files={"d.pkl": pickled}, absent=("pwned",)),
+]
 
 PLACES = [
     dataset("missing file", "nothing.jsonl", path="nothing.jsonl"),
-    dataset("blank path", "datasets.0.path", path=" "),
     dataset("FIFO", "d.jsonl", path="d.jsonl", files={"d.jsonl": os.mkfifo}),
+    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"), dataset("long path", "path", path="a" * 5000),
     dataset("a pattern as path", "*.jsonl", "data_files: '*.jsonl'", path="d/*.jsonl", files={"d/a.jsonl": ROWS}),
     dataset("a pattern that matches a broken file", "a1.csv", "line 2", path=".", data_files="a[12].csv",
             files={"a1.csv": "text\na,b\n", "a2.csv": "text\na\n"}),
     dataset("a variable in a path", "'$DATA/d.jsonl'", "not replaced", path="$DATA/d.jsonl"),
     dataset("a line break in a path", "rows.jsonl", "line break", path="rows.jsonl\n"),
-    dataset("a variable that is the name of a file", "$HOME.csv", path="$HOME.csv",
-            files={"$HOME.csv": "text\na\n"}),
-    dataset("two colons in a path", "a::b/d.csv", path="a::b/d.csv", files={"a::b/d.csv": "text\na\n"}),
     dataset("device", "/dev/zero", path="/dev/zero", ds_type="text"),
     dataset("symlink to itself", "loop", path="./loop.jsonl", files={"loop.jsonl": looped}),
-    dataset("data_files outside", "nothing", path=".", data_files=["rows.jsonl", "nothing.jsonl"]),
-    dataset("NUL in the path", "run.yaml", "NUL", path="a\0b"), dataset("long path", "path", path="a" * 5000),
-    dataset("Hub id that is not there", "nobody/nothing", path="nobody/nothing"),
     dataset("slice from past the end", "rows.jsonl", "train[100:]", split="train[100:]"),
-    dataset("slice of 200%", "train[150%:200%]", split="train[150%:200%]"),
-    dataset("second part empty", "train[100:200]", split="train[:2]+train[100:200]"),
     dataset("missing nested column", "row 0", field="text.a"),
     dataset("second file broken", "b.jsonl", "line 1", path="d", files={"d/a.jsonl": ROWS, "d/b.jsonl": "{"}),
     bad("test_datasets broken", "b.jsonl", config={"test_datasets": [{"path": "b.jsonl", "type": "completion"}]},
         files={"b.jsonl": "{"}),
     bad("all texts null", "without text", config={}, files={"rows.jsonl": [{"text": None}] * 4}),
-    bad("val_set_size is nearly 1", "val_set_size", config={"val_set_size": 0.99}),
     bad("document past the positions", "sequence_len", "128", config={"sequence_len": 4096},
         files={"rows.jsonl": [{"text": "a b c " * 300}] * 4}),
 ]  # fmt: skip
 
 ROWS_OF_CHATS = [
     rows("message without content", [{"messages": [{"role": "user"}]}], "content", "row 0", **CHAT),
-    rows("message with a number", [{"messages": [{"role": "user", "content": 5}, {"role": "assistant", "content": 5}]}],
-         "row 0", **CHAT),
     rows("no chat template", [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
          "chat_template", type="ebft_strided_chat.transform"),
     rows("pair without output", [{"input": "a"}], "output", "row 0", **PAIR),
-    structured("prompt is a number", [{"input": 5, "output": "a"}], "input", "row 0"),
-    structured("prompts only", [{"input": "a", "output": ""}] * 3, "without a reference"),
     structured("prompts too long", [{"input": "a " * 500, "output": "b"}] * 3, "3 "),
     structured("values of other types", [{"input": "a", "output": "b"}, {"input": "a", "output": ["b"]}], "d.jsonl"),
 ]  # fmt: skip
 
 # Names that are patterns, and that match the name of another file, which cannot be read.
-NAMES = {"a[1]": "a1", "star*": "star1", "what?": "whats", "[!b]": "a", "a b#%41": "a bA", "{a,b}": "a"}
+NAMES = {"a[1]": "a1", "star*": "star1", "a b#%41": "a bA"}
 LITERAL = [
     good(f"{name!r} as the name of a {extension} file{' in a stream' if keys is STREAM else ''}",
          config=entry(path=f"{name}/{name}.{extension}", type="completion") | keys,
@@ -232,9 +188,6 @@ LITERAL = [
         ("csv", f'text\n"{TEXT}"\n', STREAM), ("parquet", parquet({"text": [TEXT]}), SFT)))
     if (number + place) % 2 == 0
 ] + [
-    valid("data_files that is the name of a file", path=".", data_files="star*.csv",
-          files={"star*.csv": f'text\n"{TEXT * 2}"\n', "star1.csv": "x,y\n1,2,3\n"}),
-    valid("a pattern", path="d[1]", data_files="star*.jsonl", files={"d[1]/star1.jsonl": ROWS}),
     good("brackets in every path", trains=True, unchanged=("out[1]/adapter_model.safetensors",),
          files={"m[1]": lambda path: path.symlink_to("model"), "t[1].jinja": "{{ messages[0].content }}"},
          config=entry(path="rows.jsonl", type="completion") | SFT | {
@@ -245,9 +198,6 @@ LITERAL = [
 
 VALID = [
     good("name of a local file", config=entry(name="main"), warns=("name: main has no effect", "rows.jsonl is on")),
-    valid("revision of a local file", path="rows.jsonl", revision="v1", warns=("revision: v1 has no effect",)),
-    valid("exponents", path="d.jsonl",
-          files={"d.jsonl": '{"text": "1e999 \\u00e9 ' + TEXT[:4] * 20 + '", "n": 1e300}\n'}),
     good("NaN in another column", why="json.dumps of Python writes it for missing numbers",
          config=entry(path="d.jsonl"), files={"d.jsonl": json.dumps({"text": TEXT * 2, "score": float("nan")})}),
     good("NUL in a text", why="it is a character that tokenizers read", config=entry(path="d.csv"),
@@ -258,23 +208,15 @@ VALID = [
          files={"d.csv": gzip.compress(b"text\n" + b"a b c d e f g h i j k l\n" * 2)}),
     *(good(name, config=entry(path="d.jsonl", type="completion") | STREAM, files={"d.jsonl": text})
       for name, text in (("stream: rows of other columns", GOOD_LINE + '{"other": "a"}\n' + GOOD_LINE),
-                         ("stream: the first row has other columns", '{"other": "a"}\n' + GOOD_LINE * 2),
-                         ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE), ("stream: 10,000 columns", json.dumps({
-                             "text": TEXT * 2
-                         } | {f"c{n}": n for n in range(10_000)})))),
+                         ("stream: a null", GOOD_LINE + "null\n" + GOOD_LINE))),
     valid("absolute data_files", path=".", data_files="~/d/*.jsonl", files={"d/a.jsonl": ROWS}),
-    valid("rows", path="rows.jsonl"), valid("one JSON object", path="d.json", files={"d.json": json.dumps(ROWS[0])}),
     *(valid(f"JSON object over lines, {text!r:.20}", path="d.json", files={"d.json": text})
-      for text in ('{ "text":\n' + json.dumps(TEXT * 2) + "}",
-                   '\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
-                   '{"n": [\n1], "text": ' + json.dumps(TEXT * 2) + "}",
+      for text in ('\n{"n": 1,\n"text": ' + json.dumps(TEXT * 2) + "}\n" + GOOD_LINE,
                    '{"n": {"a": 1}\n, "text": ' + json.dumps(TEXT * 2) + "}")),
     valid("Windows line ends", path="d.jsonl", files={"d.jsonl": GOOD_LINE.replace("\n", "\r\n").encode() * 2}),
     valid("rows with more columns", path="d.jsonl", files={"d.jsonl": [*ROWS, {"text": TEXT * 2, "id": 5}]}),
-    valid("symlink", path="link.jsonl", files={"link.jsonl": lambda path: path.symlink_to("rows.jsonl")}),
-    valid("home", path="~/rows.jsonl"),
     good("structured pairs",
          config={**STRUCTURED, "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
 ]  # fmt: skip
 
-CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *JSON, *TABLES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]
+CASES = [*TEMPLATES, *READ_IN_TWO_WAYS, *FILES, *PICKLES, *PLACES, *ROWS_OF_CHATS, *LITERAL, *VALID]

@@ -1,8 +1,6 @@
 """Output folders, checkpoints to resume from, and servers that do not work, and ones that do."""
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 from tests.bad_input.cases import ROWS, TEXT, Case, bad, good
@@ -17,33 +15,23 @@ def resume(name: str, files: dict[str, Any], *expect: str, at: str = "out/checkp
     return bad(f"checkpoint: {name}", *expect, config=config, files=files, **rest)
 
 
-def loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 STATE = json.dumps({"global_step": 1, "log_history": []})
 KEYS = json.dumps({"rl": "ebft", "ebft.mode": "strided", "adapter": None, "optimizer": "adamw_torch_fused",
                    "base_model": "model"})  # fmt: skip
 
 FOLDERS = [
-    folder("a file", "rows.jsonl", "file", unchanged=("rows.jsonl",)), folder("below a file", "rows.jsonl/out", "file"),
+    folder("a file", "rows.jsonl", unchanged=("rows.jsonl",)), folder("below a file", "rows.jsonl/out"),
     folder("the base model", "model", "base_model", unchanged=("model/model.safetensors",)),
-    folder("the base model, spelled otherwise", "./model/.", "base_model"),
     folder("the base model through a link", "link", "base_model",
            files={"link": lambda path: path.symlink_to("model")}),
-    folder("the base model in the home folder", "model", "base_model", command="train run.yaml base_model=~/model"),
     folder("empty", "", command="train run.yaml"), folder("blank", "  ", command="train run.yaml"),
-    bad("output_dir: NUL", "run.yaml", "NUL", config={"output_dir": "a\0b"}), folder("long name", "a" * 300),
-    folder("long path", "/".join(["a" * 200] * 30)), folder("a FIFO", "fifo", files={"fifo": os.mkfifo}),
-    folder("a symlink to itself", "loop", files={"loop": loop}), folder("read-only", "/proc/ebft"),
-    folder("a device", "/dev/null"), folder("a user that does not exist", "~nobody-of-this-name/out"),
+    bad("output_dir: NUL", "null", config={"output_dir": "a\0b"}), folder("long name", "a" * 300),
     bad("output_dir: the adapter that is continued", "output_dir", "lora_model_dir",
         config={"adapter": "lora", "lora_model_dir": "old", "output_dir": "old"},
         files={"old/adapter_config.json": "{}"}, unchanged=("old/adapter_config.json",)),
     folder("a model of somebody else", "theirs", "config.json", "tokenizer.json", "no run has written",
            files={"theirs/config.json": "{}", "theirs/tokenizer.json": "{}", "theirs/model.safetensors": "x"},
            unchanged=("theirs/model.safetensors",)),
-    folder("a project with a tokenizer", ".", "tokenizer.json", files={"tokenizer.json": "{}"}),
     folder("the folder of the data", "texts", "datasets.0.path", "data_files", files={"texts/a.txt": TEXT},
            command="train run.yaml datasets.0.path=texts"),
     bad("output_dir: in the folder of held-out data", "output_dir", "test_datasets.0.path",
@@ -53,26 +41,16 @@ FOLDERS = [
            files={"out/checkpoint-1/notes.txt": "mine"}, unchanged=("out/checkpoint-1/notes.txt",)),
     bad("evaluate: --output is another file", "data.json", "not the result", files={"data.json": "{}"},
         config={"val_set_size": 1}, command="evaluate run.yaml --output data.json"),
-    bad("preprocess: --html is the config", "run.yaml", "not an HTML page",
-        command="preprocess run.yaml --html run.yaml"),
     bad("quickstart: a project", "data", "summary.json",
         files={"project/data/train.jsonl": ROWS, "project/summary.json": "{}"}, command="quickstart --output project",
         unchanged=("project/data/train.jsonl",)),
-    bad("evaluate: model that is not there", "nothing", command="evaluate run.yaml --model ./nothing",
-        config={"val_set_size": 1}),
-    bad("evaluate: adapter config is a list", "adapter_config.json", command="evaluate run.yaml --model old",
-        config={"val_set_size": 1}, files={"old/adapter_config.json": "[]"}),
-    bad("evaluate: no data", "val_set_size", command="evaluate run.yaml"),
 ]  # fmt: skip
 
 CHECKPOINTS = [
     resume("not there", {}, "resume_from_checkpoint", "out/checkpoint-1"),
-    resume("a file", {"out/checkpoint-1": "x"}, "resume_from_checkpoint"),
     resume("an empty folder", {"out/checkpoint-1/x": ""}, "trainer_state.json"),
     resume("no optimizer", {"out/checkpoint-1/trainer_state.json": STATE}, "no weights"),
     resume("state is not JSON", {"out/checkpoint-1/trainer_state.json": "{", "out/checkpoint-1/ebft_run.json": KEYS},
-           "trainer_state.json"),
-    resume("state is a list", {"out/checkpoint-1/trainer_state.json": "[]", "out/checkpoint-1/ebft_run.json": KEYS},
            "trainer_state.json"),
 ]  # fmt: skip
 
@@ -83,13 +61,11 @@ SERVERS = [
                 "trl": {"num_generations": 2, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9,
                         "vllm_server_timeout": 1},
                 "datasets": [{"path": "pairs.jsonl", "type": "ebft_opencode.transform"}]}),
-    bad("server: port", "vllm.port", command="config --check run.yaml vllm.port=70000"),
     bad("server: interpreter", "vllm.python", command="vllm-serve run.yaml vllm.python=./nothing"),
 ]  # fmt: skip
 
 VALID = [
     good("output_dir: new folders", config={"output_dir": "a/b/c"}),
-    good("output_dir: exists", files={"out/notes.txt": "mine"}, unchanged=("out/notes.txt",)),
     good("output_dir: home", config={"output_dir": "~/runs"}, absent=("~",), unchanged=("runs",)),
     good("output_dir: a project", config={"output_dir": "."}, files={"README.md": "mine", "config.json.bak": "{}"},
          trains=True, unchanged=("README.md",), warns=("README.md was not written by a run", "no model card"),
@@ -103,11 +79,6 @@ VALID = [
     good("output_dir: other folders named as checkpoints",
          files={"out/checkpoint-best/x": "", "out/checkpoint-a-5/x": ""},
          unchanged=("out/checkpoint-best/x", "out/checkpoint-a-5/x"), why="checkpoints are named checkpoint-N"),
-    good("output_dir: with spaces", config={"output_dir": "my runs/x"}),
-    good("output_dir: inside the model", config={"output_dir": "work/model/ebft"}),
-    good("output_dir: a link to a folder", config={"output_dir": "link"},
-         files={"real/x": "", "link": lambda path: path.symlink_to("real")}),
-    good("output_dir: next to the model", config={"output_dir": "model-2"}),
 ]  # fmt: skip
 
 CASES = [*FOLDERS, *CHECKPOINTS, *SERVERS, *VALID]

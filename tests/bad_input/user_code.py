@@ -52,48 +52,29 @@ def metric(name: str, body: str, *expect: str) -> Case:
 
 RAISES = 'raise KeyError("missing")'
 DEEP = "def deeper(n):\n    return deeper(n + 1)\ndeeper(0)"
-LONG = 'raise ValueError("x" * 20000)'
-LINES = 'raise ValueError("\\n".join("line %d" % n for n in range(500)))'
 
 TRANSFORMS = [
     transform("raises", RAISES, "own.py", "line 4", "row 0", "KeyError", "missing"),
     transform("exits with 0", "import sys; sys.exit(0)", "own.py, line 4", "row 0", "it called sys.exit(0) ("),
     transform("recursion", DEEP, "own.py", "row 0", "RecursionError"),
-    transform("long message", LONG, "own.py", "row 0", "ValueError"),
-    transform("many lines", LINES, "own.py", "row 0", "ValueError"),
-    transform("stops", "raise StopIteration", "own.py", "row 0", "StopIteration"),
     transform("returns floats", 'return {"input_ids": [1.5], "labels": [1]}', "row 0", "input_ids"),
     transform("token ids past the vocabulary", 'return {"input_ids": [10**6] * 20, "labels": [10**6] * 20}',
               "row 0", "vocabulary"),
-    transform("negative token ids", 'return {"input_ids": [-5] * 20, "labels": [-5] * 20}', "row 0", "input_ids"),
     transform("labels past the vocabulary", 'return {"input_ids": [5] * 20, "labels": [10**6] * 20}', "row 0",
               "labels"),
     *(transform(f"prompt_length {value}", f'ids = [1] * 20; return {{"input_ids": ids, "labels": ids, '
                 f'"prompt_length": {value}}}', "row 0", "prompt_length", "own")
       for value in ("21", "1.5")),
     transform("exits in two processes", "import sys; sys.exit(0)", "own.py", "line 4", "exit", dataset_num_proc=2),
-    transform("prints", 'print("hello")', ok=True),
-    transform("catches its own exit", "try: raise SystemExit(0)\nexcept SystemExit: pass", ok=True),
     transform("returns NumPy arrays",
               'import numpy as np; ids = np.arange(20); return {"input_ids": ids, "labels": ids}', ok=True),
 ]  # fmt: skip
 
 MODULES = [
     bad("module: not there", "datasets", "nowhere", config=entry(type="nowhere.transform")),
-    bad("module: dots", "datasets.type: unknown name '..transform'", config=entry(type="..transform")),
-    bad("module: a dot at the end", "datasets", config=entry(type="own."), files={"own.py": ""}),
     module("syntax error", "def transform(cfg:\n    pass\n", "own.py", "line 1", "SyntaxError"),
-    module("raises on import", "x = 1\nraise RuntimeError('broken')\n", "own.py", "line 2", "broken"),
     module("exits on import", "import sys\nsys.exit(0)\n", "own.py", "line 2", "exit"),
-    module("imports nothing", "import nothing_at_all\n", "own.py", "line 1", "nothing_at_all"),
-    module("imports a name", "from json import nothing\n", "own.py", "line 1", "nothing"),
-    module("not UTF-8", b"x = 'caf\xe9'\n", "own.py"),
-    module("a constant", "transform = 5\n", "own", "transform"),
-    module("a class", "class transform:\n    pass\n", "own", "transform"),
     module("takes no config", "def transform(): pass\n", "own", "transform"),
-    module("raises", "def transform(cfg, **kw):\n    return cfg.nothing\n", "own.py", "line 2", "nothing"),
-    module("unknown map option", "def transform(cfg, **kw): return (lambda row, tokenizer: row), {'colour': 1}\n",
-           "own.transform", "colour"),
     module("transform_fn takes one argument", "def transform(cfg, **kw): return (lambda row: row), {}\n", "own",
            "tokenizer"),
 ]  # fmt: skip
@@ -110,36 +91,22 @@ LEFT_BEHIND = [
 REWARDS = [
     bad("reward: not there", "trl.reward_funcs", "nowhere",
         config={**GRPO, "trl": {"reward_funcs": ["nowhere.score"]}}),
-    bad("reward: no function", "trl.reward_funcs", "scor", config={**GRPO, "trl": {
-        "num_generations": 2, "reward_funcs": ["my_rewards.scor"]}}, files={"my_rewards.py": "def score(): pass\n"}),
-    bad("reward: exits on import", "my_rewards.py", "line 1", "exit", config=GRPO,
-        files={"my_rewards.py": "raise SystemExit(0)\n"}),
     reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score"),
     reward("raises", RAISES, "my_rewards.py", "line 5", "KeyError", "score", trl=PARALLEL),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score"),
     reward("exits with 0", "import sys; sys.exit(0)", "my_rewards.py", "line 5", "exit", "score", trl=PARALLEL),
     reward("raises a surrogate", "raise ValueError('a\\ud800b')", "score", "a\\ud800b"),
-    reward("raises RewardError", "from ebft.errors import RewardError\nraise RewardError('\\ud800')", "\\ud800"),
-    reward("returns an endless generator", "import itertools\nreturn itertools.repeat(1.0)", "score", "more than 2"),
     reward("yields without end", "while True:\n    yield 1.0", "score", "more than 2"),
-    reward("yields and raises", "yield 1.0\nraise KeyError('late')", "score", "KeyError", "late"),
     reward("recursion", DEEP, "my_rewards.py", "RecursionError"),
-    reward("long message", LONG, "my_rewards.py", "ValueError"),
     reward("returns None", "return None", "score", "None"),
-    reward("returns a number", "return 1.0", "score", "1.0"),
-    reward("returns text", 'return "ab"', "score", "'ab'"),
     reward("returns too few", "return [1.0]", "score", "1 ", "2 completions"),
     reward("returns too few", "return [1.0] * (len(prompts) - 1)", "score", "completions", trl=PARALLEL),
     reward("returns NaN", "return [math.nan] * len(prompts)", "score", "nan"),
-    reward("returns complex numbers", "return [1j] * len(prompts)", "score", "complex"),
     bad("reward: takes no columns", "score", "prompts", config=GRPO, trains=True,
         files={"my_rewards.py": "def score(texts):\n    return [1.0] * len(texts)\n"}),
-    bad("reward: a class", "score", config=GRPO, trains=True,
-        files={"my_rewards.py": "class score:\n    def __init__(self, **kw): pass\n"}),
     bad("reward: a coroutine that raises", "my_rewards.py", "line 2", "KeyError", config=GRPO, trains=True,
         files={"my_rewards.py": "async def score(prompts, **kw):\n    raise KeyError('missing')\n"}),
     reward("returns a tensor", "import torch\nreturn torch.arange(len(prompts)).float()", ok=True),
-    reward("returns a tensor", "import torch\nreturn torch.arange(len(prompts)).float()", ok=True, trl=PARALLEL),
     good("reward: a coroutine", config=GRPO, trains=True, files={
         "my_rewards.py": "async def score(prompts, **kw):\n    return [float(n) for n, _ in enumerate(prompts)]\n"}),
 ]  # fmt: skip
@@ -147,27 +114,17 @@ REWARDS = [
 PLUGINS = [
     bad("plugin: not there", "plugins", config={"plugins": ["nowhere.Own"]}),
     bad("plugin: a function", "plugins", config={"plugins": ["own.Own"]}, files={"own.py": "def Own(): pass\n"}),
-    plugin("needs arguments", "def __init__(self, path): pass", "plugins", "own.Own", "path"),
-    plugin("raises when created", "def __init__(self): raise KeyError('missing')", "own.py", "line 5", "missing"),
     plugin("exits in training", "def on_train_begin(self, *a, **k): raise SystemExit(0)", "own.py", "line 5", "exit",
-           trains=True),
-    plugin("returns a number", "def on_step_end(self, *a, **k): return 5", "own.Own.on_step_end returned a int",
            trains=True),
     plugin("raises in training", "def on_train_begin(self, *a, **k): raise KeyError('missing')", "own.py", "line 5",
            "missing", trains=True),
     bad("plugin: of axolotl, with its base class", "No module named 'axolotl'", "needs no base class here",
         config={"plugins": ["own.Own"]}, files={
             "own.py": "from axolotl.integrations.base import BasePlugin\n\n\nclass Own(BasePlugin): ...\n"}),
-    bad("tools: not there", "trl.tools", config={**GRPO, "trl": {
-        "num_generations": 2, "reward_funcs": ["feature_matching"], "tools": ["nowhere.tool"]}}),
     bad("metric: not there", "evaluation.metrics", "nowhere", config={
         "evaluation": {"metrics": ["nowhere.metric"]}, "val_set_size": 1}, command="evaluate run.yaml"),
     metric("raises", "raise KeyError('missing')", "metric failed", "own.py", "line 2", "KeyError: 'missing'"),
-    metric("raises a surrogate", "raise ValueError('a\\ud800b')", "metric failed", "a\\ud800b"),
     metric("returns text", "return 'good'", "metric returned 'good'", "finite number"),
-    bad("metric: raises on import", "own.py", "line 1", config={
-        "evaluation": {"metrics": ["own.metric"]}, "val_set_size": 1}, command="evaluate run.yaml",
-        files={"own.py": "raise RuntimeError('broken')\n"}),
 ]  # fmt: skip
 
 CASES = [*TRANSFORMS, *MODULES, *REWARDS, *LEFT_BEHIND, *PLUGINS]

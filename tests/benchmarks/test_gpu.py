@@ -1,6 +1,5 @@
 """`python -m benchmarks.gpu` without a GPU: every part at a small size, parts that fail, and the job file."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -130,49 +129,6 @@ def test_a_signal_ends_the_part_and_stores_its_rows(measure, monkeypatch, tmp_pa
     assert not is_running((tmp_path / "calls.pid").read_text())
 
 
-def test_a_hang_up_is_ignored_under_nohup(monkeypatch):
-    taken = []
-    monkeypatch.setattr(gpu.signal, "signal", lambda number, _: taken.append(number))
-    monkeypatch.setattr(gpu.signal, "getsignal", lambda number: signal.SIG_IGN if number == signal.SIGHUP else None)
-    assert gpu.signals() == [] and taken == [signal.SIGINT, signal.SIGTERM]
-
-
-def test_no_part_starts_that_might_end_too_late(measure):
-    found = measure("--minutes", "3", "--parts", "device", "flex", device="done")
-    assert [call[0] for call in found.calls] == ["device"]
-    assert "Not started in 3 minutes: flex. The same command goes on" in found.printed and found.code == 0
-    assert [call[0] for call in measure("--minutes", "3.5", "--parts", "device", "flex").calls] == ["flex"]
-
-
-def test_a_part_that_ended_the_whole_command_is_tried_once_more(measure, tmp_path):
-    for starts, runs in ((1, True), (2, False)):
-        (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"device": {"state": "started", "starts": starts}}}))
-        found = measure("--parts", "device")
-        assert bool(found.calls) is runs and found.code == int(not runs)
-    assert measure("--parts", "device", "--again").code == 0
-
-
-def test_each_part_sees_the_first_gpu_unless_it_needs_all():
-    one, every = gpu.PARTS["step"], gpu.PARTS["processes"]
-    assert gpu.environment(one, "cuda", {gpu.VISIBLE: "3,5"})[gpu.VISIBLE] == "3"
-    assert gpu.environment(every, "cuda", {gpu.VISIBLE: "3,5"})[gpu.VISIBLE] == "3,5"
-    assert gpu.environment(one, "cuda", {})[gpu.VISIBLE] == "0" and gpu.VISIBLE not in gpu.environment(
-        every, "cuda", {}
-    )
-    assert gpu.environment(every, "cpu", {})[gpu.VISIBLE] == ""
-
-
-@pytest.mark.parametrize("content", ["[]", '{"parts": {"device": 5}}'])
-def test_a_file_that_is_no_result_is_not_overwritten(content, tmp_path):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(SystemExit, match=r"x\.json is no result of this command"):
-        gpu.Results.read(tmp_path / "x.json", "1b")
-
-
-def test_every_part_of_the_plan_exists():
-    assert set(gpu.PARTS) == set(gpu_parts.PARTS)
-
-
 @pytest.fixture
 def setting(tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "GEMM_SIZE", {"cpu": 64, "cuda": 64})
@@ -197,29 +153,6 @@ def test_a_part_runs(name, setting, tmp_path):
     assert "wrong" not in stored and stored["rows"] and stored["summary"]
     assert "idle" not in stored["summary"]  # of a device that is not there
     assert not [row for row in stored["rows"] if row.get("failed") and "not installed" not in row["failed"]]
-
-
-def test_the_marked_tests_are_found_and_their_outcomes_counted(setting, monkeypatch):
-    report, commands = gpu_parts.Report(), []
-    lines = ["tests/a.py::test_x PASSED", "[gw1] FAILED tests/a.py::test_y[llama]", "FAILED tests/a.py::test_y - boom"]
-    process = SimpleNamespace(stdout=[f"{line}\n" for line in lines], returncode=1)
-    start = lambda command, **_: commands.append(command) or contextlib.nullcontext(process)
-    monkeypatch.setattr(gpu_parts.subprocess, "Popen", start)
-    gpu_parts.marked_tests(setting, report)
-    assert "-vv" in commands[0]  # one more than the -q of pyproject.toml takes away: a line for each test
-    assert {"tests/strided/test_gpu.py", "tests/structured/test_gpu.py"} <= set(commands[0])
-    assert report.content["summary"] == "1 passed, 1 failed"
-    assert report.content["wrong"] == [lines[1]] and report.content["state"] == "failed"
-
-
-def test_a_gpu_in_use_or_without_bfloat16_is_wrong(monkeypatch):
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
-    report = gpu_parts.Report()
-    gpu_parts._check_cuda(CUDA, report, "580.1")
-    assert report.content["facts"]["capability"] == "9.0" and len(report.content["wrong"]) == 2
 
 
 def test_kernels_and_waits_are_counted():
@@ -265,22 +198,6 @@ def test_runs_without_a_finite_loss_are_wrong(setting, monkeypatch):
     assert report.content["wrong"] == [f"{name}: losses [nan]" for name in ("generate", "colocate", "managed")]
 
 
-@pytest.mark.parametrize(
-    ("error", "state"), [(torch.OutOfMemoryError("CUDA.\nmore"), "failed"), (gpu_parts.NotHere("a thing"), "skipped")]
-)
-def test_an_error_keeps_the_rows_and_is_in_the_results(error, state, monkeypatch, tmp_path):
-    def breaks(setting, report):
-        report.row({"side": "ours"})
-        raise error
-
-    monkeypatch.setitem(gpu_parts.PARTS, "step", breaks)
-    words = ["step", "--into", str(tmp_path / "x"), "--folder", str(tmp_path), "--device", "cpu", "--seconds", "60"]
-    assert gpu_parts.main(words) == 0
-    found = json.loads((tmp_path / "x").read_text())
-    assert found["state"] == state and found["rows"] == [{"side": "ours"}] and found["commit"]
-    assert found.get("error") == "OutOfMemoryError: CUDA." or found["skipped"] == "a thing"
-
-
 PRETEND = """
 import tempfile, warnings
 from pathlib import Path
@@ -302,27 +219,6 @@ with pretend_device() as device, tempfile.TemporaryDirectory() as folder, warnin
 def test_exactness_mixes_no_devices():
     done = subprocess.run([sys.executable, "-c", PRETEND], cwd=gpu.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("variables", [{}, {"WHEELS": "wheels"}])
-def test_the_job_file(variables, tmp_path):
-    """Its steps, with a python3 of an environment that prints what it is asked to run; a plan installs nothing."""
-    checkout, called = tmp_path / "ebft", tmp_path / "called"
-    for folder in (checkout / "benchmarks", checkout / "wheels", tmp_path / "bin"):
-        folder.mkdir(parents=True)
-    (checkout / "wheels" / "a.whl").touch()
-    (checkout / "benchmarks" / "gpu.sh").write_text((gpu.ROOT / "benchmarks" / "gpu.sh").read_text())
-    python = tmp_path / "bin" / "python3"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "$@" "[$PYTHONPATH]" >> {called}\n')
-    python.chmod(0o755)
-    environment = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", **variables}
-    job = ["sh", str(checkout / "benchmarks" / "gpu.sh")]
-    subprocess.run([*job, "--plan"], env=environment, cwd=tmp_path, check=True)
-    assert called.read_text() == "-m benchmarks.gpu --plan []\n"
-    subprocess.run([*job, "--fresh"], env=environment, cwd=tmp_path, check=True)
-    _, *installed, last = called.read_text().splitlines()
-    assert last.startswith("-m benchmarks.gpu --fresh [") and last.endswith("[]") != bool(variables)
-    assert len(installed) == (1 if variables else 2) and ("--no-index" in installed[0]) == bool(variables)
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

@@ -76,15 +76,6 @@ def test_other_kernels_and_more_waits_fail_and_name_their_functions(stored, caps
     )
 
 
-def test_what_was_not_compared_is_named(stored, monkeypatch, capsys):
-    last = lambda: capsys.readouterr().out.splitlines()[-2:]
-    kernels = "Kernels did not change by more than 1%, and no wait was added."
-    assert main(["--launches", "--stored", str(stored)], None, COUNTS.__getitem__) == 0
-    assert last() == ["FLOPs and peak memory were not compared.", kernels]
-    monkeypatch.setattr("benchmarks.guard.is_possible", lambda: False)
-    assert guard(stored) == 0 and last()[1] == "Kernels and waits were not compared."
-
-
 # In a process of its own, since PyTorch has to know of the device before the first backward pass.
 COUNTS_OF_STEPS = """
 from unittest.mock import patch

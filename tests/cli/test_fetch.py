@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from ebft.config.checks.processes import deepspeed_settings
+from ebft.methods.processes import deepspeed_settings
 from tests.fetch.conftest import tiny_model  # noqa: F401  a fixture
 
 
@@ -23,7 +23,7 @@ def test_a_model_is_fetched_once_listed_and_named_in_configs(ebft, refused, tiny
     assert result.exit_code == 0, result.stderr
 
 
-@pytest.mark.parametrize("place", [["mine"], ["--to", "mine"], ["--dest", "mine"]])
+@pytest.mark.parametrize("place", [["mine"], ["--to", "mine"]])
 def test_examples_go_where_they_are_wanted(ebft, place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ebft("fetch", "examples").stdout == "examples\n"
@@ -42,23 +42,7 @@ def test_deepspeed_configs_are_those_that_names_select(ebft, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     assert ebft("fetch", "deepspeed_configs").stdout == "deepspeed_configs\n"
     copied = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "deepspeed_configs").iterdir()}
-    assert sorted(copied) == [
-        *("zero1", "zero2", "zero3", "zero3_bf16", "zero3_bf16_cpuoffload_all", "zero3_bf16_cpuoffload_params"),
-        "zero3_offload",
-    ]
+    assert {"zero1", "zero2", "zero3", "zero3_bf16_cpuoffload_all"} < copied.keys()
     for name, content in copied.items():
         assert deepspeed_settings(name) == deepspeed_settings(f"deepspeed_configs/{name}.json") == content
         assert content["zero_optimization"]["stage"] == int(name[4])
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("smolm2-135", "Unknown name 'smolm2-135'. Did you mean smollm2-135m?"),
-    ("exampels", "Did you mean examples?"), ("zzz", "Available: smollm2-135m, "),
-    ("model.gguf", "requires a destination folder: ebft fetch model.gguf --output DIR"),
-    ("examples a --output b", "a and --output b both set the destination folder"),
-    ("examples --output a --to b", "--output and --to are the same option"),
-])  # fmt: skip
-def test_mistakes_are_told(refused, arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("EBFT_CACHE", str(tmp_path / "cache"))
-    assert message in refused("fetch", *arguments.split())

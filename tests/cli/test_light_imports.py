@@ -10,12 +10,6 @@ HEAVY = ("torch", "transformers", "pandas", "datasets", "trl", "peft", "accelera
 RUN = """
 import os, sys
 from ebft.tools.cli import app, main
-from ebft.config.schema import RunConfig
-from ebft.data.transforms import check_transform
-from ebft.errors import DataError
-
-def check(what):
-    assert not (found := set({heavy}) & set(sys.modules)), f"{{what}} imports {{', '.join(sorted(found))}}"
 
 def run(function, words, **arguments):
     sys.argv = ["ebft", *words]
@@ -23,7 +17,7 @@ def run(function, words, **arguments):
         function(**arguments)
     except SystemExit as stop:
         assert not stop.code, words
-    check(words)
+    assert not (found := set({heavy}) & set(sys.modules)), f"{{words}} imports {{', '.join(sorted(found))}}"
 
 for words in {commands}:
     run(main, words)
@@ -31,16 +25,6 @@ os.environ["_EBFT_COMPLETE"] = "complete_bash"
 for words in ("train run.yaml ebft.str", "show . --sort al", "quantize . --type i", "evaluate run.yaml --model smol"):
     os.environ |= {{"COMP_WORDS": f"ebft {{words}}", "COMP_CWORD": str(len(words.split()))}}
     run(app, [], prog_name="ebft")
-data = [{{"path": "d", "type": "ebft_opencode"}}]
-config = RunConfig.from_dict({{"base_model": "m", "rl": "ebft", "datasets": data}})
-check_transform("ebft_opencode.transform", config.required_rows)
-for name in ("ebft_opencode.transfrom", "ebft_opencoed.transform", "completion"):
-    try:
-        check_transform(name, config.required_rows)
-    except DataError:
-        check(name)
-    else:
-        sys.exit(f"{{name}} was taken")
 """
 # Keys whose values are known to transformers, PyTorch or TRL.
 CHECKED = """

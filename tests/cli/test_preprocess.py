@@ -37,9 +37,6 @@ def test_prepared_rows_are_trained_on(ebft, run_file, tmp_path):
     assert f"Using {line}" in plain(result.stderr) and "documents produced" not in result.output
     result = ebft("preprocess", run_file, "dataset_prepared_path=last_run_prepared")
     assert plain(result.stdout) == f"Using {line}\n" and "ebft train" not in plain(result.stderr)
-    result = ebft("preprocess", run_file, "sequence_len=32", "special_tokens.pad_token='<|end|>'")
-    command = f"ebft train {run_file} sequence_len=32 'special_tokens.pad_token='\"'\"'<|end|>'\"'\"''"
-    assert f"{command} dataset_prepared_path=last_run_prepared" in plain(result.stderr)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -61,8 +58,7 @@ def test_debug_shows_rows_and_what_was_dropped(ebft, run_file, again):
 
 
 def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_file):
-    for name in ("--count", "-n", "--debug-num"):
-        assert "row 1 of 6" in plain(ebft("preprocess", run_file, name, "1").stdout)
+    assert "row 1 of 6" in plain(ebft("preprocess", run_file, "--debug-num", "1").stdout)
     text = plain(ebft("preprocess", run_file, "chat_template=chatml", "--html", "rows.html").stdout)
     html = run_file.with_name("rows.html").read_text()
     assert "row 1 of 6" not in text and "Rows written to rows.html" in text and "row 5 of 6 for training" in html
@@ -71,20 +67,16 @@ def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_
 
 @pytest.mark.parametrize(("overrides", "expected"), [
     (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
-    (["rl=", "sample_packing=true"], r"\ndocument 2 of \d+  prompt: \d+ tokens; in the cross-entropy: "),
     (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
     (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
-    (["chat_template=chatml"], r'Generation prompt of the chat template: "<\|im_start\|>assistant\\n"'),
 ])  # fmt: skip
 def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
     result = ebft("preprocess", run_file, *overrides, "--debug")
     assert result.exit_code == 0, result.output
-    found = re.findall(expected, plain(result.stdout))
-    assert len(found) == 1 if overrides == ["chat_template=chatml"] else found
+    assert re.search(expected, plain(result.stdout))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["datasets.0.path=nowhere.jsonl"], "the local path 'nowhere.jsonl' does not exist"),
     (["sequence_len=6"], "No usable rows are left: a block needs"),
     (["val_set_size=9"], "leaves 0 usable documents for training"),
 ])  # fmt: skip

@@ -55,7 +55,6 @@ def test_data_does_not_control_the_terminal(ebft, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "completions"), [
     (["--worst"], ["completion 0 of step 0", "completion 1 of step 0"]),
-    (["--sort", "alignment"], ["completion 1 of step 8", "completion 0 of step 8"]),
     (["--sort", "diversity", "--step", "3"], ["completion 0 of step 3", "completion 1 of step 3"]),
 ])  # fmt: skip
 def test_the_choice_as_json(ebft, run, arguments, completions):
@@ -64,30 +63,11 @@ def test_the_choice_as_json(ebft, run, arguments, completions):
     assert found[0]["prompt"] == "def add(a, b):\n" and found[0]["terms"]["length"] == 8
 
 
-def test_equal_completions_are_shown_once_and_terms_of_reward_functions(ebft, tmp_path):
-    entry = strided_entry(1, rewards=(0.1, 0.1, 0.4))
-    for sample in entry["blocks"][0]["samples"][:2]:
-        sample["completion"] = "the same"
-    append(tmp_path / "rollouts.jsonl", entry)
-    shown = ebft("show", tmp_path, "--worst", "--count", "2").stdout
-    assert shown.count("the same") == 1 and "(×2)" in shown and "completion 2 of step 1" in shown
-    listed = json.loads(ebft("show", tmp_path, "--worst", "--count", "2", "--json").stdout)
-    assert [sample["completion"] for sample in listed] == ["the same"] * 2 and "copies" not in listed[0]
-    append(tmp_path / "rollouts.jsonl", prompt_entry(2))
-    result = ebft("show", tmp_path, "--sort", "rewards/short")
-    assert result.exit_code == 0 and "user: What is 2 + 2?" in result.stdout and "rewards/short +0.500" in result.stdout
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--sort", "rewad"],
-     "no rollout has a term 'rewad'. Choose from reward, alignment, diversity"),
-    (["--step", "77"], "no rollouts of step 77. It has steps 0 to 8"),
-])  # fmt: skip
-def test_what_cannot_be_shown(refused, run, arguments, message):
-    assert message in refused("show", run, *arguments)
-
-
-def test_a_run_without_rollouts(refused, tmp_path):
+def test_what_cannot_be_shown(refused, run, tmp_path):
+    said = refused("show", run, "--sort", "rewad")
+    assert "no rollout has a term 'rewad'. Choose from reward, alignment, diversity" in said
+    assert "no rollouts of step 77. It has steps 0 to 8" in refused("show", run, "--step", "77")
+    (tmp_path / "rollouts.jsonl").unlink()
     write_run(tmp_path)
     (tmp_path / "run.json").write_text('{"config": {"rl": "ebft", "ebft": {"mode": "strided"}}}')
     assert "Set log_rollouts: few, or all, in the config" in refused("show", tmp_path)

@@ -54,38 +54,17 @@ stand_in.main()
 """
 
 
-def test_a_wrong_config_is_one_message(refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)
-    (tmp_path / "packages" / "vllm").mkdir(parents=True)
-    (tmp_path / "packages" / "vllm" / "__init__.py").touch()
-    (tmp_path / "run.yaml").write_text(RUN)
-    # The config of `ebft train run.yaml trl.use_vllm=true`, which configures the server only.
-    trained = ("trl.use_vllm=false", "vllm.max_model_len=64", "trl.vllm_server_timeout=5", "vllm.python=nowhere/python")
-    for arguments, message in (
-        (["lora_r=600"], "exceeds the maximum of 512"),
-        (["--port", "x"], "vllm.port: invalid value 'x'"),
-        (["--prt=1"], "Did you mean --port?"), (trained, "nowhere/python"),
-    ):  # fmt: skip
-        said = refused("vllm-serve", "run.yaml", *arguments)
-        assert message in said and "no effect" not in said
-    assert not (tmp_path / "model-out").exists()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything(serve, tmp_path, number):
+def test_a_signal_ends_everything(serve, tmp_path):
     pids = tmp_path / "pids"
     process = serve("output_dir=out", program=stand_in(pids))
-    said = (
-        r"vLLM is serving nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\)\. Press Ctrl-C to stop it\.\n"
-    )
+    said = r"vLLM is serving nowhere/model at http://127\.0\.0\.1:\d+ \(LoRA up to rank 16\)\. Press Ctrl-C .*\n"
     assert re.fullmatch(said, process.stdout.readline())
     started = pids_in(pids)
     assert len(alive(started)) == 2
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     rest, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == 128 + signal.SIGTERM
     assert rest == "" and "The vLLM server was stopped." in errors and "Traceback" not in errors
     assert alive(started) == []
     assert "stand-in: started" in (tmp_path / "out" / "vllm.log").read_text()
@@ -97,12 +76,3 @@ def test_a_killed_command_leaves_nothing(serve, tmp_path):
     process.stdout.readline()
     process.kill()
     assert eventually(lambda: not alive(pids_in(pids)))
-
-
-@pytest.mark.slow
-def test_a_server_that_ends_by_itself(serve):
-    process = serve("--verbose", program="import sys; sys.exit('stand-in: no memory left')")
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and output == ""
-    assert "Error: vLLM exited before it was ready (exit code 1)" in errors and "model-out/vllm.log" in errors
-    assert errors.count("stand-in: no memory left") == 2  # as it was written, and in the message

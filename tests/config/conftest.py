@@ -29,7 +29,7 @@ def warned(make, **keys):
 @pytest.fixture
 def make():
     """`make(**keys)`: a RunConfig with those keys beside the required ones."""
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
     return lambda **keys: RunConfig.from_dict({**MINIMAL, **keys})
 

@@ -25,12 +25,7 @@ REENTRANT = {"use_reentrant": True}
 DETAILS = {"gradient_checkpointing_kwargs": REENTRANT}
 CHECKPOINTING = checkpointing_argument()
 SAME = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 8, "neftune_noise_alpha": 5.0, "torch_compile": True}
-SAME |= {
-    "torch_compile_backend": "inductor",
-    "torch_compile_mode": "default",
-    "trackio_space_id": "me/space",
-    "ddp_timeout": 7200,
-}
+SAME |= {"torch_compile_backend": "inductor", "trackio_space_id": "me/space", "ddp_timeout": 7200}
 BATCH = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
@@ -43,19 +38,15 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
                "load_best_model_at_end": ..., **dict.fromkeys((
                    "max_steps", "warmup_steps", "tf32", "data_seed", "run_name", "push_to_hub"), ...)}),
     ({}, GPU, {"use_cpu": False, "bf16": True}), ({"fp16": True}, GPU, {"bf16": False}),
-    ({"bf16": True}, CPU, {"bf16": True}), ({"bf16": False}, GPU, {"bf16": False}),
     ({"micro_batch_size": 3, "num_epochs": 2, "optimizer": "sgd", "lr_scheduler": "linear", "wandb_name": "a"}, CPU,
      {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 3, "num_train_epochs": 2, "optim": "sgd",
       "lr_scheduler_type": "linear", "run_name": "a"}),
     ({}, CPU, {"save_strategy": "epoch", "save_steps": ...}),
-    ({"save_steps": 7}, CPU, {"save_strategy": "steps", "save_steps": 7}),
     ({"save_steps": 0.5}, CPU, {"save_strategy": "steps", "save_steps": 0.5}),
     ({"save_strategy": "no"}, CPU, {"save_strategy": "no", "save_steps": ...}),
     ({"saves_per_epoch": 5, "micro_batch_size": 2, "gradient_accumulation_steps": 5}, CPU,
      {"save_strategy": "steps", "save_steps": 2}),
     ({"saves_per_epoch": 2, "evals_per_epoch": 4, "max_steps": 20, **EVAL}, CPU, {"save_steps": 10, "eval_steps": 5}),
-    ({"saves_per_epoch": 2, "evals_per_epoch": 5, "num_epochs": 0.5, **EVAL}, CPU,
-     {"save_steps": 25, "eval_steps": 10}),
     ({"saves_per_epoch": 1, "evals_per_epoch": 4, "max_steps": 9, "load_best_model_at_end": True, **EVAL}, CPU,
      {"save_steps": 8, "eval_steps": 2}),
     ({"saves_per_epoch": 500}, CPU, {"save_strategy": "steps", "save_steps": 1}),
@@ -67,8 +58,7 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
     (DETAILS, CPU, {CHECKPOINTING: False, f"{CHECKPOINTING}_kwargs": ...}),
     ({"fsdp": ["full_shard", "offload"], "fsdp_config": LAYERS}, CPU, {"fsdp": True, "fsdp_config": WRAPPED}),
     ({"fsdp": "shard_grad_op auto_wrap"}, CPU, {"fsdp_config": {"reshard_after_forward": False}}),
-    ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp": True, "fsdp_config": FSDP}, CPU, RESHARD),
-    ({"fsdp_version": 2, "fsdp_config": FSDP}, CPU, RESHARD),
+    ({"fsdp": False}, CPU, {"fsdp": ...}), ({"fsdp_version": 2, "fsdp_config": FSDP}, CPU, RESHARD),
     ({"hub_model_id": "me/model", "hub_private_repo": True}, CPU,
      {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True}),
     ({"cosine_min_lr_ratio": 0.25}, CPU,
@@ -76,7 +66,6 @@ def kwargs(config, machine=CPU, rows=100, has_eval=False):
     (SAME, CPU, SAME), ({"warmup_steps": 0.1}, CPU, {"warmup_steps": 0.1}),
     ({"batch_size": 8, "micro_batch_size": 2}, CPU, BATCH),
     ({"batch_size": 8, "gradient_accumulation_steps": 4}, CPU, BATCH),
-    ({"batch_size": 8, "micro_batch_size": 2, "gradient_accumulation_steps": 4}, CPU, BATCH),
     ({"optimizer": "sgd", "optim_args": {"momentum": 0.9, "dampening": 0.1}}, CPU,
      {"optim_args": "momentum=0.9,dampening=0.1"}),
     ({"tf32": True}, GPU, {"tf32": ...}), ({"tf32": True}, AMPERE, {"tf32": True}),
@@ -98,27 +87,10 @@ def test_transformers_knows_every_argument(make, tmp_path):
     assert make(torch_compile="auto").torch_compile is False
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_no_name_of_gradient_checkpointing_warns(make, tmp_path, given):
-    from transformers import TrainingArguments
-
-    keys = {"gradient_checkpointing": given, **DETAILS}
-    directly = {**keys, "output_dir": str(tmp_path), "report_to": "none"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        of_config = TrainingArguments(**kwargs(make(output_dir=str(tmp_path), **keys)))
-        for args in (StridedEBFTConfig(**directly), EBFTConfig(**directly), of_config):
-            assert args.gradient_checkpointing is given and getattr(args, CHECKPOINTING) is given
-            if given or args is not of_config:
-                assert getattr(args, f"{CHECKPOINTING}_kwargs") == REENTRANT
-        assert getattr(EBFTConfig(output_dir=str(tmp_path), report_to="none"), CHECKPOINTING) is True  # TRL's default
-
-
 @pytest.mark.parametrize(("keys", "loads_best"), [
-    ({"eval_steps": 2, "save_steps": 4}, True), ({"eval_steps": 0.1, "save_steps": 0.2}, True),
     ({"evals_per_epoch": 4, "saves_per_epoch": 2}, True), ({}, True),  # both every epoch
     ({"eval_steps": 2, "save_strategy": "best"}, True), ({"eval_steps": 2, "save_steps": 3}, None),
-    ({"eval_steps": 2, "save_steps": 0.5}, None), ({"eval_steps": 2}, None), ({"saves_per_epoch": 0}, None),
+    ({"eval_steps": 2, "save_steps": 0.5}, None), ({"eval_steps": 2}, None),
     ({"eval_steps": 2, "save_steps": 4, "load_best_model_at_end": False}, False),
 ])  # fmt: skip
 def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best):
@@ -134,18 +106,17 @@ def test_a_run_that_stops_early_loads_its_best_checkpoint(make, keys, loads_best
 
 
 @pytest.mark.parametrize(("variable", "keys", "machine", "message"), [
-    ("bf16", {"bf16": False}, GPU, "ACCELERATE_MIXED_PRECISION is bf16, which contradicts bf16: false of the config"),
-    ("bf16", {}, CPU, "contradicts bf16: auto .* Set bf16: true in the config, or unset"),
-    ("fp16", {"bf16": True}, GPU, "contradicts fp16: false .* Set fp16: true"),
+    ("bf16", {"bf16": False}, GPU, "ACCELERATE_MIXED_PRECISION is bf16, but the precision of the config is no"),
+    ("bf16", {}, CPU, "precision of the config is no here.*Set bf16"),
+    ("fp16", {"bf16": True}, GPU, "precision of the config is bf16"),
     ("fp8", {}, CPU, "ACCELERATE_MIXED_PRECISION is fp8"),
 ])  # fmt: skip
 def test_the_precision_is_that_of_the_config(make, monkeypatch, variable, keys, machine, message):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", variable)
     with pytest.raises(ConfigError, match=message):
         kwargs(make(**keys), machine)
-    for same in ("no", "bf16"):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", same)
-        assert kwargs(make(bf16=True))["bf16"] is True
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert kwargs(make(bf16=True))["bf16"] is True
 
 
 def test_types_of_reward_options_and_defaults_are_the_same_everywhere(tmp_path):
@@ -196,7 +167,7 @@ def test_the_trainer_connects_to_where_the_server_listens():
     other = {"vllm_server_host": "gpu", "vllm_server_port": 9002}
     assert structured(vllm=server, trl=trl | other).server_address == ("gpu", 9002)
     managed = {**trl, "vllm_mode": "managed", "vllm_server_port": 9001}  # training starts it
-    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep one of them"):
+    with pytest.raises(ConfigError, match="vllm.port: 9002 and trl.vllm_server_port: 9001 differ: .* Keep only one"):
         structured(vllm={"port": 9002}, trl=managed)
     structured(vllm={"port": 9001}, trl=managed)
     structured(trl=managed)
@@ -207,10 +178,8 @@ def test_two_completions_have_no_diversity_gradient_with_a_common_baseline(tmp_p
     for options in ({"advantage_estimator": "grpo"}, {"rloo_baseline": "mean"}):
         with pytest.warns(UserWarning, match="diversity_coef has no effect on the gradient with num_generations: 2"):
             EBFTConfig(**common, num_generations=2, **options)
-        EBFTConfig(**common, num_generations=2, diversity_coef=0.0, **options)
     with warnings.catch_warnings(action="error", category=UserWarning):
         EBFTConfig(**common, num_generations=2)
-        EBFTConfig(**common, num_generations=4)
 
 
 def test_steps_count_prompts():
@@ -218,5 +187,4 @@ def test_steps_count_prompts():
     # 8 completions per step are 2 prompts; 11 prompts fill 5 steps, the last prompt is left out.
     assert planned_steps(made, CPU, rows=11) == 15
     twice = structured(trl={"num_generations": 2, "num_iterations": 2, "generation_batch_size": 8}, micro_batch_size=2)
-    # 4 prompts per generation of 4 micro-steps, each used twice.
-    assert planned_steps(twice, CPU, rows=8) == 16
+    assert planned_steps(twice, CPU, rows=8) == 16  # 4 prompts per generation of 4 micro-steps, each used twice

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.schema import load_config
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import load_config
 
 HERE = Path(__file__).parent
 GUIDE = sorted((HERE / "configs").glob("*.yaml"))

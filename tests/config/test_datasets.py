@@ -5,9 +5,9 @@ import warnings
 import pytest
 
 from ebft.config.keys.data import DatasetEntry
-from ebft.config.schema import RunConfig
 from ebft.data.transforms import PreferenceColumns
 from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from tests.config.conftest import ENTRY, STRIDED, dataset
 from tests.config.test_messages import GRPO, config
 
@@ -21,7 +21,6 @@ def entry(make):
 @pytest.mark.parametrize(("given", "key", "value"), [
     ({"field_messages": "talk"}, "field", "talk"),
     ({"train_on_split": "test"}, "split", "test"),
-    ({"train_on_split": "test", "split": "test"}, "split", "test"),
     ({"train_on_eot": "all"}, "train_on_eos", "all"),
     ({"message_field_role": "from"}, "message_property_mappings", {"role": "from"}),
     ({"type": "sharegpt"}, "type", "chat_template"),
@@ -52,8 +51,6 @@ def test_empty_names_of_columns_and_prompts_are_unset():
     found = DatasetEntry(path="x", type=given)
     assert found == DatasetEntry(path="x", type={"system_format": "", "format": "{instruction}"})
     assert found.user_defined.field_input == "input" and found.user_defined.system_prompt is None
-    columns = {"field_prompt": "q", "field_system": "", "field_chosen": ""}
-    assert DatasetEntry(path="x", type=columns).type == DatasetEntry(path="x", type={"field_prompt": "q"}).type
     keys = {"system_prompt": "", "field_system": "", "field_messages": "", "field_thinking": ""}
     assert DatasetEntry(path="x", type="chat_template", **keys) == DatasetEntry(path="x", type="chat_template")
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from ebft.config.load import read_values
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.user_functions import find_function
 from ebft.errors import ConfigError, EBFTError
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig, load_config
 from tests.config.conftest import MINIMAL, STRIDED
 
 LONGEST = 1500  # characters of an error
@@ -92,30 +92,20 @@ def test_other_spellings_of_a_file(tmp_path, text):
 
 
 @pytest.mark.parametrize(("text", "parts"), [
-    ("", ("run.yaml", "is empty", "base_model")), ("# nothing\n", ("run.yaml", "empty")),
-    ("hello" * 2000, ("mapping",)), ("seed: 1\n", ("base_model is missing", "datasets is missing")),
-    (TEXT.encode("utf-16"), ("run.yaml", "UTF-8")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
-    (bytes(range(256)), ("run.yaml",)), ("base_model: a\0b\n", ("run.yaml",)),
-    ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ('base_model: "model\nrl: ebft\n', ("line",)),
-    ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)), ("base_model: a: b\n", ("line 1",)),
+    ("", ("run.yaml", "is empty", "base_model")), ("hello" * 2000, ("mapping",)),
+    ("seed: 1\n", ("base_model is missing", "datasets is missing")), (b"base_model: caf\xe9\n", ("run.yaml", "UTF-8")),
+    ("ebft:\n\tstride: 4\n", ("line 2", "tab")), ("datasets: [{path: a, type: b}\nrl: ebft\n", ("line",)),
     ("rl: ebft\nbase_model: model\nrl: grpo\n", ("run.yaml, line 3", 'duplicate key "rl"')),
-    ("base_model: a\n---\nbase_model: b\n", ("run.yaml",)),
     ("base_model: !!python/object/apply:os.system ['touch pwned']\n", ("run.yaml",)),
-    ("base_model: !!python/name:os.system\n", ("run.yaml",)), ("base_model: !model x\n", ("run.yaml",)),
     ("%YAML 1.1\n---\nbase_model: model\n", ("invalid YAML: configs are read as YAML 1.2",)),
     ("datasets: &a [*a]\n", ("an alias (*name) refers to a value that contains it",)),
-    ("base_model: *model\n", ("run.yaml", "line 1")),
     ("base_model: model\nseed: !!int abc\n", ("invalid YAML: a value does not have the type",)),
-    ("base_model: !!bool [model]\n", ("run.yaml",)), 
-    ("seed: 012\n", ("line 1: invalid YAML: the number 012 is ambig",)),
-    ("[" * 5000, ("run.yaml",)),
-    ("[a, b]: 1\n", ("run.yaml", "invalid YAML: a key must be a scalar")), ("{a: b}: c\n", ("invalid YAML",)),
-    (PLAIN + "7: 1\n", ("7",)), ("base_model: m\n~: 1\n", ("unknown key",)), ("x: 2024-02-31\n", ("run.yaml",)),
+    ("seed: 012\n", ("line 1: invalid YAML: the number 012 is ambig",)), ("[" * 5000, ("run.yaml",)),
+    ("[a, b]: 1\n", ("run.yaml", "invalid YAML: a key must be a scalar")), ("base_model: m\n~: 1\n", ("unknown key",)),
     (PLAIN + "output_dir: >\n  outputs/run\n", ("output_dir", ">-")),
     (PLAIN + "output_dir: s3://bucket/run\n", ("output_dir: 's3://bucket/run' is a URL",)),
-    (PLAIN + "learning_rate: .nan\n", ("learning_rate", "expected a finite number")),
     (PLAIN + "lr_scheduler_kwargs: {a: [.inf]}\n", ("lr_scheduler_kwargs", "finite")),
-    (PLAIN + "base_model:\n", ("base_model",)), (PLAIN + f"{'x' * 900}: 1\n", ("run.yaml", "unknown key")),
+    (PLAIN + f"{'x' * 900}: 1\n", ("run.yaml", "unknown key")),
     (PLAIN + "".join(f"key_{n}: {n}\n" for n in range(500)), ("more",)),
 ])  # fmt: skip
 def test_a_file_that_is_no_config(tmp_path, text, parts):
@@ -131,33 +121,24 @@ def test_a_path_that_is_no_file(tmp_path):
 
 ROW = {"path": "rows.jsonl", "type": "ebft_pretrain.transform"}
 VALUES = [  # a dotted key, values that it does not accept, and more that the message contains
-    ("learning_rate", ("fast", 0, True, {"start": 1}, "x" * 10_000, list(range(5000)))),
+    ("learning_rate", (0, True, {"start": 1}, "x" * 10_000, list(range(5000)))),
     ("learning_rate", ("high",), "learning_rate: invalid value 'high'; expected a number."),
     ("max_steps", (0, 1.5, "10")), ("max_steps", (2**63,), "at most 1000000000"), ("num_epochs", (1e300,), "at most"),
-    ("micro_batch_size", (0,), "micro_batch_size: invalid value 0; expected a value of at least 1."),
-    ("micro_batch_size", (True,), "micro_batch_size: invalid value True; expected an integer."),
     ("sequence_len", (1, "1k", 2**31)), ("warmup_steps", (1.5, 1e300)), ("adam_beta1", (1,)),
     ("lr_groups", ([{"name": "a", "modules": ["b"], "lr": 1e300}],), "lr_groups.0.lr"),
-    ("seed", (2**32,), "seed: invalid value 4294967296; expected a value of at most 4294967295."),
     ("val_set_size", (1.5,), "invalid value 1.5; expected a value below 1.0 or an integer."),
-    ("rl", ("sft",), "rl: invalid value 'sft'; expected 'ebft', 'grpo', 'gdpo', 'sdft', 'dpo', 'ipo', 'kto', 'orpo' or "
-                     "'simpo' (leave it out for SFT)."),
+    ("rl", ("sft",), "'orpo' or 'simpo' (leave it out for SFT)."),
     ("bf16", ("maybe",), "bf16: invalid value 'maybe'; expected true or false or 'auto'."),
     ("wandb_name", (7,), "put it in quotes"), ("output_dir", ("", ["out"])), ("base_model", ("", 5, " ")),
     ("gradient_checkpointing", ("offload_disk",), "gradient_checkpointing: offload_disk is not supported: activations "
      "are not written to disk. Use gradient_checkpointing: true, with activation_offloading: true to keep them in"),
-    ("special_tokens.pad_token", ("",), "special_tokens.pad_token: invalid value ''; expected a non-empty string."),
-    ("lora_target_modules", ("",), "lora_target_modules: invalid value ''; expected a non-empty string or a list."),
-    ("evaluation.pass_at", ([1, 100],), "evaluation.samples", "got 4"),
-    ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, ["rows.jsonl"], [None])),
+    ("datasets", ([], "rows.jsonl", {"path": "rows.jsonl", "type": "completion"}, [None])),
     ("datasets", ([{"path": "rows.jsonl"}], [{**ROW, "type": ""}]), "type"),
-    ("datasets", ([{"type": "completion"}], [{**ROW, "path": "  "}]), "path"),
+    ("datasets", ([{**ROW, "path": " "}],), "path"),
     ("datasets", ([{**ROW, "type": "ebft_pretrian.transform"}],), "ebft_pretrain"),
-    *(("datasets", ([{**ROW, key: []}],), key) for key in ("splt", "split", "data_files")),
     ("datasets", ([{"path": f"rows{n}.jsonl", "type": 5, "x": 1} for n in range(200)],), "more"),
     ("datasets", ([{"path": "rows.jsonl", "type": "nemo_gym.transform"}],), "nemo_gym", "input_ids"),
-    ("ebft.use_whitening", ("very",), "true or false"), ("ebft", ("strided", [])), ("ebft.stride", (0,), "at least 1"),
-    ("ebft.stride", (2.5,), "an integer"), ("ebft.temperature", (0, 1e-6)), ("ebft.top_p", (0,), "above 0"),
+    ("ebft.stride", (0,), "at least 1"), ("ebft.stride", (2.5,), "an integer"),
     ("ebft.feature_layers", ([], [1.5], [0.5, 0.5], 0.5)), ("ebft.embed_method", ("max",), "'completion_mean'"),
     ("ebft.generate_max_len", (4096,), "sequence_len"), ("vllm.port", (70000,)),
 ]  # fmt: skip
@@ -170,52 +151,36 @@ def test_values_that_a_key_does_not_accept():
             assert_refused((name.rpartition(".")[2], *more), check, nested(name, value))
 
 
-def test_every_invalid_key_has_a_line():
-    assert_refused(("seed: invalid value 'x'", "lora_dropout: invalid value 2"), RunConfig.from_dict,
-                   {**MINIMAL, "seed": "x", "lora_dropout": 2})  # fmt: skip
-
-
 def test_values_at_the_bounds():
     for name, value in (
-        ("max_steps", -1), ("max_steps", 10**9), ("evaluation.pass_at", [2, 1]), ("num_epochs", 10**6),
-        ("sequence_len", 2**24), ("micro_batch_size", 4096), ("ebft.temperature", 10), ("max_grad_norm", 1e9),
+        ("max_steps", -1), ("max_steps", 10**9), ("evaluation.pass_at", [2, 1]), ("sequence_len", 2**24),
         ("budget", {"flops": 1e26, "generated_tokens": 10**13}), ("warmup_steps", 0.5), ("learning_rate", 1),
-        ("seed", 2**32 - 1), ("bf16", "auto"), ("val_set_size", 0.5), ("val_set_size", 3),
-        ("ebft.feature_layers", [0, 1]), ("ebft.rl_coef", 0.5),
-        ("ebft", {"mode": "strided", "rl_coef": 0, "ce_coef": 0.1}),
+        ("seed", 2**32 - 1), ("val_set_size", 0.5), ("val_set_size", 3), ("ebft.feature_layers", [0, 1]),
     ):  # fmt: skip
         check_runnable(RunConfig.from_dict(nested(name, value)))
 
 
 @pytest.mark.parametrize(("keys", "unknown", "nearest"), [
     ({"learning_rte": 1.0e-5}, "'learning_rte'", "'learning_rate'"),
-    ({"ebft": {"stryde": 4}}, "'ebft.stryde'", "'ebft.stride'"),
     ({"special_tokens": {"pad": "x"}}, "'special_tokens.pad'", "'special_tokens.pad_token'"),
     ({"stride": 4}, "'stride'", "'ebft.stride'"),
-    ({"special_tokens": {"bos": "x"}}, "'special_tokens.bos'", "'special_tokens.bos_token'"),
     ({"unlike_anything": 1}, "'unlike_anything'", "Run `ebft config` to list all keys"),
     ({"num_train_epochs": 2}, "'num_train_epochs'", "Use 'num_epochs' instead"),
-    ({"lora_rank": 8}, "'lora_rank'", "Use 'lora_r' instead"),
     ({"trl": {"max_new_tokens": 8}}, "'trl.max_new_tokens'", "Use 'trl.max_completion_length' instead"),
-    ({"fsdp_release": 2}, "'fsdp_release'", "Run `ebft config` to list all keys"),
 ])  # fmt: skip
 def test_an_unknown_key_names_the_nearest(keys, unknown, nearest):
     assert_refused(("Unknown key", unknown, nearest), RunConfig.from_dict, {**MINIMAL, **keys})
 
 
 OVERRIDES = [
-    *((f"max_steps={text}", text[:5]) for text in ("010", "-010", "1:30")), ("x" * 5000, "key=value"),
-    ("stride", "'stride': expected key=value", "ebft.stride=4"), ("=4", "expected key=value"),
+    ("max_steps=010", "max_s"), ("x" * 5000, "key=value"), ("stride", "'stride': expected key=value", "ebft.stride=4"),
     ("--learning-rate=1e-4", "written without dashes: learning_rate=1e-4"), ("seed=[", "not valid YAML", "Quote it"),
-    ("base_model.x=1", "cannot set 'x' in 'some/model'"), ("ebft..stride=4", "ebft..stride"), ("<<={a:1}", "<<"),
-    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"), ("datasets.first.path=a", "'first'"),
-    ("datasets.².path=a", "not a valid index for a list of length 1"), ("datasets.-1.path=a", "datasets"),
-    ("datasets=a", "datasets"), ("datasets.1.path=a", "type"), ("datasets.0.path=", "path"),
-    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("datasets=[]", "datasets: invalid value []"),
-    ("ebft.stride.0=1", "no keys"), ("a.b.c.d=1", "unknown key"), ("\U0001f600=1", "unknown key"),
-    *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5", "{a:1}")),
-    ("base_model=*x", "base_model"), ("base_model=!!python/name:os.system", "base_model"),
-    ("chat_template=&a[*a]", "chat_template"), ("max_steps=" + "9" * 5000, "max_steps"), ("seed=!!int", "seed"),
+    ("base_model.x=1", "cannot set 'x' in 'some/model'"), ("ebft..stride=4", "ebft..stride"),
+    ("datasets.7.path=a", "'7' is not a valid index for a list of length 1"), ("datasets.-1.path=a", "datasets"),
+    ("datasets.².path=a", "not a valid index for a list of length 1"), ("datasets.1.path=a", "type"),
+    ("datasets.0.splt=train", "'datasets.0.splt'", "'datasets.0.split'"), ("ebft.stride.0=1", "no keys"),
+    *((f"learning_rate={text}", "learning_rate") for text in ("1e400", ".nan", "1,5")),
+    ("base_model=!!python/name:os.system", "base_model"), ("chat_template=&a[*a]", "chat_template"),
 ]  # fmt: skip
 
 

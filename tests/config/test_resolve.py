@@ -3,7 +3,6 @@
 import pytest
 
 from ebft.config.axolotl import IGNORED_KEYS, UNSUPPORTED_KEYS, UNTYPED, CarriedOverKeys
-from ebft.errors import ConfigError
 from tests.config.conftest import strided, warned
 from tests.config.test_messages import AXOLOTL, EXPERTS
 
@@ -26,7 +25,13 @@ def test_flags_are_other_names(make, keys, expected):
 def test_what_replaces_what(make):
     config = warned(make, **strided(n_samples_per_prompt=1))[0]
     assert config.ebft.advantage_estimator == "reinforce" and config.ebft.diversity_coef == 0
-    assert make(adapter="lora", lora_model_dir="some/adapter").lora_r is None  # the adapter has its own settings
+    saved = make(adapter="lora", lora_model_dir="some/adapter")  # which has its own settings
+    assert saved.lora_r is saved.lora_alpha is make().lora_alpha is None
+    keys = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8}
+    assert make(**keys).lora_alpha == 16 and make(**keys, lora_alpha=8).lora_alpha == 8
+    config = make(chat_template_jinja="{{ messages }}", chat_template="jinja")
+    assert config.chat_template == "{{ messages }}" and config.chat_template_jinja is None
+    assert make(model_config={"output_router_logits": True}).overrides_of_model_config.output_router_logits is True
     assert make(wandb_run_id="run-7").wandb_name == "run-7"
     assert make(wandb_run_id="run-7", wandb_name="mine").wandb_name == "mine"
     keys = {**EXPERTS, "lora_target_linear": False}  # parameters are targets enough
@@ -47,18 +52,11 @@ def test_ignored_keys_say_once_that_they_have_no_effect(make):
 
 
 @pytest.mark.parametrize("given", ["all-linear", ["all-linear"]])
-@pytest.mark.parametrize("linear", [{}, {"lora_target_linear": True}])
-def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given, linear):
-    keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": given, **linear}
+def test_all_linear_is_an_alias_also_in_the_config_that_a_run_saves(make, given):
+    keys = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_modules": given}
     config, messages = warned(make, **keys)
     assert config.lora_target_linear and config.lora_target_modules is None and messages == []
     assert warned(type(config).from_dict, values=config.model_dump(exclude_unset=True)) == (config, [])
-
-
-def test_the_scaling_of_an_adapter_is_twice_its_rank_unless_set(make):
-    keys = {"adapter": "lora", "lora_target_linear": True}
-    assert make(**keys, lora_r=8).lora_alpha == 16 and make(**keys, lora_r=8, lora_alpha=8).lora_alpha == 8
-    assert make(adapter="lora", lora_model_dir="trained").lora_alpha is make().lora_alpha is None
 
 
 def test_keys_that_ask_for_nothing(make):
@@ -75,11 +73,8 @@ def test_keys_that_repeat_another_key(make):
     keys = {"chat_template": "chatml", "datasets": [data], "test_datasets": [data]}
     config, messages = warned(make, bf16=True, bfloat16=True, **keys)
     assert config.bf16 is True and config.chat_template == "chatml" and messages == []
-    assert make(datasets=[{**data, "chat_template": "chatml"}]).chat_template == "chatml"
     with pytest.warns(UserWarning, match="bfloat16: true is replaced with bf16: true"):
         assert make(bf16=False, bfloat16=True).bf16 is True
-    with pytest.raises(ConfigError, match="datasets.0.conversation is not supported: set chat_template"):
-        make(**{**keys, "chat_template": "llama3"})
 
 
 def test_plugins_of_axolotl_are_replaced(make):
@@ -88,10 +83,3 @@ def test_plugins_of_axolotl_are_replaced(make):
     config, messages = warned(make, plugins=["my_plugins.Mine", *(AXOLOTL + name for name in names)])
     assert config.plugins == ["my_plugins.Mine"] and len(messages) == 4
     assert messages[0].startswith(f"plugins: {AXOLOTL}liger.LigerPlugin has no effect: liger_rope, ")
-
-
-def test_other_names_of_templates_and_of_the_router(make):
-    for keys in ({}, {"chat_template": "jinja"}):
-        config = make(chat_template_jinja="{{ messages }}", **keys)
-        assert config.chat_template == "{{ messages }}" and config.chat_template_jinja is None
-    assert make(model_config={"output_router_logits": True}).overrides_of_model_config.output_router_logits is True

@@ -6,13 +6,13 @@ from typing import get_args
 
 import ebft
 from ebft.config.axolotl import IGNORED_KEYS
-from ebft.config.reference import option_groups
-from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.section import changed_keys
 from ebft.config.validation_errors import section_of
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import GROUPS, RunConfig
 
 SOURCE = Path(ebft.__file__).parent
-CHECKS = SOURCE / "config" / "checks" / "combinations.py"
+CHECKS = SOURCE / "run/config/combinations.py"
 
 
 def test_every_key_is_documented_in_one_sentence():
@@ -55,12 +55,3 @@ def test_changed_keys_are_those_that_differ(make):
     assert dict(changed_keys(config)) == {"rl": "ebft", "ebft.mode": "strided", "ebft.top_p": 0.9, "max_steps": 4,
                                           "base_model": "some/model",
                                           "datasets": [{"path": "some/data", "type": "completion"}]}  # fmt: skip
-
-
-def test_the_json_schema_of_max_steps():
-    allowed = RunConfig.model_json_schema()["properties"]["max_steps"]["anyOf"]
-    assert allowed == [{"type": "integer", "minimum": 1, "maximum": 10**9}, {"const": -1}, {"type": "null"}]
-
-
-def test_paths_may_be_path_objects(make, tmp_path):
-    assert make(output_dir=tmp_path).output_dir == str(tmp_path)

@@ -12,11 +12,10 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize(("keys", "expected"), [
-    ({}, ["none"]), ({"use_tensorboard": True}, ["tensorboard"]), ({"wandb_project": "p"}, ["wandb"]),
+    ({}, ["none"]), ({"wandb_project": "p"}, ["wandb"]),
     ({"wandb_project": "p", "use_wandb": False}, ["none"]),
     ({"use_wandb": True, "use_trackio": True}, ["trackio", "wandb"]),
     ({"report_to": "mlflow", "use_tensorboard": True}, ["mlflow", "tensorboard"]),
-    ({"report_to": ["none"], "use_tensorboard": True}, ["tensorboard"]),
 ])  # fmt: skip
 def test_who_is_reported_to(make, installed, keys, expected):
     installed("tensorboard", "wandb", "trackio")

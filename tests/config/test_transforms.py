@@ -24,13 +24,10 @@ def test_built_in_transforms_fit_their_modes(make):
 
 @pytest.mark.parametrize(("keys", "name", "message"), [
     ({"rl": None}, "ebft_opencode", r"SFT \(rl is not set\) trains on rows of input_ids and labels"),
-    (MODES["tokens"][1], "ebft_opencode", "strided mode trains on rows of input_ids and labels. Use ebft_pretrain"),
     ({"rl": "grpo"}, "completion",
      "rl: grpo trains on rows of prompt and ground_truth. Use ebft_strided_structured.transform_prompts, "),
-    ({"rl": "ebft"}, "completion", "structured mode .* trains on rows of prompt and ground_truth"),
     ({"rl": "ebft"}, "ebft_reasoning.transfrom",
      "Available functions: .*transform_answer_only, transform_split"),
-    ({"rl": "ebft"}, "ebft_opencoed.transform", "the module was not found.*Did you mean 'ebft_opencode'"),
 ])  # fmt: skip
 def test_what_cannot_be_used_says_why(make, keys, name, message):
     with pytest.raises(DataError, match=message):
@@ -42,8 +39,9 @@ def test_counterparts_give_the_other_rows():
         assert {TRANSFORMS[name].rows, TRANSFORMS[other].rows} == {("tokens",), ("prompts",)}
 
 
-@pytest.mark.parametrize("name", [*TWINS, "ebft_opencode"])
-@pytest.mark.parametrize("section", ["datasets", "test_datasets"])
+@pytest.mark.parametrize(
+    ("name", "section"), [(name, "datasets") for name in TWINS] + [("ebft_opencode", "test_datasets")]
+)
 def test_a_counterpart_stands_in_with_one_warning(make, name, section):
     (given,) = TRANSFORMS[built_in(name)].rows
     for keys in MODES["prompts" if given == "tokens" else "tokens"]:
@@ -58,12 +56,3 @@ def test_a_counterpart_stands_in_with_one_warning(make, name, section):
         check_transform(used, config.required_rows)
     for keys in MODES[given]:
         assert [entry.type for entry in getattr(make(**first, **{section: entries}, **keys), section)] == [name, name]
-
-
-@pytest.mark.parametrize("name", ["ebft_pretrain.transform", "completion", "ebft_reasoning.transform_answer_only"])
-def test_what_has_no_counterpart_stays(make, name):
-    (given,) = TRANSFORMS[built_in(name)].rows
-    config = make(datasets=[{"path": "a", "type": name}], **MODES["prompts" if given == "tokens" else "tokens"][0])
-    assert config.datasets[0].type == name
-    with pytest.raises(DataError, match="returns rows of"):
-        check_transform(name, config.required_rows)

@@ -1,27 +1,12 @@
 """Files that grow, are replaced, cut off or removed while they are read."""
 
-import json
 import os
 import subprocess
 import sys
 
-import pytest
-
 from ebft import run_files
-from ebft.errors import RunError
 from ebft.printed import duration, printable
-from ebft.run_files import (
-    JsonTail,
-    Tail,
-    check_rollouts,
-    check_run,
-    is_alive,
-    read_all,
-    read_object,
-    rollout_files,
-    state_of,
-)
-from tests.dashboard.runs import append, write_run
+from ebft.run_files import JsonTail, Tail, is_alive, read_all, rollout_files, state_of
 
 
 def test_appended_lines_are_read_once(tmp_path):
@@ -98,48 +83,8 @@ def test_a_process_that_has_ended_is_lost(tmp_path):
     assert not is_alive(process.pid) and not is_alive(None) and is_alive(os.getpid())
 
 
-def test_folders_that_are_no_runs_are_refused(tmp_path):
-    with pytest.raises(RunError, match="nowhere does not exist"):
-        check_run(tmp_path / "nowhere")
-    with pytest.raises(RunError, match="has none of run.json, metrics.jsonl and rollouts.jsonl.*RunFilesCallback"):
-        check_run(tmp_path)
-    append(tmp_path / "metrics.jsonl", {"step": 1})
-    check_run(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rl": "ebft", "ebft": {"mode": "strided"}}, "Set log_rollouts: few, or all, in the config"),
-        ({"rl": "gdpo", "log_rollouts": "none", "trl": {"log_completions": None}}, "Set log_rollouts: few"),
-        ({"rl": "grpo", "trl": {"log_completions": True}}, "yet: no step is complete"),
-        ({"rl": "grpo", "log_rollouts": "few"}, "yet: no step is complete"),
-        ({"rl": "dpo", "trl": {}}, "samples no rollouts"),
-        ({"rl": None, "reward_model": True}, "(?<!supervised fine-tuning) samples no rollouts"),
-        ({"rl": None}, "supervised fine-tuning samples no rollouts"),
-        (None, "Set log_rollouts: few"),
-    ],
-)
-def test_a_run_without_rollouts_names_the_key(tmp_path, config, message):
-    write_run(tmp_path, config=config)
-    if config is None:
-        run = json.loads((tmp_path / "run.json").read_text())
-        del run["config"]
-        (tmp_path / "run.json").write_text(json.dumps(run))
-    with pytest.raises(RunError, match=message):
-        check_rollouts(tmp_path)
-
-
 def test_texts():
     seconds = (0.4, 59.4, 65, 3600, 86399, 90000)
     assert [duration(value) for value in seconds] == ["0s", "59s", "1m05s", "1h00m", "23h59m", "1d01h"]
     assert printable("a\x1b[31mred\x07\tx\ny\x7f\x9b") == "a␛[31mred␇\tx\ny␡\ufffd"
     assert printable("a\u202eb\u202c \u2067c\u2069") == "a<RLO>b<PDF> <RLI>c<PDI>"  # they change the direction
-
-
-def test_named_pipes_are_not_read(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    os.mkfifo(path)
-    assert Tail(path).read() == ([], False)
-    assert list(read_all(path)) == [] and read_object(path) is None
-    assert read_object(tmp_path) is None  # nor folders

@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -91,15 +90,6 @@ def test_the_verdict_is_that_of_the_console(tmp_path):
     assert all(line in shown.get() for line in printed)
 
 
-def test_settings_that_a_checkpoint_restored_are_those_in_effect(tmp_path):
-    config = {"learning_rate": 1e-4, "weight_decay": 0.0, "max_grad_norm": 0.5}
-    optimizer = {"learning_rate": 2e-4, "weight_decay": 0.1, "max_grad_norm": 0.5}
-    write_run(tmp_path, config=config, changed={"learning_rate": 1e-4}, optimizer=optimizer)
-    text = Tags(report(tmp_path)).text
-    assert "learning_rate0.0002 (restored from the checkpoint; 0.0001 in the config has no effect)" in text
-    assert "weight_decay0.1 (restored from the checkpoint; 0.0 in" in text and "max_grad_norm" not in text
-
-
 def test_everything_is_escaped(tmp_path):
     changes = {"error": EVIL, "model": EVIL, "method": EVIL, "changed": {EVIL: EVIL}, "versions": {EVIL: EVIL}}
     write_run(tmp_path, "failed" + EVIL, host=EVIL, **changes)
@@ -133,30 +123,6 @@ def test_the_comparison_of_an_evaluation_with_its_intervals(run, tmp_path):
     assert "compared with base" not in Tags(report(run, tmp_path / "result.json")).text
 
 
-def test_broken_and_missing_files(tmp_path):
-    for files in (
-        {},
-        {"run.json": "{", "metrics.jsonl": "broken\n[]\n", "rollouts.jsonl": "{\n", "health.jsonl": "{}\n"},
-    ):
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text)
-        assert folder.name in Tags(report(folder)).text
-
-
-def test_a_run_without_a_step(ebft, tmp_path):
-    for state, text in (
-        ("stopped", "The run ended before its first"),
-        ("running", "The run has not reached its first"),
-    ):
-        write_run(tmp_path / state, state, step=0, max_steps=None)
-        assert ebft("report", tmp_path / state).exit_code == 0
-        found = Tags((tmp_path / state / "report.html").read_text()).text
-        assert f"{state}, step 0" in found and f"{text} log, so there are no curves." in found
-        assert "learning_rate" in found
-
-
 def test_a_later_run_that_was_stopped_before_its_first_step(run):
     assert "A later run" not in report(run)
     start = {"state": "stopped", "started": 1e9, "error": EVIL}
@@ -164,14 +130,6 @@ def test_a_later_run_that_was_stopped_before_its_first_step(run):
     found = Tags(report(run)).text
     assert "A later run in this folder, started 2001-" in found and "stopped before training began" in found
     assert "This page describes the run before it." in found and "finished, step 100" in found
-
-
-def test_long_runs_are_cheap(tmp_path):
-    write_run(tmp_path, "finished", step=20000)
-    append(tmp_path / "metrics.jsonl", *(log_line(step) for step in range(1, 20001)))
-    before = time.process_time()
-    page = report(tmp_path)
-    assert time.process_time() - before < 10 and len(page) < 2**20
 
 
 def test_every_run_ends_with_a_report_of_the_settings_in_effect(run_file, tmp_path):
@@ -205,8 +163,3 @@ def test_a_report_of_another_program_is_kept(tmp_path):
     with pytest.raises(OSError, match="report.html is not the report of a run, and is kept"):
         write_report(tmp_path)
     assert "Sales" in (tmp_path / "report.html").read_text()
-
-
-def test_the_files_of_a_python_trainer_without_the_callback(tmp_path):
-    append(tmp_path / "rollouts.jsonl", strided_entry(1))
-    assert "ebft.RunFilesCallback writes them" in Tags(report(tmp_path)).text

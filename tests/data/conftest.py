@@ -7,8 +7,8 @@ import warnings
 import pytest
 from datasets import Dataset
 
-from ebft.config.schema import RunConfig
 from ebft.data.apply import Source, tokenise
+from ebft.run.config.schema import RunConfig
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

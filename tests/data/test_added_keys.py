@@ -72,14 +72,6 @@ def test_calls_and_tools_have_the_keys_of_their_row(texts):
         assert all('{"a": {"default": null}}' in text for text in texts(as_text, kind))
 
 
-def test_a_function_call_has_the_keys_of_its_row(texts):
-    rows = [
-        {"messages": [user("Hi"), assistant("", function_call=row["messages"][1]["tool_calls"][0]["function"])]}
-        for row in CHATS
-    ]
-    assert texts(rows, "parquet") == texts(rows, "jsonl") == texts(CHATS, "jsonl")
-
-
 def test_arguments_as_text_are_those_of_objects(texts):
     rows = [chat(city="Oslo", days=3), chat(to="a"), chat()]
     expected = texts(rows, "jsonl")
@@ -87,19 +79,6 @@ def test_arguments_as_text_are_those_of_objects(texts):
         function = row["messages"][1]["tool_calls"][0]["function"]
         function["arguments"] = json.dumps(function["arguments"])
     assert texts(rows, "parquet") == texts(rows, "jsonl") == expected
-    flat = [row["messages"][0] for row in rows]
-    flat = [
-        {"messages": [asked, assistant("", tool_calls=[row["messages"][1]["tool_calls"][0]["function"]])]}
-        for asked, row in zip(flat, rows)
-    ]
-    assert texts(flat, "parquet") == expected
-    older = []
-    for row in rows:
-        asked, reply = row["messages"]
-        function = reply["tool_calls"][0]["function"]
-        older.append({"messages": [asked, {**asked, "role": "assistant", "content": "", "function_call": function}]})
-    encoded = [{"messages": json.dumps(row["messages"])} for row in older]
-    assert texts(older, "parquet") == texts(encoded, "parquet") == expected
 
 
 def test_transforms_of_batches_get_no_added_keys(texts, tmp_path, monkeypatch):

@@ -92,15 +92,13 @@ def packs(packed):
     return [packed[i]["documents"] for i in range(len(packed))]
 
 
-@pytest.mark.parametrize("as_dataset", [True, False])
-def test_every_row_is_packed_once(as_dataset):
+def test_every_row_is_packed_once():
     rows = rows_of([7, 3, 12, 5, 5, 2, 9, 1, 30, 4, 6])
-    packed = pack_rows(Dataset.from_list(rows).select(range(11)) if as_dataset else rows, 12)
+    packed = pack_rows(Dataset.from_list(rows).select(range(11)), 12)
     assert sorted(row["input_ids"][0] for pack in packs(packed) for row in pack) == list(range(1, 12))
     totals = [sum(len(row["input_ids"]) for row in pack) for pack in packs(packed)]
-    assert totals == packed.lengths
+    assert totals == packed.lengths and totals == pack_rows(rows, 12).lengths
     assert sorted(totals) == [6, 12, 12, 12, 12, 30]  # 54 tokens in five rows of at most 12, and one row too long
-    assert len(packs(packed)[totals.index(30)]) == 1
 
 
 def test_packed_rows_become_the_same_batch():
@@ -112,13 +110,6 @@ def test_packed_rows_become_the_same_batch():
     assert together.keys() == apart.keys() and all(together[k].equal(apart[k]) for k in apart)
     documents = Documents.from_inputs(together)
     assert documents.lengths.tolist() == [len(rows[i]["input_ids"]) for i in order] and len(documents.tokens) == 27
-
-
-def test_packing_is_deterministic_and_nearly_full():
-    lengths = torch.randint(1, 200, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows = [{"input_ids": range(n)} for n in lengths]
-    first, second = pack_rows(rows, 512), pack_rows(rows, 512)
-    assert first.packs == second.packs and len(first) <= 1.02 * sum(lengths) / 512
 
 
 def test_rows_that_come_packed_stay_packed():

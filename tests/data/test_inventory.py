@@ -129,7 +129,6 @@ def right(method, *turns):
     ("chat", "others", "entry", "turns"),
     [
         ([Q, A], {}, {}, ["user:Q", "assistant:A*"]),
-        ([S, Q, A], {}, {}, ["system:S", "user:Q", "assistant:A*"]),
         ([Q, A], {"system": "S"}, {}, ["system:S", "user:Q", "assistant:A*"]),
         ([S, Q, A], {"system": "other"}, {}, ["system:S", "user:Q", "assistant:A*"]),
         ([*MORE, Q, A], {"system": "S"}, {}, ["system:S", "user:Q0", "assistant:A0*", "user:Q", "assistant:A*"]),
@@ -161,8 +160,6 @@ SAME, NOTHING, NO_QUESTION = "two turns of the same role in a row", "an empty tu
     ("chat", "reason"),
     [
         ([user("Q0"), Q, A], SAME),
-        ([*MORE, user("Q0"), Q, A], SAME),
-        ([user("Q0"), assistant("A0"), assistant("A1"), Q, A], SAME),
         ([user("Q0"), assistant(" "), Q, A], NOTHING),
         ([*MORE, user(""), A], NOTHING),
         ([assistant("Hi"), A], NO_QUESTION),

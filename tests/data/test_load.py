@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from ebft.data.load import load_datasets
-from ebft.data.prompts import load_prompt_rows
+from ebft.data.load import load_token_rows
 from ebft.errors import DataError
 from ebft.tools.evaluation.notes import _training_documents
 from tests.data.conftest import assistant, user
@@ -20,7 +19,7 @@ def load(make_config, write_jsonl, tokenizer):
 
     def run(rows, type="ebft_pretrain.transform", **keys):
         rows = [{"text": row} if not isinstance(row, dict) else row for row in rows]
-        return load_datasets(make_config(write_jsonl(rows), type, **keys), tokenizer)
+        return load_token_rows(make_config(write_jsonl(rows), type, **keys), tokenizer)[:2]
 
     return run
 
@@ -68,8 +67,6 @@ def test_report_counts_what_was_dropped(load, tokenizer, capsys, monkeypatch, ty
 def test_nothing_left_names_counts_and_way_out(load):
     with pytest.raises(DataError, match=r"1 without text, 1 too short.*Decrease the first three, or use longer texts"):
         load(["a", ""])
-    with pytest.raises(DataError, match=r"ends of long documents.*Decrease the first three, or increase sequence_len"):
-        load([TEXT], sequence_len=6)
 
 
 def test_a_warning_if_most_rows_are_too_short(load):
@@ -112,13 +109,6 @@ def transform(cfg, **kwargs):
     assert len(trained) == 15 and len(held) == 5 and not trained & held and list(map(len, parts)) == [30, 10]
 
 
-def test_held_out_documents(load, write_jsonl):
-    with pytest.raises(DataError, match="0.1 of 1 documents holds out 1, which leaves 0 usable documents for training"):
-        load([TEXT], val_set_size=0.1)
-    entry = {"path": str(write_jsonl([{"text": TEXT}])), "type": "ebft_pretrain.transform", "split": "train[:1]"}
-    assert list(map(len, load([TEXT] * 3, test_datasets=[entry]))) == [3, 1]
-
-
 @pytest.fixture
 def load_folder(tmp_path, make_config, tokenizer):
     """`load_folder(texts, **keys)`: rows of a folder with one file per text."""
@@ -126,7 +116,7 @@ def load_folder(tmp_path, make_config, tokenizer):
     def run(texts, **keys):
         for number, text in enumerate(texts):
             (tmp_path / f"{number:02}.txt").write_text(text)
-        return load_datasets(make_config(tmp_path, "ebft_pretrain.transform", **keys), tokenizer)
+        return load_token_rows(make_config(tmp_path, "ebft_pretrain.transform", **keys), tokenizer)[:2]
 
     return run
 
@@ -157,20 +147,12 @@ def test_messages_name_the_files_of_a_folder(load_folder, tmp_path, capsys):
         load_folder([], **PLAIN, excess_length_strategy="raise")
 
 
-def test_a_column_named_file_of_other_values_is_no_file(load, capsys):
-    load([{"text": TEXT, "file": 3}, {"text": "", "file": 4}])
-    assert "train, row 1)" in capsys.readouterr().err
-
-
 def test_a_long_row_stops_the_run_if_it_should(load, write_jsonl):
     first, second = write_jsonl([{"text": TEXT}], "a.jsonl"), write_jsonl([{"text": ""}, {"text": TEXT * 6}], "b.jsonl")
     keys = {**PLAIN, "datasets": [{"path": str(path), "type": "completion"} for path in (first, second)]}
     with pytest.raises(DataError, match=r"b.jsonl, train, row 1 exceeds sequence_len: 64 tokens \(excess_length"):
         load([], **keys, excess_length_strategy="raise")
     assert len(load([], **keys, excess_length_strategy="drop")[0]) == 1
-    for long, others in ((2, "and so does 1 other row \\("), (4, "and so do 3 other rows \\(")):
-        with pytest.raises(DataError, match=f"rows.jsonl, train, row 1 exceeds sequence_len: 64 tokens, {others}"):
-            load([TEXT, *[TEXT * 6] * long], "completion", **PLAIN, excess_length_strategy="raise")
 
 
 def test_repeated_rows_are_dropped_before_any_are_held_out(load, write_jsonl, tokenizer, capsys):
@@ -182,10 +164,3 @@ def test_repeated_rows_are_dropped_before_any_are_held_out(load, write_jsonl, to
     found = sorted(tuple(ids) for rows in parts for ids in rows["input_ids"])
     assert found == sorted({tuple(tokenizer(text)["input_ids"]) for text in texts})
     assert "dropped 19 equal to an earlier row (for example" in capsys.readouterr().err
-
-
-def test_rows_of_prompts_are_compared_by_all_that_they_contain(make_config, write_jsonl, tokenizer):
-    path = write_jsonl([{"prompt": "a", "completion": completion} for completion in "bcb"])
-    keys = {"ebft": {"mode": "structured"}, "dataset_exact_deduplication": True}
-    config = make_config(path, "ebft_strided_structured.transform_prompts", **keys)
-    assert sorted(load_prompt_rows(config, tokenizer).train["ground_truth"]) == ["b", "c"]

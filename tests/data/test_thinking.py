@@ -7,32 +7,24 @@ from ebft.data.tokens import (
     Tokens,
     adds_space,
     ids_after,
-    join_thinking,
     mask_after,
     split_thinking,
     thinking_spans,
 )
-from ebft.errors import DataError
 from tests.data.space_tokenizers import SCHEMES, space_tokenizer
-from tests.structured.conftest import make_chat_tokenizer
 
 
 @pytest.mark.parametrize(
     ("text", "blocks", "split"),
     [
         ("Just 4.", [], ("", "Just 4.")),
-        ("", [], ("", "")),
         ("<think>\n2+2\n</think>\n\n4", ["<think>\n2+2\n</think>\n\n"], ("2+2", "4")),
         ("\n<think>a</think>4", ["<think>a</think>"], ("a", "4")),
-        ("<think>\n\n</think>\n\n4", ["<think>\n\n</think>\n\n"], ("", "4")),
         ("2+2</think>\n4", ["2+2</think>\n"], ("2+2", "4")),  # the chat template opened it
         ("<think>never closed", [], ("", "<think>never closed")),
-        ("<think>a</thinking> b", [], ("", "<think>a</thinking> b")),
         ("a <think>b</think> c <think>d", ["<think>b</think> "], ("b", "a c <think>d")),
         ("<think>a</think>b<think>c</think> d", ["<think>a</think>", "<think>c</think> "], ("a\n\nc", "bd")),
         ("<think>a<reasoning>b</reasoning></think>c", ["<think>a<reasoning>b</reasoning></think>"], None),
-        ("<think>a</think>b</think>c", ["<think>a</think>"], ("a", "b</think>c")),
-        ("a</think>b <think>c</think>d", ["a</think>", "<think>c</think>"], ("a\n\nc", "b d")),
         ("<think>a</think>  ", ["<think>a</think>  "], ("a", "")),
         *((f"{start}a{end} b", [f"{start}a{end} "], ("a", "b")) for start, end in TAGS),
         *((f"a{end} b", [f"a{end} "], ("a", "b")) for _, end in TAGS),
@@ -41,11 +33,6 @@ from tests.structured.conftest import make_chat_tokenizer
 def test_blocks(text, blocks, split):
     assert [text[start:end] for start, end in thinking_spans(text)] == blocks
     assert split is None or split_thinking(text) == split
-
-
-def test_joined_is_split_again():
-    assert join_thinking("a", "b") == "<think>\na\n</think>\n\nb"
-    assert split_thinking(join_thinking("a\n\nb", "c")) == ("a\n\nb", "c")
 
 
 def test_tokens_of_a_block(tokenizer):
@@ -90,17 +77,6 @@ def test_tokens_of_spaces_alone_without_offsets():
     assert Tokens(tokenizer, "a  b").mask([(1, 3)]) == [False, True, False]
 
 
-def test_a_tokenizer_without_offsets():
-    class SlowTokenizer:
-        is_fast = False
-
-        def __call__(self, text, **kwargs):
-            return {"input_ids": [1]}
-
-    with pytest.raises(DataError, match="SlowTokenizer does not support offset mapping, .* Use a fast tokenizer"):
-        Tokens(SlowTokenizer(), "a").mask([])
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ids_and_masks_without_an_added_space(scheme):
     tokenizer = space_tokenizer(scheme)
@@ -118,10 +94,3 @@ def test_ids_and_masks_without_an_added_space(scheme):
     ):
         assert tokenizer.convert_ids_to_tokens(ids_after(tokenizer, before, text)) == expected
     assert mask_after(tokenizer, "b", " c Hi b", [(3, 5)]) == [False, True, False]
-
-
-def test_other_tokenizers_are_not_changed(tokenizer):
-    assert not adds_space(make_chat_tokenizer()) and not adds_space(tokenizer)
-    for before, text in (("a", "b c"), ("", " x"), ("def", "f(x)")):
-        assert ids_after(tokenizer, before, text) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert mask_after(make_chat_tokenizer(), "b", "cd", [(1, 2)]) == [False, True]

@@ -4,10 +4,8 @@ from collections import Counter
 
 import pytest
 
-from ebft.data.load import load_datasets
-from ebft.data.preferences import load_preference_rows
-from ebft.data.prompts import load_prompt_rows
-from ebft.errors import ConfigError, DataError
+from ebft.data.load import load_token_rows
+from ebft.errors import DataError
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def names(make_config, write_jsonl, tokenizer):
             path = write_jsonl([{"text": " ".join([f"{name}{n}"] * 12)} for n in range(10)], f"{name}.jsonl")
             entry = {"path": str(path), "type": "ebft_pretrain.transform"}
             entries.append(entry if weight is None else {**entry, "weight": weight})
-        parts = load_datasets(make_config("x", **{"sequence_len": 256, "datasets": entries, **keys}), tokenizer)
+        parts = load_token_rows(make_config("x", **{"sequence_len": 256, "datasets": entries, **keys}), tokenizer)[:2]
         words = lambda ids: tokenizer.decode(ids, skip_special_tokens=True).split()[0]
         return [[words(ids) for ids in rows["input_ids"]] for rows in parts if rows is not None]
 
@@ -59,7 +57,7 @@ def test_held_out_documents_are_neither_repeated_nor_trained_on(names):
 
 def test_windows_of_a_document_stay_together(make_config, write_jsonl, tokenizer):
     path = write_jsonl([{"text": " ".join(f"{name}{n}" for n in range(80))} for name in "abcdefgh"])
-    load = lambda entry: load_datasets(make_config(path, entry=entry, shuffle_merged_datasets=False), tokenizer)[0]
+    load = lambda entry: load_token_rows(make_config(path, entry=entry, shuffle_merged_datasets=False), tokenizer)[0]
     rows, whole = (load(entry)["input_ids"][:] for entry in ({"weight": 0.5}, {}))
     first = [place for place, ids in enumerate(whole) if ids[0] == tokenizer.bos_token_id]
     documents = [whole[a:b] for a, b in zip(first, [*first[1:], len(whole)])]
@@ -67,23 +65,6 @@ def test_windows_of_a_document_stay_together(make_config, write_jsonl, tokenizer
     assert len(first) == 8 and len(taken) == 4 and rows == [ids for document in taken for ids in document]
 
 
-def test_prompts_and_preferences_have_weights(make_config, write_jsonl, tokenizer):
-    path = write_jsonl(
-        [{"prompt": f"say {n}", "completion": f"{n}", "chosen": "yes", "rejected": "no"} for n in range(4)]
-    )
-    type, structured = "ebft_strided_structured.transform_prompts", {"ebft": {"mode": "structured"}}
-    train = load_prompt_rows(make_config(path, type, {"weight": 1.5}, **structured), tokenizer).train
-    assert sorted(Counter(train["ground_truth"]).values()) == [1, 1, 2, 2]
-    config = make_config(path, {"field_prompt": "prompt"}, {"weight": 2}, rl="dpo", ebft=None)
-    assert len(load_preference_rows(config, tokenizer).train) == 8
-
-
-def test_wrong_weights(names, make_config):
+def test_a_weight_that_leaves_no_row(names):
     with pytest.raises(DataError, match=r"datasets.1.weight: 0.01 of 10 documents of .*b.jsonl rounds to none. Raise"):
         names(None, 0.01)
-    for weight in (0, -1, "many", float("nan"), float("inf"), 1e9):
-        with pytest.raises(ConfigError, match="datasets.0.weight"):
-            make_config("rows.jsonl", entry={"weight": weight})
-    entry = {"path": "rows.jsonl", "type": "ebft_pretrain.transform", "weight": 2}
-    with pytest.raises(ConfigError, match="test_datasets.0.weight has no effect"):
-        make_config("rows.jsonl", test_datasets=[entry])

@@ -232,7 +232,6 @@ CASES |= {
     "strided_bf16": Case("strided_full", {"torch_dtype": "bfloat16"}, only_finite=True, most_waits=5),
     "strided_autocast": Case("strided_lora", {"bf16": True}, only_finite=True, most_waits=5),
     "strided_tf32": Case("strided_lora", during=tf32, most_waits=5),
-    "strided_float16": Case("strided_full", {"torch_dtype": "float16"}, only_finite=True, most_waits=5),
     "structured_accumulation": Case(
         "structured_single_turn", {"gradient_accumulation_steps": 3, "ebft.rollout_tokens_per_pass": 64}
     ),
@@ -243,9 +242,7 @@ CASES |= {
     ),
     "grpo_replay": Case("grpo", REPLAY),
     "grpo_several_updates": Case("grpo", {"trl.num_iterations": 2, "trl.beta": 0.1}),
-    "structured_tf32": Case("structured_single_turn", during=tf32),
     "sft_packed": Case("sft", {"sample_packing": True}),
-    "sft_packed_tf32": Case("sft", {"sample_packing": True}, during=tf32),
     "sft_offloading": Case("sft", {"activation_offloading": True}, during=unpinned),
     "sft_autocast": Case("sft", {"bf16": True, "gradient_checkpointing": True}, only_finite=True),
     "kto": Case("kto"),

@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from ebft.config.base import QuantizationSection
 from ebft.machine import available_memory, total_memory
+from ebft.methods.base_config import QuantizationSection
 from ebft.prefix.attention import flex, passes
-from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.parity import TOLERANCES, difference_and_tolerance
 from ebft.tools.evaluation import run as evaluation
 from ebft.tools.evaluation.result import machine_card
@@ -71,7 +71,7 @@ def test_repeated_keys_are_grouped_heads(spans):
             patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as kernel,
         ):
             pattern = passes.MaskPattern(causal_mask_function)
-            output = passes.document_attention(spans, *parts, pattern, Scores(0.3), None)
+            output = passes.document_attention(spans, *parts, pattern, AttentionScores(0.3), None)
         found.append((output, *torch.autograd.grad(output.square().sum(), parts)))
         assert [call.kwargs["enable_gqa"] for call in kernel.call_args_list] == [takes] * len(spans)
     torch.testing.assert_close(*found)
@@ -81,7 +81,7 @@ def test_repeated_keys_are_grouped_heads(spans):
 def test_masks_of_flex_attention_are_compiled_on_cuda(device):
     with FakeTensorMode(), patch.object(torch, "compile") as compiled, patch.object(flex, "create_block_mask") as plain:
         position = torch.arange(300, device=device)
-        flex.pass_mask(flex.Tokens(position, position, position, position), None)
+        flex.pass_mask(flex.Visibility(position, position, position, position), None)
     wanted = compiled.return_value if device == "cuda" else plain
     assert wanted.call_args.kwargs.keys() == {"B", "H", "Q_LEN", "KV_LEN", "device"}
     assert compiled.called == (device == "cuda") and plain.called == (device == "cpu")

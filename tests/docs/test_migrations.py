@@ -1,4 +1,4 @@
-"""The pages on axolotl and TRL, followed step by step with a tiny model and few steps; and what pages claim of keys."""
+"""The pages on axolotl and TRL, followed step by step with a tiny model and few steps; and the defaults that differ."""
 
 import json
 import os
@@ -6,18 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
 
-from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_IN_DATASETS, UNSUPPORTED_KEYS
-from ebft.config.schema import RunConfig
-from ebft.config.section import PromptFormat
-from ebft.errors import EBFTError
 from ebft.machine import Machine
-from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.docs.blocks import ROOT, Block, blocks_of, shell_lines
@@ -155,63 +149,6 @@ def _logged(state: Path) -> set[str]:
     return {key for entry in json.loads(state.read_text())["log_history"] for key in entry}
 
 
-def _outcome(keys: dict) -> str:
-    """The error or the warnings of a config, after `ebft config --check` if it loads; "" if there is nothing to say."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            config = RunConfig.from_dict({**MINIMAL, **keys})
-            check_runnable(config, elsewhere=True)
-        except EBFTError as error:
-            return f"refused: {error}"
-    return "\n".join(str(warning.message) for warning in caught)
-
-
-PROMPTS = {"datasets": [{"path": "a", "type": "ebft_opencode"}], "micro_batch_size": 8}
-FALSE = "A key that is not supported may stay in the file without a value, or with the value false."
-OF_PLUGINS = "`plugins` of axolotl for kernels, SwanLab and NeMo Gym"
-IDLE = "Keys that do not apply produce a"
-NEXT = "other `plugins` of axolotl | refused"
-DIFFUSION = "`diffusion`, and its plugin | refused: a masked-diffusion model is another class of model"
-FLATTENED = "`batch_flattening` with `rl: ebft` and `rl: grpo` | no effect, with a warning"
-
-
-@pytest.mark.parametrize(("page", "claim", "keys", "outcome"), [
-    *(("docs/from-axolotl.md", FALSE, keys, "") for value in (None, False) for keys in (
-        {name: value for name in [*UNSUPPORTED_KEYS, *SINGLE] if "." not in name},
-        {"trl": {name[4:]: value for name in UNSUPPORTED_KEYS if name.startswith("trl.")}},
-        {"datasets": [{**MINIMAL["datasets"][0], **dict.fromkeys(UNSUPPORTED_IN_DATASETS, value)}]})),
-    *(("docs/from-axolotl.md", OF_PLUGINS, {"plugins": [f"axolotl.integrations.{name}"]}, "has no effect: ")
-      for name in PLUGINS if "nemo" not in name),
-    *(("docs/from-axolotl.md", NEXT, {"plugins": [f"axolotl.integrations.{name}"]}, "refused: .*is a plugin for ax")
-      for name in ("kd.KDPlugin", "later.UnknownPlugin")),
-    *(("docs/from-axolotl.md", DIFFUSION, keys, "refused: .*masked-diffusion models are another class .*sampler")
-      for keys in ({"diffusion": {"eps": 0.1}}, {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]})),
-    *(("docs/from-axolotl.md", FLATTENED, {**PROMPTS, **method, "batch_flattening": True}, "batch_flattening has no e")
-      for method in ({"rl": "ebft"}, {"rl": "grpo", "trl": {"reward_funcs": ["json.dumps"]}})),
-    ("docs/from-axolotl.md", "`model_quantization_config: Mxfp4Config` with `{dequantize: true}` | the same",
-     {"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}, ""),
-    ("docs/from-axolotl.md", "No effect with `torch_compile`, with a warning",
-     {"torch_compile": True, "activation_offloading": True}, "activation_offloading: true has no effect with torch_co"),
-    ("docs/from-axolotl.md", "`trl.use_data_producer` and `vllm.serve_module` are not needed and have",
-     {**PROMPTS, "rl": "ebft", "trl": {"use_vllm": True}, "vllm": {"serve_module": "a.b"}}, "vllm.serve_module has no"),
-    ("docs/index.md", IDLE, {"trl": {"beta": 0.1}}, "trl: no effect"),
-    ("docs/index.md", IDLE, {"freeze_mm_modules": True}, "freeze_mm_modules: True has no effect"),
-    ("docs/index.md", "an unknown key is an error", {"learning_rat": 1e-4}, "refused: Unknown key 'learning_rat'"),
-    ("docs/commands.md", "trackers", {"use_swanlab": True}, "Needed for training: report_to: swanlab is not installed"),
-    ("docs/commands.md", "trackers", {"report_to": "nobody"}, "refused: report_to: unknown tracker 'nobody'"),
-    ("docs/commands.md", "Packages that training needs but that are missing here are warnings",
-     {"report_to": ["clearml"]}, "Needed for training: report_to: clearml is not installed. Run `pip install clearml`"),
-    ("docs/commands.md", "optimizer and schedule", {"lr_scheduler": "rex"}, "refused: lr_scheduler: rex"),
-    ("docs/options.md", "overrides num_epochs. -1 is the same as unset", {"max_steps": -1}, ""),
-])  # fmt: skip
-def test_a_claim_about_keys(monkeypatch, page, claim, keys, outcome):
-    monkeypatch.setattr("ebft.run.reporting.find_spec", lambda name: None)
-    assert claim in " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    said = _outcome(keys)
-    assert re.search(outcome, said, re.DOTALL) if outcome else said == ""
-
-
 @pytest.mark.parametrize(("claim", "key", "given"), [
     ("| warmup, without a key of it | 3% of the steps, at most 100 | none", "warmup_steps", None),
     ("| `eval_on_start` | on if `eval_steps` or `eval_strategy` is set | off", "eval_on_start", False),
@@ -226,27 +163,3 @@ def test_a_default_that_differs_from_axolotl(claim, key, given):
     config = RunConfig.from_dict({**MINIMAL, "val_set_size": 2, "bf16": "auto"})
     found = training_kwargs(config, Machine(has_accelerator=True, supports_bf16=False), rows=100, has_eval=True)
     assert found.get(key) == given and not found.get("fp16")
-
-
-def test_other_values_that_differ_from_axolotl():
-    text = (ROOT / "docs" / "from-axolotl.md").read_text(encoding="utf-8")
-    config = RunConfig.from_dict(MINIMAL)
-    assert f"| {config.trl.temperature} and `{config.trl.loss_type}`, as for `rl: ebft`" in text
-    assert "| `mean_resizing_embeddings` | `false` | `true`" in text and config.mean_resizing_embeddings
-    assert "and without input `{instruction}` |" in text
-    assert PromptFormat().format == "{instruction}\n\n{input}" and PromptFormat().no_input_format is None
-    assert "parts of an epoch, or of a run that is shorter" in text  # tests/config/test_arguments.py
-
-
-def test_the_metrics_of_axolotl_have_the_same_names():
-    names = {"alignment", "diversity", "cfm_loss"}
-    for run_, of_mode in (("strided_full", {"rl_loss", "ce_loss", "mean_reward", "advantages_std"}),
-                          ("structured_single_turn", {"reward"})):  # fmt: skip
-        logged = json.loads((ROOT / "tests" / "golden" / f"{run_}.json").read_text())["steps"][0]
-        assert {f"ebft/{name}" for name in names | of_mode} <= logged.keys()
-
-
-def test_the_page_of_installation_lists_the_extras():
-    text = (ROOT / "docs/index.md").read_text(encoding="utf-8").partition("Extras are ")[2].partition(": `pip")[0]
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert set(re.findall(r"`(\w+)`", text)) == declared.keys() - {"gguf", "study", "docs", "dev"}

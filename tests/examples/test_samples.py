@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ebft.tools.quickstart.measure import Prompt, complete
+from ebft.tools.quickstart.measure import HeldOutPrompt, greedy_completions
 from tests.strided.families import tiny_model
 from tests.strided.test_exactness import with_lora
 
@@ -32,16 +32,16 @@ def written_alone(model, ids, end=END):
 def test_prompts_of_unequal_lengths_are_completed_as_if_alone(adapted):
     torch.manual_seed(0)
     model = adapted(tiny_model("llama")).eval()
-    prompts = [Prompt(ids, []) for ids in ([7, 8, 9, 10, 11, 12, 13], [3, 14], [20, 21, 22, 4])]
+    prompts = [HeldOutPrompt(ids, []) for ids in ([7, 8, 9, 10, 11, 12, 13], [3, 14], [20, 21, 22, 4])]
     expected = [written_alone(model, prompt.ids) for prompt in prompts]
     assert len(set(expected)) == 3
-    assert complete(model, Numbers(), prompts, LONGEST) == expected
+    assert greedy_completions(model, Numbers(), prompts, LONGEST) == expected
 
 
 def test_a_completion_ends_with_the_first_end_token():
     torch.manual_seed(0)
     model = tiny_model("llama").eval()
-    prompts = [Prompt([7, 8, 9], []), Prompt([20, 21], [])]
+    prompts = [HeldOutPrompt([7, 8, 9], []), HeldOutPrompt([20, 21], [])]
     end = int(written_alone(model, prompts[0].ids).split()[3])
 
     class Ending(Numbers):
@@ -49,4 +49,4 @@ def test_a_completion_ends_with_the_first_end_token():
 
     expected = [written_alone(model, prompt.ids, end) for prompt in prompts]
     assert len(expected[0].split()) <= 4 < len(expected[1].split())  # the first row is padded
-    assert complete(model, Ending(), prompts, LONGEST) == expected
+    assert greedy_completions(model, Ending(), prompts, LONGEST) == expected

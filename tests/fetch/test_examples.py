@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ebft.errors import FetchError
 from ebft.tools.fetch import copy_examples, example_files
 
 ROOT = Path(__file__).parents[2]
@@ -30,17 +29,6 @@ def test_files_that_examples_name_exist():
     named = set(re.findall(r"\b(?:examples|docs|studies)/[\w/-]+\.\w+", texts))
     assert "examples/quickstart/tiny.yaml" in named
     assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
-def test_changed_files_are_kept_unless_forced(tmp_path):
-    first, second = copy_examples(tmp_path)[:2]
-    first.write_text("mine")
-    second.unlink()
-    with pytest.raises(FetchError, match=f"would be overwritten: {first.name}.*--force"):
-        copy_examples(tmp_path)
-    assert first.read_text() == "mine" and not second.exists()
-    copy_examples(tmp_path, force=True)
-    assert first.read_text() != "mine" and second.exists()
 
 
 @pytest.mark.slow

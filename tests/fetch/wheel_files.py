@@ -54,13 +54,5 @@ def use_folder_as_index(monkeypatch, folder: Path):
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
 
 
-def without_network(monkeypatch):
-    """An index at a closed port of this machine."""
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
-    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def _digest(content):
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

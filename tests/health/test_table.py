@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from ebft.config.reference import option_groups
 from ebft.health.callback import CONDITIONS
 from ebft.health.rules import Log
+from ebft.run.config.reference import option_groups
 
 ROOT = Path(__file__).parents[2]
 NAN = float("nan")
@@ -107,15 +107,6 @@ def test_a_condition_is_recognised_and_a_near_miss_is_not(name):
     assert list(CASES) == [condition.name for condition in CONDITIONS]
 
 
-@pytest.mark.parametrize(
-    "samples, whitened, level, is_collapse",
-    [(4, True, 0.4, True), (8, True, 0.2, True), (8, True, 0.1, False), (4, False, 0.4, False), (4, None, 1.99, False)],
-)
-def test_the_diversity_of_identical_samples_depends_on_the_feature_space(samples, whitened, level, is_collapse):
-    log = entries(ebft__diversity=noisy(0.02, 0.005, 10) + noisy(level, 0.005, 20))
-    assert bool(seen(log, samples=samples, whitened=whitened)) == is_collapse
-
-
 def test_other_metrics_of_a_condition():
     sampling = {"sampling__importance_sampling_ratio__min": [0.001] * 12}
     for name, metrics in (
@@ -137,34 +128,39 @@ def test_other_metrics_of_a_condition():
         assert list(seen(entries(**metrics))) == [name] * (name is not None), metrics
 
 
-@pytest.mark.parametrize("norm", [0.0, 1.19])
-@pytest.mark.parametrize("metric", ["frac_reward_zero_std", "ebft__advantages_std"])
-def test_a_gradient_without_a_signal_is_not_called_zero(metric, norm):
-    values = [1.0 if metric == "frac_reward_zero_std" else 0.0] * 21
-    found = seen(entries(**{metric: values}, grad_norm=[norm] * 21))
-    text = f"{found['no signal'].saw}. {next(each.meaning for each in CONDITIONS if each.name == 'no signal')}"
-    assert "all advantages and gradients are zero" not in text
-    assert ("the gradient (grad_norm 1.19) is that of other terms" in text) == (norm > 0)
+def alike(level):
+    return entries(ebft__diversity=noisy(0.02, 0.005, 10) + noisy(level, 0.005, 20))
 
 
-def test_rewards_without_a_signal_are_named():
-    stds = {"rewards__score__std": [0.0] * 25, "rewards__none__std": [math.nan] * 25, "rewards__good__std": [0.5] * 25}
-    found = seen(entries(frac_reward_zero_std=[1.0] * 25, grad_norm=[0.0] * 25, **stds))
-    assert "none, score: the same value, or None, for every completion" in found["no signal"].saw
+def with_rewards(name, of):
+    """The log with the condition `name` of a preference method, which samples nothing."""
+    return [entry | {f"rewards/{of}": 0.1} for entry in CASES[name][0]]
 
 
-def test_preference_methods_do_not_sample():
-    """Their entropy is that of given completions, and the divergence of KTO is a sum over tokens."""
-    collapse = CASES["entropy collapse"][0]
-    assert seen(collapse) and not seen([entry | {"rewards/chosen": 0.1} for entry in collapse])
-    far = CASES["far from the reference model"][0]
-    assert seen(far) and not seen([entry | {"rewards/rejected": 0.1} for entry in far])
+RISING, FAR = "feature matching diverges", "far from the reference model"
+SCALED = entries(grad_norm=[NAN, NAN, 1.0, 2.0, NAN])
+OTHER_SETTINGS = [
+    # the diversity of identical samples depends on the feature space
+    (alike(0.4), {"samples": 4, "whitened": True}, "samples become identical"),
+    (alike(0.2), {"samples": 8, "whitened": True}, "samples become identical"),
+    (alike(0.1), {"samples": 8, "whitened": True}, None),
+    (alike(0.4), {"samples": 4, "whitened": False}, None),
+    (alike(1.99), {"samples": 4, "whitened": None}, None),
+    # samples that become similar change the space
+    (CASES[RISING][0], {"whitened": True}, None),
+    # infinite gradients of the scaler are normal
+    (SCALED, {"fp16": True}, None),
+    (SCALED, {}, "non-finite values"),
+    (entries(grad_norm=[NAN] * 3), {"fp16": True}, "non-finite values"),
+    # the entropy is that of given completions, and the divergence of KTO a sum over tokens
+    (with_rewards("entropy collapse", "chosen"), {}, None),
+    (with_rewards(FAR, "rejected"), {}, None),
+]
 
 
-def test_infinite_gradients_of_the_fp16_scaler_are_normal():
-    log = entries(grad_norm=[NAN, NAN, 1.0, 2.0, NAN])
-    assert seen(log, fp16=True) == {} and list(seen(log)) == ["non-finite values"]
-    assert list(seen(entries(grad_norm=[NAN] * 3), fp16=True)) == ["non-finite values"]
+@pytest.mark.parametrize(("log", "setting", "name"), OTHER_SETTINGS)
+def test_settings_and_methods(log, setting, name):
+    assert list(seen(log, **setting)) == [name] * (name is not None)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.json")), ids=lambda path: path.stem)
@@ -174,17 +170,8 @@ def test_golden_runs_are_healthy(path):
     assert seen(log).keys() <= {"truncated completions"}
 
 
-def test_whitened_feature_losses_of_training_are_not_compared():
-    """Samples that become similar change the space; a run whose held-out loss fell showed such a rise."""
-    rising = entries(ebft__cfm_loss=noisy(0.2, 0.02, 10) + noisy(0.4, 0.02, 20))
-    assert "feature matching diverges" in seen(rising, whitened=False)
-    assert "feature matching diverges" not in seen(rising, whitened=True)
-
-
-@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.name)
-def test_the_options_of_a_remedy_exist(condition):
+def test_the_options_of_remedies_exist():
     keys = {option.key for options in option_groups().values() for option in options}
-    named = re.findall(r"\b(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+\b", condition.remedy)
-    used = [name for name in named if name not in ("frac_reward_zero_std", "stop_token_ids")]
-    sections = re.findall(r"\b(?:ebft|trl)\.[a-z_]+", condition.remedy)
-    assert {name.removesuffix(".stop_token_ids") for name in (*used, *sections)} <= keys | {"kwargs.stop_token_ids"}
+    text = " ".join(condition.remedy for condition in CONDITIONS)
+    used = set(re.findall(r"\b(?:[a-z]+\.)?[a-z]+(?:_[a-z]+)+\b|\b(?:ebft|trl)\.[a-z_]+", text))
+    assert used <= keys | {"frac_reward_zero_std", "stop_token_ids", "kwargs.stop_token_ids"}

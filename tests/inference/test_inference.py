@@ -10,10 +10,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import EBFTConfig, EBFTTrainer
-from ebft.config.schema import load_config
 from ebft.errors import DataError, ModelError
 from ebft.models.weights import load_gguf_model
 from ebft.printed import printable
+from ebft.run.config.schema import load_config
 from ebft.tools.inference.models import model_in_folder, model_of_run
 from ebft.tools.inference.sampling import Sampler, SamplingOptions, Scorer, Session
 from tests.structured.trainers import USER, rows
@@ -137,18 +137,6 @@ def test_a_session(sampler, capsys, monkeypatch):
     assert [message["role"] for message in session._messages[False]] == ["user", "assistant"] * 2
     session.run(lines("/reset"))
     assert session._messages == {False: [], True: []}
-
-
-def test_ctrl_c_ends_a_session_at_the_prompt_and_stops_a_reply(sampler, capsys, monkeypatch):
-    session = Session(sampler, chats=True)
-    session.run(lines(KeyboardInterrupt, "not read"))
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(type(sampler), "reply_ids", interrupted)
-    session.run(lines("say 3", "say 4"))
-    assert capsys.readouterr().out.count("(stopped)") == 2 and session._messages[False] == []
 
 
 def test_the_base_of_a_full_model_is_the_gguf_file_that_it_was_trained_from(folders, tiny_gguf, tmp_path):

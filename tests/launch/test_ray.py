@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.tools.launch.ray_control import Control, Failure
+from ebft.tools.launch.ray_control import Control, WorkerFailure
 from tests.cli.conftest import plain
 from tests.launch.plugins import COMMAND, STEP
 from tests.launch.test_processes import OF_PROCESSES, assert_same_numbers, command, logged, run_file
@@ -111,25 +111,15 @@ def test_the_first_failure_is_reported_and_those_of_an_earlier_attempt_are_forgo
         assert not await control.stop(2)  # there are no workers yet
         control = Control()
         assert (await control.begin()).earlier == 0
-        await control.fail(Failure(0, 1, "of the first attempt", ""))
+        await control.fail(WorkerFailure(0, 1, "of the first attempt", ""))
         await control.note_begun()
         attempt = await control.begin()
         assert (attempt.earlier, attempt.has_begun, attempt.signal) == (1, True, None)
         assert attempt.reason == "of the first attempt"
-        await control.fail(Failure(0, 1, "", "follows", time=2.0))
-        await control.fail(Failure(1, 2, "is first", "", time=1.0))
+        await control.fail(WorkerFailure(0, 1, "", "follows", time=2.0))
+        await control.fail(WorkerFailure(1, 2, "is first", "", time=1.0))
         assert [failure.rank for failure in await control.failures()] == [1, 0]
         assert await control.stop(15) and await control.wait_for_signal() == 15
         assert (await control.begin()).signal == 15
 
     asyncio.run(scenario())
-
-
-def test_metrics_are_reported_as_python_numbers():
-    import numpy
-    import torch
-
-    from ebft.tools.launch.ray_worker import plain as plain_metrics
-
-    found = plain_metrics({"loss": torch.tensor(0.5), "step": numpy.int64(3), "note": "text"})
-    assert found == {"loss": 0.5, "step": 3, "note": "text"} and type(found["loss"]) is float

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows, pack_and_report
-from ebft.errors import ConfigError
+from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.rows import LongestRows
 
 LENGTHS = [3, 9, 5, 14, 4, 7, 11, 6, 3, 8, 12, 5]  # words of a document
@@ -61,7 +60,9 @@ def padded(one_step):
     return one_step()
 
 
-@pytest.mark.parametrize("keys", [{"sample_packing": True}, {"batch_flattening": True}])
+@pytest.mark.parametrize("keys", [
+    {"sample_packing": True}, {"batch_flattening": True}, {"sample_packing": True, "batch_flattening": True}
+])  # fmt: skip
 def test_one_step_over_all_documents_is_that_of_padded_batches(one_step, padded, keys):
     """The weights after a step, and the held-out losses, differ by rounding only."""
     ours = one_step(**keys)
@@ -85,12 +86,6 @@ def packed(trainer):
 def test_held_out_documents_are_packed_as_the_others_unless_set(make, keys, expected):
     trainer = train(make(max_steps=1, val_set_size=4, eval_steps=1, **keys)).trainer
     assert packed(trainer) == expected and any("eval_ce_loss" in log for log in trainer.state.log_history)
-
-
-def test_flattening_is_an_alternative_to_packing(make):
-    with pytest.raises(ConfigError, match="batch_flattening joins .* sample_packing does in advance. Remove one"):
-        make(sample_packing=True, batch_flattening=True)
-    assert make(sample_packing=True, batch_flattening="auto").batch_flattening == "auto"
 
 
 def test_other_methods_do_not_read_the_keys_of_packing(make):

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def make_config(tiny_llama_dir):
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
     def make(**keys):
         values = {

@@ -5,7 +5,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ebft.errors import ModelError, told
-from ebft.models.adapter import attach_adapter
 from ebft.models.load import load_base_model, load_model
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run.training import _adapter
@@ -23,12 +22,6 @@ def adapted_layers(model):
     return sorted({name.rpartition(".")[2] for name in model.targeted_module_names})
 
 
-def test_no_adapter_is_attached_where_none_is_asked_for(make_config):
-    config = make_config(special_tokens=PAD)
-    model = load_base_model(config, load_tokenizer(config))
-    assert attach_adapter(model, config) is model
-
-
 LINEAR = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 ALL = {"lora_target_linear": True}
 
@@ -39,16 +32,9 @@ ALL = {"lora_target_linear": True}
         (ALL, LINEAR),
         ({"lora_target_modules": ["q_proj", "v_proj"]}, ["q_proj", "v_proj"]),
         ({"lora_target_modules": r".*\.layers\.1\.self_attn\.(q|o)_proj"}, ["o_proj", "q_proj"]),
-        ({**ALL, "lora_target_modules": ["q_proj", "layers.1.self_attn.v_proj"]}, LINEAR),
         ({**ALL, "lora_target_modules": ["q_proj", "lm_head"]}, [*LINEAR, "lm_head"]),
-        ({**ALL, "lora_target_modules": ["embed_tokens"]}, [*LINEAR, "embed_tokens"]),
-        ({"lora_target_linear_modules": [r"self_attn\.(q|v)_proj"]}, ["q_proj", "v_proj"]),
         ({"lora_target_linear_modules": [r"language_model\.model\.layers\.\d+\.self_attn\.q_proj"]}, ["q_proj"]),
         ({"lora_target_linear_modules": ["o_proj"], "lora_target_modules": ["q_proj"]}, ["o_proj", "q_proj"]),
-        (
-            {"lora_target_modules": r"model.language_model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"},
-            ["q_proj", "up_proj"],
-        ),
         ({"lora_target_modules": r"lm_head|model\.language_model\.layers\.1\.mlp\.up_proj"}, ["lm_head", "up_proj"]),
         ({"lora_target_modules": r"model\.(?!layers|norm|embed|rotary).*|.*layers\.(?!0).*q_proj"}, ["q_proj"]),
     ],
@@ -62,12 +48,12 @@ def test_expressions_of_linear_layers(make_config):
     model = adapted(make_config(**LORA, lora_target_modules=[], lora_target_linear_modules=wanted))
     names = [f"model.layers.{name}" for name in ("0.mlp.up_proj", "1.self_attn.o_proj", "1.self_attn.q_proj")]
     assert sorted(model.targeted_module_names) == names
-    for expression in ("norm", "_proj", "q_pro"):
-        with pytest.raises(ModelError, match=f"lora_target_linear_modules: '{expression}' matches no linear layer"):
-            adapted(make_config(**LORA, lora_target_linear_modules=[expression]))
+    with pytest.raises(ModelError, match="lora_target_linear_modules: 'q_pro' matches no linear layer"):
+        adapted(make_config(**LORA, lora_target_linear_modules=["q_pro"]))
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "falcon_mamba", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize("kind", ["mamba2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "falcon_mamba", "falcon_h1", "nemotron_h"))])  # fmt: skip
 def test_layers_that_peft_refuses_in_mamba_are_left_out(kind, make_base, make_config):
     keys = {**LORA, "base_model": make_base(tiny_model(kind, vocab_size=512))}
     for more in ({}, {"peft_layers_to_transform": 0}):
@@ -84,17 +70,6 @@ def test_the_settings_of_an_adapter_whose_weights_are_float32(make_config):
     assert model.get_input_embeddings().weight.dtype == torch.bfloat16
     model = adapted(make_config(**LORA, **ALL, lora_modules_to_save=["embed_tokens"]))
     assert any("embed_tokens" in name for name, weight in model.named_parameters() if weight.requires_grad)
-
-
-def test_the_key_whose_value_peft_refuses_is_said(make_config):
-    for keys, message in (
-        ({"lora_target_modules": ["norm"]}, "LlamaRMSNorm.* is not supported"),
-        ({"lora_target_modules": "(q_proj"}, "unterminated subpattern"),
-        ({"adapter": None, "unfrozen_parameters": ["(q_proj"]}, "unterminated subpattern"),
-    ):
-        with pytest.raises(Exception, match=message) as caught:
-            adapted(make_config(**{**LORA, **keys}))
-        assert [*keys][-1] in told(caught.value)
 
 
 def trained(model):
@@ -116,8 +91,9 @@ def test_checkpointing_lets_gradients_through_frozen_embeddings(make_config, key
 
 def test_going_on_from_a_saved_adapter(make_config, tmp_path):
     keys = {"adapter": "lora", "special_tokens": PAD, "lora_model_dir": str(tmp_path)}
-    with pytest.raises(ModelError, match="lora_model_dir: .* does not contain an adapter"):
+    with pytest.raises(ValueError, match="Can't find 'adapter_config.json'") as caught:
         adapted(make_config(**keys))
+    assert "continuing the adapter lora_model_dir" in told(caught.value)
     first = adapted(make_config(**LORA, lora_target_modules=["q_proj"]))
     with torch.no_grad():
         for name, weight in first.named_parameters():
@@ -134,8 +110,7 @@ def test_going_on_from_a_saved_adapter(make_config, tmp_path):
     [
         ({**ALL, "lora_modules_to_save": ["nope"]},
          "lora_modules_to_save: 'nope' matches no module. The modules are .*lm_head"),
-        *(({"lora_target_modules": wanted}, "q_prj' matches no module. The linear layers are down_proj, gate_proj")
-          for wanted in (["k_prj", "q_prj"], ".*q_prj")),
+        ({"lora_target_modules": ["k_prj", "q_prj"]}, "q_prj' matches no module. The linear layers are down"),
         ({**ALL, "peft_layers_to_transform": [0, 2]},
          "peft_layers_to_transform: 2 is not a layer of the model, which has 2"),
         ({"lora_target_parameters": ["experts.down_proj"]}, "The model has no fused experts"),
@@ -156,9 +131,8 @@ def test_some_layers(make_config):
     chosen = {"lora_target_modules": ["q_proj"], "peft_layers_to_transform": 0, "peft_layers_pattern": "layers"}
     assert adapted(make_config(**LORA, **chosen)).targeted_module_names == ["model.layers.0.self_attn.q_proj"]
     for keys in ({}, {"lora_target_modules": ["q_proj"]}):
-        for layers, index in ((0, 0), (1, 1), ([1], 1)):
-            names = adapted(make_config(**LORA, **ALL, **keys, peft_layers_to_transform=layers)).targeted_module_names
-            assert len(names) == 7 and all(f".layers.{index}." in name for name in names)
+        names = adapted(make_config(**LORA, **ALL, **keys, peft_layers_to_transform=[1])).targeted_module_names
+        assert len(names) == 7 and all(".layers.1." in name for name in names)
 
 
 def test_rank_stabilised_scaling_and_dora(make_config):
@@ -230,15 +204,12 @@ SHARED = ["shared_expert.down_proj", "shared_expert.gate_proj", "shared_expert.u
     [
         ("qwen3_moe", {**ALL, "lora_dropout": 0.1}, ATTENTION),
         ("mixtral", {**ALL, "lora_target_modules": ["w1", "w2", "w3"]}, [*FUSED, *ATTENTION]),
-        ("mixtral", {**ALL, "lora_target_modules": ["embed_tokens"]}, [*ATTENTION, "embed_tokens"]),
         ("phimoe", ALL, ATTENTION),  # its router is a linear layer; PEFT knows no experts
         ("phimoe", {**ALL, "lora_target_modules": ["router"]}, [*ATTENTION, "router"]),
         ("qwen2_moe", ALL, [*SHARED, *ATTENTION, "shared_expert_gate"]),
         ("qwen3_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, FUSED),
-        ("qwen3_moe", {"lora_target_modules": ["q_proj", "mlp.experts.down_proj"]}, [FUSED[0], "q_proj"]),
         ("qwen3_moe", {"lora_target_modules": r".*(q_proj|experts\.(gate|up)_proj)"}, [FUSED[1], "q_proj"]),
         ("qwen3_moe", {"lora_target_modules": r".*layers\.1\..*(q|v)_proj"}, ["q_proj", "v_proj"]),
-        ("mixtral", {"lora_target_modules": ["w1", "w2", "w3", "q_proj"]}, [*FUSED, "q_proj"]),
         ("qwen2_moe", {"lora_target_modules": ["gate_proj", "up_proj", "down_proj"]}, SHARED),
     ],
 )
@@ -251,7 +222,7 @@ def test_what_is_adapted_in_a_mixture_of_experts(mixture, kind, keys, expected, 
         return ".".join(name.split(".")[-2 if "expert" in name.split(".")[-2] else -1 :])
 
     assert sorted({short(name) for name in names}) == sorted(expected)
-    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2) - ("embed_tokens" in expected)
+    assert len(names) == len(expected) * (1 if "layers" in str(keys) else 2)
     if FUSED[1] in expected:  # PEFT gives the stacked gate_proj and up_proj twice the rank
         layer = model.get_submodule("base_model.model.model.layers.1.mlp.experts")
         inner = layer.base_layer if FUSED[0] in expected else layer
@@ -279,15 +250,11 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
     ("kind", "key", "wanted", "message"),
     [
         ("mixtral", "parameters", ["experts.w1"],
-         "'experts.w1' matches no parameter outside of linear layers. Those of experts are experts.down_"),
-        ("mixtral", "parameters", ["q_proj.weight"], "matches no parameter outside of linear layers"),
+         "'experts.w1' matches no parameter outside of linear layers. The fused experts are experts.down_"),
         ("mixtral", "parameters", ["norm.weight"], "matches a vector"),
         ("qwen3_moe", "modules", ["layers.1.mlp.experts.down_proj"],
          "all layers.*lora_target_parameters: model.layers.0.mlp.exp"),
-        ("qwen3_moe", "modules", r".*layers\.1\.mlp\.experts\.down_proj",
-         "all layers.*Name the experts in lora_target_parameters"),
         ("glm4_moe", "modules", ["layers.0.mlp.down_proj"], "selects some of the layers that have this name"),
-        ("glm4_moe", "modules", r".*layers\.0\.mlp\.down_proj", "selects some of the layers that have this name"),
         ("phimoe", "modules", ["gate_proj"],
          r"matches no module.*with lora_target_parameters: .*experts.down_proj., .experts.gate_up"),
     ],
@@ -295,13 +262,6 @@ def test_an_adapter_of_experts_is_saved_and_loaded(mixture, tmp_path):
 def test_names_that_do_not_select_experts(mixture, kind, key, wanted, message):
     with pytest.raises(ModelError, match=message):
         adapted(mixture(kind, **{f"lora_target_{key}": wanted}))
-
-
-def test_linear_layers_that_have_the_names_of_experts(mixture):
-    message = "for the fused experts, and .*: mlp.down_proj, .*shared_experts.up_proj are not adapted"
-    with pytest.warns(UserWarning, match=message):
-        model = adapted(mixture("glm4_moe", **ALL))
-    assert adapted_layers(model) == ATTENTION and not model.targeted_parameter_names
 
 
 def test_linear_layers_that_peft_cannot_adapt_beside_others(mixture):
@@ -312,16 +272,12 @@ def test_linear_layers_that_peft_cannot_adapt_beside_others(mixture):
     with pytest.warns(UserWarning, match=message):
         model = adapted(mixture("glm4_moe", lora_target_modules=names))
     assert adapted_layers(model) == ["q_proj"] and not model.targeted_parameter_names
+    with pytest.warns(UserWarning, match="for the fused experts, and .*: mlp.down_proj, .*up_proj are not adapted"):
+        assert adapted_layers(adapted(mixture("glm4_moe", **ALL))) == ATTENTION
 
 
-@pytest.mark.parametrize(
-    "others",
-    [
-        {"lora_target_modules": ["q_prj", "v_proj"]},
-        {"lora_target_modules": ["q_prj"], "lora_target_linear_modules": ["v_proj"]},
-    ],
-)
-def test_a_name_that_selects_nothing_is_left_out(make_config, others):
+def test_a_name_that_selects_nothing_is_left_out(make_config):
+    others = {"lora_target_modules": ["q_prj"], "lora_target_linear_modules": ["v_proj"]}
     with pytest.warns(UserWarning, match="lora_target_modules: 'q_prj' matches no module. The linear layers are down_"):
         model = adapted(make_config(**LORA, **others))
     assert adapted_layers(model) == ["v_proj"] and "q_prj" not in model.peft_config["default"].target_modules
@@ -341,12 +297,9 @@ ATTENTION_WEIGHTS = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
 
 
 def test_names_in_the_checkpoint(mixture, make_config):
-    sparse, parts = (
-        r"model.layers.[01].block_sparse_moe",
-        [".gate.weight", ".experts.gate_up_proj", ".experts.down_proj"],
-    )
+    sparse = r"model.layers.[01].block_sparse_moe"
+    parts = [".gate.weight", ".experts.gate_up_proj", ".experts.down_proj"]
     choose = lambda kind, pattern: trained(adapted(mixture(kind, adapter=None, unfrozen_parameters=[pattern])))
-    assert choose("mixtral", rf"^{sparse}.gate.weight$") == [f"model.layers.{i}.mlp.gate.weight" for i in range(2)]
     assert choose("mixtral", sparse) == [f"model.layers.{i}.mlp{part}" for i in range(2) for part in parts]
     layer = choose("mixtral", r"model\.layers\.1\.(self_attn|block_sparse_moe)\.")
     assert layer == [f"model.layers.1.{own}" for own in (*ATTENTION_WEIGHTS, *(f"mlp{part}" for part in parts))]

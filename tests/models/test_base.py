@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
-from ebft.errors import ConfigError, ModelError, told
+from ebft.errors import ConfigError, ModelError
 from ebft.models.load import (
     check_sequence_len,
     load_base_model,
@@ -32,7 +32,8 @@ def tokenizer(make_config):
     return load_tokenizer(make_config(special_tokens={"pad_token": "<|end|>"}))
 
 
-@pytest.mark.parametrize("kind", MULTIMODAL)
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in (
+    "lfm2_vl", "llava", "smolvlm"))])  # fmt: skip
 def test_the_text_model_of_a_multimodal_one(kind, make_base, make_config, tokenizer, tmp_path):
     whole = save_multimodal(kind, base := make_base())
     with pytest.warns(UserWarning, match="the text model of a multimodal model is loaded, .*, without .. tensors"):
@@ -71,14 +72,6 @@ FLASH, HUB = {"flash_attention": True}, {"attn_implementation": "kernels-communi
     [
         ("llama", FLASH, False, "flash_attention_2 cannot be used .no CUDA device is available"),
         ("gemma2", FLASH, True, "flash_attention_2 cannot be used .its package is not installed"),
-        (
-            "gpt_oss",
-            {"attn_implementation": "flash_attention_3"},
-            True,
-            "flash_attention_3 cannot be used .its package",
-        ),
-        ("gemma2", {"flex_attention": True}, False, "flex_attention cannot be used .no CUDA device is available"),
-        ("llama", HUB, False, "flash-attn2 cannot be used .no CUDA device"),
         ("gpt_oss", HUB, True, "cannot be used .the package kernels is not installed"),
     ],
 )
@@ -104,21 +97,6 @@ def test_sequence_len_beyond_positions(make_config):
     ):
         with pytest.raises(ConfigError, match=message):
             check_sequence_len(sequence_len, found, "the model", longest)
-
-
-def test_folders_without_a_model(make_config, tokenizer, tiny_llama_dir, tmp_path):
-    def refused(message, **keys):
-        with pytest.raises(ModelError, match=message):
-            load_model(make_config(**keys), tokenizer)
-
-    refused("base_model: .* is not the folder of a model", base_model=str(tmp_path))
-    refused("base_model_config: the local path './gone' does not exist", base_model_config="./gone")
-    (tmp_path / "config.json").write_bytes((tiny_llama_dir / "config.json").read_bytes())
-    with pytest.raises(OSError, match="no file named model.safetensors") as caught:
-        load_model(make_config(base_model=str(tmp_path)), tokenizer)
-    assert f"while loading base_model: {tmp_path}" in told(caught.value)
-    GPT2Config(n_layer=2, n_head=2, n_embd=32).save_pretrained(tmp_path)
-    refused("base_model: .*do not have the shapes of the model", base_model_config=str(tmp_path))
 
 
 def test_quantisation_without_package_or_gpu(make_config, tokenizer, monkeypatch):
@@ -216,11 +194,14 @@ def embeddings(make_config, **keys):
     return len(tokenizer), load_base_model(config, tokenizer).get_input_embeddings().weight
 
 
-def test_new_tokens_and_the_size_of_embeddings(make_config):
+def test_new_tokens_and_the_size_of_embeddings(make_config, make_base):
     before, weight = embeddings(make_config)
     assert weight.shape[0] == before == 512
     tokens, weight = embeddings(make_config, tokens=["<new>", "<newer>"])
     assert weight.shape[0] == tokens == 514
+    large = make_base(vocab_size=600)
+    assert embeddings(make_config, base_model=large)[1].shape[0] == 600
+    assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
     assert embeddings(make_config, tokens=["<new>"], resize_token_embeddings_to_32x=True)[1].shape[0] == 544
     config = make_config(special_tokens={"pad_token": "<|end|>", "additional_special_tokens": ["<tool>"]})
     tokenizer = load_tokenizer(config)
@@ -235,11 +216,9 @@ def test_new_tokens_and_the_size_of_embeddings(make_config):
     [
         ({"tokens": ["<new>"]}, "tokens: the adapter does not train embed_tokens and lm_head"),
         ({"tokens": ["<new>"], "lora_modules_to_save": ["embed_tokens"]}, "tokens: the adapter does not train lm_head"),
-        ({"tokens": ["<new>"], "lora_modules_to_save": ["embed_tokens", "lm_head"]}, None),
         ({"tokens": ["<new>"], "lora_target_modules": ["embed_tokens", "lm_head"], "lora_target_linear": False}, None),
         ({"additional_special_tokens": ["<new>"]}, "special_tokens.additional_special_tokens: the adapter does not"),
         ({"additional_special_tokens": ["<|end|>"]}, None),
-        ({}, None),
     ],
 )
 def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
@@ -253,12 +232,6 @@ def test_new_tokens_that_an_adapter_does_not_train(make_config, keys, frozen):
     found = [str(each.message) for each in caught if "initial values" in str(each.message)]
     assert len(found) == (frozen is not None) and all(message.startswith(frozen) for message in found)
     assert all("such as <new> keep" in text and "to_save: [embed_tokens, lm_head]" in text for text in found)
-
-
-def test_embeddings_are_shrunk_when_asked_for(make_config, make_base):
-    large = make_base(vocab_size=600)
-    assert embeddings(make_config, base_model=large)[1].shape[0] == 600
-    assert embeddings(make_config, base_model=large, shrink_embeddings=True)[1].shape[0] == 512
 
 
 def test_new_embeddings_are_near_the_mean_of_the_others(make_config):
@@ -285,14 +258,8 @@ def layer(dtype, value=0.02, trained=True):
 def test_the_share_is_that_of_the_weights_that_a_step_changes():
     model = layer(torch.bfloat16)
     model.weight.data[:2] = 1e-5  # a quarter of them is small enough for steps of 1e-6
-    before = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight += 1e-6
-    assert model.weight.ne(before).float().mean() == 0.25
-    model.weight.data = before
     assert share_that_moves(model, 1e-6) == 0.25
     assert share_that_moves(model, 1e-3) == 1.0
-    assert model.weight.equal(before)
 
 
 def test_steps_that_bfloat16_loses_are_warned_of():

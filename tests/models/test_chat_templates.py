@@ -6,9 +6,9 @@ import pytest
 from datasets import Dataset
 from jinja2 import TemplateError
 
-from ebft.config.schema import RunConfig
 from ebft.data.apply import Source, tokenise
 from ebft.models.tokenizer import NAMES, apply_chat_template_choice, load_tokenizer, named_template
+from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import make_chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief"}
@@ -106,23 +106,16 @@ def test_formats(tokenizer, name):
 
 TOOL = {"role": "tool", "content": "x"}
 REFUSED = [("gemma", [SYSTEM, *TURNS], "gemma has no system turn; use gemma3")]
-REFUSED += [(name, [*TURNS, TOOL], f"{name} has no role tool")
-            for name in ("deepseek_v2", "deepseek_v3", "cohere", "mistral_v7_tekken", "alpaca")]  # fmt: skip
+REFUSED += [(name, [*TURNS, TOOL], f"{name} has no role tool") for name in ("deepseek_v2", "cohere", "alpaca")]
 REFUSED += [(name, [TURNS[0], TURNS[2]], f"{name} needs turns of user and assistant that alternate")
-            for name in ("gemma", "gemma3", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken")]  # fmt: skip
+            for name in ("gemma", "gemma3", "mistral_v1")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "messages", "error"), REFUSED)
-def test_chats_that_are_refused(tokenizer, name, messages, error):
-    with pytest.raises(TemplateError, match=error):
-        rendered(tokenizer, name, messages)
-
-
-def test_qwen_25_has_a_system_prompt_of_its_own(tokenizer):
-    assert rendered(tokenizer, "qwen_25", TURNS[:1]) == (
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n"
-    )
+def test_chats_that_are_refused_and_a_system_prompt_of_its_own(tokenizer):
+    for name, messages, error in REFUSED:
+        with pytest.raises(TemplateError, match=error):
+            rendered(tokenizer, name, messages)
+    assert "You are Qwen, created by Alibaba Cloud" in rendered(tokenizer, "qwen_25", TURNS[:1])
 
 
 def test_thinking_of_qwen3(tokenizer):
@@ -170,16 +163,10 @@ def test_markers_that_the_tokenizer_splits_give_one_warning(tokenizer, choice, m
     assert message.startswith(f"chat_template: {markers}") and "Add them: tokens: [" in message
 
 
-@pytest.mark.parametrize("choice", ["chatml", "alpaca", "mistral_v1", "deepseek_v2"])
-def test_templates_of_tokens_or_of_words_give_no_warning(tokenizer, choice):
-    tokenizer.chat_template = None
-    with warnings.catch_warnings(action="error"):
-        apply_chat_template_choice(tokenizer, choice)
-
-
 def test_added_markers_give_no_warning(make_config):
     keys = {"chat_template": "chatml", "special_tokens": {"pad_token": "<|end|>"}}
     with pytest.warns(UserWarning, match="chat_template: chatml writes"):
         load_tokenizer(make_config(**keys))
     with warnings.catch_warnings(action="error"):
         load_tokenizer(make_config(**keys, tokens=["<|im_start|>", "<|im_end|>"]))
+        load_tokenizer(make_config(**{**keys, "chat_template": "alpaca"}))  # markers that are words

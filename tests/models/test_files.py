@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from ebft.errors import ModelError
 from ebft.models.adapter import load_saved_adapter
@@ -18,12 +18,10 @@ def adapter(folder, **settings):
 @pytest.mark.parametrize(
     ("task", "model", "fits"),
     [
-        ("CAUSAL_LM", AutoModelForCausalLM, True),
         (None, AutoModelForCausalLM, True),
         ("CAUSAL_LM", AutoModelForSequenceClassification, False),
         ("SEQ_CLS", AutoModelForCausalLM, False),
         ("TOKEN_CLS", AutoModelForSequenceClassification, False),
-        (None, AutoModelForTokenClassification, False),
     ],
 )
 def test_the_task_of_an_adapter(task, model, fits, tiny_llama_dir, tmp_path):

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ebft.errors import ConfigError, ModelError, told
+from ebft.errors import ModelError
 from ebft.models.load import load_base_model, load_model
-from ebft.models.pretrained import find_model, load, pretrained_config, pretrained_model, pretrained_tokenizer
+from ebft.models.pretrained import load, pretrained_config, pretrained_model, pretrained_tokenizer
 from ebft.models.tokenizer import load_tokenizer
 from ebft.models.weights import load_gguf_model, load_gguf_tokenizer
 from tests.gguf_files import write_gguf
@@ -75,14 +75,6 @@ def test_files_of_another_model_beside_it_are_not_taken(make_gguf_config, tiny_g
     assert found.special_tokens_map == wanted.special_tokens_map and found.eos_token is not None
 
 
-@pytest.mark.parametrize("name", ["run.gguf", "gguf_file=m.gguf"])
-def test_a_folder_may_be_named_like_a_file(tiny_llama_dir, tmp_path, monkeypatch, name):
-    shutil.copytree(tiny_llama_dir, tmp_path / name)
-    monkeypatch.chdir(tmp_path)
-    for given in (name, str(tmp_path / name)):
-        assert pretrained_model(find_model(given, "base_model")).config.vocab_size == len(pretrained_tokenizer(given))
-
-
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm"])
 def test_tokens_are_those_of_the_model_and_saved_as_they_are(base, tmp_path, pre):
     """Digits are split where the file says so."""
@@ -122,28 +114,6 @@ def test_names_of_gguf_files_are_names_of_models(tiny_gguf, make_gguf_config):
         assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters()))
     assert pretrained_config(name).hidden_size == 32
     assert pretrained_tokenizer(name)("a")["input_ids"] == load_tokenizer(config)("a")["input_ids"]
-
-
-def test_a_folder_without_gguf_file(make_gguf_config, tiny_gguf):
-    with pytest.raises(ModelError, match=f"add gguf_file: {tiny_gguf.name}; elsewhere, give the path of the file"):
-        load_tokenizer(make_gguf_config(gguf_file=None))
-    with pytest.raises(ModelError, match="it is a GGUF model"):
-        find_model(str(tiny_gguf.parent), "model")
-
-
-@pytest.mark.parametrize("share", [0.05, 0.999])
-def test_files_that_are_cut_off(share, make_gguf_config, tiny_gguf, tmp_path):
-    content = tiny_gguf.read_bytes()
-    (tmp_path / "bad.gguf").write_bytes(content[: int(share * len(content))])
-    config = make_gguf_config(base_model=str(tmp_path), gguf_file="bad.gguf")
-    with pytest.raises(Exception, match="cannot reshape|requires a buffer") as caught:
-        load_base_model(config, load_tokenizer(config))
-    assert f"while reading {tmp_path / 'bad.gguf'}" in told(caught.value)
-
-
-def test_quantisation_is_not_supported(make_gguf_config):
-    with pytest.raises(ConfigError, match="no effect with GGUF files, which are loaded dense"):
-        make_gguf_config(**{**LORA, "adapter": "qlora", "load_in_4bit": True})
 
 
 def test_new_tokens_beside_an_adapter_are_refused_before_the_model_is_loaded(make_gguf_config, monkeypatch):

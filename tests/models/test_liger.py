@@ -1,15 +1,14 @@
 """Keys of Liger's kernels reach transformers where they run, and are refused or named where they do not."""
 
 import sys
-import warnings
 from types import SimpleNamespace
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.methods.sft import check_kernels
 from ebft.run.checks import Machine, check_machine
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_kwargs
 from tests.config.conftest import MINIMAL
 from tests.monitor.sft_run import plain_trainer
@@ -38,8 +37,6 @@ def test_only_the_kernels_that_are_asked_for_reach_transformers():
         check_machine(config_with(liger_rope=True), GPU)
     with pytest.warns(UserWarning, match="liger_rope has no effect: .* does not read it"):
         config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=True)
-    with warnings.catch_warnings(action="error"):
-        config_with(rl="ebft", ebft={"mode": "strided"}, liger_rope=False)
 
 
 def test_a_kernel_that_liger_does_not_have_for_a_model_is_an_error(monkeypatch):

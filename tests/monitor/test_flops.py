@@ -55,8 +55,7 @@ def test_plain(tmp_path, adapted, checkpointing, monkeypatch):
 
 
 SINGLE = {"single_pass": True, "ce_coef": 0.1}
-OF_A_LAYER = {"single_pass": True, "ce_coef": 0.0, "feature_layers": [0.25]}
-STRIDED = [SINGLE, SINGLE | {"single_pass": False}, OF_A_LAYER, {"rollout_tokens_per_pass": 120}]
+STRIDED = [SINGLE | {"single_pass": False}, {**SINGLE, "feature_layers": [0.25]}, {"rollout_tokens_per_pass": 120}]
 
 
 @pytest.mark.slow

@@ -81,14 +81,9 @@ def test_few_rollouts_are_evenly_spread(tmp_path, options, steps):
     assert all(len(entry["blocks"]) <= 4 for entry in found) and len(found) <= 2 * len(steps)
 
 
-@pytest.mark.parametrize("mode", ["strided", "structured"])
-def test_the_files_of_a_run_of_a_trainer_in_python(chat_tokenizer, tmp_path, mode):
-    callbacks = [RunFilesCallback()]
-    if mode == "strided":
-        trainer = make_strided(tmp_path, tiny_model("llama"), max_steps=2)
-        trainer.add_callback(callbacks[0])
-    else:
-        trainer = make_structured(lora(chat_model(chat_tokenizer)), chat_tokenizer, tmp_path, callbacks=callbacks)
+def test_the_files_of_a_run_of_a_trainer_in_python(tmp_path):
+    trainer = make_strided(tmp_path, tiny_model("llama"), max_steps=2)
+    trainer.add_callback(RunFilesCallback())
     for _ in range(2):  # the second run moves the files of the first one away
         trainer.train()
         live = LiveRun(tmp_path)
@@ -96,7 +91,7 @@ def test_the_files_of_a_run_of_a_trainer_in_python(chat_tokenizer, tmp_path, mod
         assert live.state == "finished" and live.step == live.max_steps == 2 and live.run["changed"]["max_steps"] == 2
         assert [entry["step"] for entry in live.metrics.history if "loss" in entry] == [1, 2]
         assert "No rollouts" not in str(rollouts(live.newest(), 80, live.config)) and live.newest()
-        assert samples_rollouts(live.config) and live.config["ebft"]["mode"] == mode
+        assert samples_rollouts(live.config) and live.config["ebft"]["mode"] == "strided"
         page = report(tmp_path)
         assert "<h3>Rollouts</h3>" in page or "First rollouts" in page
     assert (tmp_path / "previous" / "1").is_dir()

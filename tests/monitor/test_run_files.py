@@ -4,19 +4,15 @@ import json
 import os
 import shutil
 import time
-from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerState
 
 from ebft import train
-from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step, set_run_aside
-from ebft.processes import is_main_process
-from ebft.run.callbacks import TrainingInterrupted
-from ebft.run.reporting import recorded
+from ebft.monitor.run_files import RolloutLog, RunFiles, remove_from_step
 from ebft.run_files import EVALUATION, HEALTH, METRICS, PREVIOUS, REPORT, ROLLOUTS, RUN, START, read_run, rollout_files
 from tests.monitor.sft_run import plain_trainer
-from tests.run.test_methods import OVERRIDES, quietly, run_file
+from tests.run.test_methods import quietly, run_file
 from tests.strided.families import tiny_model
 
 __all__ = ["run_file"]
@@ -48,10 +44,9 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-@pytest.mark.parametrize("method", OVERRIDES)
-def test_every_method_describes_its_run(run_file, out, method):
+def test_the_description_of_a_run(run_file, out):
     before = time.time()
-    result = train(quietly(run_file, [*OVERRIDES[method], "max_steps=2", "eval_steps=1"]))
+    result = train(quietly(run_file, ["max_steps=2", "eval_steps=1"]))
     logs, found = result.trainer.state.log_history, lines(out / METRICS)
     assert [entry["step"] for entry in logs] == [line["step"] for line in found]
     for entry, line in zip(logs, found):
@@ -64,24 +59,6 @@ def test_every_method_describes_its_run(run_file, out, method):
     assert run["changed"]["sequence_len"] == 64 and "learning_rate" not in run["changed"]
     assert {"python", "ebft", "torch"} <= run["versions"].keys() and run["method"]
     assert not list(out.glob("*.part"))
-
-
-@pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt(), "stopped"), (OSError("disk full"), "failed")])
-def test_the_state_of_a_run_that_is_interrupted(run_file, out, monkeypatch, error, state):
-    seen = []
-
-    class Probe(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            seen.append((read(out / RUN)["state"], read(out / RUN)["max_steps"]))
-            if state.global_step == 1:  # as a user's code may do
-                raise error
-
-    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", Probe)
-    with pytest.raises(TrainingInterrupted if state == "stopped" else OSError):
-        train(quietly(run_file, ["rl=", "max_steps=2"]))
-    run = read(out / RUN)
-    assert seen == [("running", 2)] * 2 and run["state"] == state
-    assert run.get("error") == ("OSError: disk full" if state == "failed" else None)
 
 
 def test_a_resumed_run_has_no_step_twice(run_file, out):
@@ -104,31 +81,22 @@ def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(ru
         train(quietly(run_file, ["base_model=does/not-exist"]))
     assert read(out / RUN)["state"] == "failed" and "does/not-exist" in read(out / RUN)["error"]
     shutil.rmtree(out)
-    keys, folders = ["ebft.log_completions=true", "max_steps=1"], [out / PREVIOUS / "1", out / PREVIOUS / "2", out]
-    for _ in folders:
-        train(quietly(run_file, keys))
-        assert steps_with_a_loss(out) == [1] and set(steps(out / ROLLOUTS)) == {1} and not (out / START).exists()
-        write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
-        files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        for resumes in (False, True):
-            broken = ["datasets.0.path=/does/not/exist.jsonl", f"auto_resume_from_checkpoints={resumes}"]
-            with pytest.raises(ValueError):
-                train(quietly(run_file, [*keys, *broken]))
-            start = read(out / START)
-            assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
-            assert {
-                path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != START
-            } == files
-        (out / START).unlink()
-        assert read_run(out)["state"] == "finished"
-    assert sorted((out / PREVIOUS).iterdir()) == folders[:2]
-    assert all((folder / name).is_file() for folder in folders for name in (METRICS, RUN, ROLLOUTS, HEALTH))
-    times = [lines(folder / METRICS)[0]["time"] for folder in folders]
-    assert times == sorted(set(times))
+    keys = ["ebft.log_completions=true", "max_steps=1"]
+    train(quietly(run_file, keys))
+    write(out / HEALTH, [{"time": 1.0, "step": 1, "name": "name"}])
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError):
+        train(quietly(run_file, [*keys, "datasets.0.path=/does/not/exist.jsonl"]))
+    start = read(out / START)
+    assert start["state"] == "failed" and start["config"]["datasets"][0]["path"].endswith("exist.jsonl")
+    (out / START).unlink()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+    assert read_run(out)["state"] == "finished"
     with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
         train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
-    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2}
-    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "3") == [1]
+    assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2} and not (out / START).exists()
+    assert all((out / PREVIOUS / "1" / name).is_file() for name in (METRICS, RUN, ROLLOUTS, HEALTH))
+    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "1") == [1]
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")
@@ -137,7 +105,7 @@ def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out
     compared = {"models": [{"model": "a", "metrics": {"x": 1.0}}, {"model": "b", "metrics": {"x": 2.0}}]}
     compared["models"][1]["differences"] = {"x": 1.0}
     out.mkdir()
-    for number, run in enumerate((["max_steps=1"], ["max_steps=1"], ["max_steps=2", AUTO]), start=1):
+    for number, run in enumerate((["max_steps=1"], ["max_steps=2", AUTO]), start=1):
         write(out / EVALUATION, [compared])
         train(quietly(run_file, [*keys, *run]))
         assert (out / PREVIOUS / str(number) / EVALUATION).is_file() and not (out / EVALUATION).exists()
@@ -145,18 +113,6 @@ def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out
     write(out / EVALUATION, [compared])
     train(quietly(run_file, [*keys, "max_steps=2", AUTO]))  # nothing to train: it is still the evaluation of this model
     assert (out / EVALUATION).is_file()
-
-
-def test_files_of_earlier_runs_are_kept(tmp_path):
-    (tmp_path / PREVIOUS / "9").mkdir(parents=True)
-    for path in (tmp_path / PREVIOUS / METRICS, tmp_path / PREVIOUS / "9" / METRICS):
-        path.write_text("of an older run")
-    set_run_aside(tmp_path)
-    assert len(list((tmp_path / PREVIOUS).iterdir())) == 2
-    (tmp_path / METRICS).write_text("of the last run")
-    set_run_aside(tmp_path)
-    assert (tmp_path / PREVIOUS / "10" / METRICS).read_text() == "of the last run" and not (tmp_path / METRICS).exists()
-    assert (tmp_path / PREVIOUS / METRICS).is_file() and (tmp_path / PREVIOUS / "9" / METRICS).is_file()
 
 
 def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path):
@@ -223,12 +179,3 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
         files.end("finished")
     assert len([one for one in caught if "cannot be followed" in str(one.message)]) == 1
     assert trainer.state.global_step == 3
-
-
-def test_another_process_than_the_main_one_writes_nothing(out, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    assert is_main_process()  # RANK alone is left from something else than a launch
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with recorded(SimpleNamespace(output_dir=str(out))) as files:
-        assert files is None
-    assert not out.exists()

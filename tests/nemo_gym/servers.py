@@ -130,7 +130,7 @@ def gym():
 
 def config_of(*datasets, **changes):
     """A config whose replies the servers of NeMo Gym score."""
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
     own = {"base_model": "unused", "rl": "grpo", "trl": {"reward_funcs": ["nemo_gym_verify"]}}
     own |= {"nemo_gym_enabled": True, "nemo_gym_auto_start": False, "nemo_gym_datasets": list(datasets)}

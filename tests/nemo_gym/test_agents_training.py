@@ -52,7 +52,8 @@ def make(gym, vllm, write_rows, tiny_llama_dir, tmp_path):
     return config
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "prefetched"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("ahead", [True, False], ids=["prefetched", "in step"])
 def test_every_batch_is_sampled_from_its_version_of_the_policy(agent, make, vllm, ahead, tmp_path):
     steps = {"max_steps": 4} if ahead else {"val_set_size": 1, "eval_steps": 3}
     trainer = train(make({"async_prefetch": ahead, "scale_rewards": False}, **steps)).trainer

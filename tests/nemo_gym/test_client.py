@@ -27,10 +27,9 @@ def test_servers_by_the_names_of_the_config(gym, client):
     servers = client.servers(5.0)
     with pytest.raises(ConfigError, match="no server 'tool'. Servers: tools, math, tools_simple_agent, second. Corr"):
         servers.resources("tool")
-    with pytest.raises(ConfigError, match="one agent for the resources server tools, .* tools_simple_agent, second"):
-        servers.agent("tools")
-    with pytest.raises(ConfigError, match="one agent for the resources server math, but NeMo Gym has none"):
-        servers.agent("math")
+    for name, found in (("tools", "tools_simple_agent, second"), ("math", "none")):
+        with pytest.raises(ConfigError, match=f"one agent for the resources server {name}, but NeMo Gym has {found}"):
+            servers.agent(name)
 
 
 def test_no_head_server():
@@ -39,24 +38,17 @@ def test_no_head_server():
     with pytest.raises(RolloutError, match="head server at .* is not ready after 0.5 s .*Start NeMo Gym with ng"):
         client.servers(0.5)
     client.close()
-    client.close()
-    with pytest.raises(RolloutError, match="is closed"):
-        client.is_up()
 
 
 BROKEN = Failure(f'status 500: {{"detail": "broken"}} ({ATTEMPTS} attempts)')
 REJECTED = Failure('status 422: {"detail": "strict is missing"}')
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ([(503, {"detail": "busy"})] * 2 + [{"ok": 1}], {"ok": 1}),
-        ([None] * 2 + [{"ok": 1}], {"ok": 1}),  # a lost connection
-        ([(500, {"detail": "broken"})] * ATTEMPTS, BROKEN),
-        ([(422, {"detail": "strict is missing"})], REJECTED),
-    ],
-)
+@pytest.mark.parametrize(("answers", "expected"), [
+    ([(503, {"detail": "busy"}), None, {"ok": 1}], {"ok": 1}),  # None is a lost connection
+    ([(500, {"detail": "broken"})] * ATTEMPTS, BROKEN),
+    ([(422, {"detail": "strict is missing"})], REJECTED),
+])  # fmt: skip
 def test_failures_that_may_pass_are_retried(gym, client, answers, expected):
     left, body = list(answers), {"a": [{"b": None}, {"c": [1, 2.5, "é"]}], "d": {}}
     server = gym.serve(lambda path, body: left.pop(0))

@@ -1,17 +1,16 @@
 """The keys `nemo_gym_*`: configs of other trainers load, and contradictions are errors."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 
 from ebft.config.load import parse_yaml
-from ebft.config.schema import RunConfig, load_config
 from ebft.errors import ConfigError
 from ebft.run.checks import Machine, check_machine
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.serving.command import server_command
+from tests.config.conftest import warned
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 READ_AS = "type: chat_template, field_messages: responses_create_params.input"
 READ_AS += ", message_field_content: content, message_field_role: role"
 SINGLE = f"""
@@ -42,12 +41,10 @@ output_dir: ./outputs/nemo_gym_async, use_wandb: true, wandb_project: nemo-gym-r
 OF_MULTI, CHAT = parse_yaml(MULTI)["trl"], {"path": "x", "type": "chat_template"}
 
 
-def load(tmp_path, text, *overrides):
+def load(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        return load_config(path, list(overrides)), [str(warning.message) for warning in caught]
+    return warned(load_config, path=path)
 
 
 def values(text, **changes):
@@ -55,51 +52,30 @@ def values(text, **changes):
     return {key: value for key, value in found.items() if value is not None}
 
 
-def test_a_config_with_single_replies(tmp_path):
+def test_configs_of_other_trainers(tmp_path):
     config, messages = load(tmp_path, SINGLE)
     assert messages == [] and config.plugins == []
     assert config.trl.reward_funcs == ["nemo_gym_verify"]
     assert [entry.type for entry in config.datasets] == ["nemo_gym.transform"]
-    assert not config.nemo_gym_multi_turn and config.nemo_gym_verify_timeout == 30
-
-
-def test_a_config_with_several_turns(tmp_path):
     config, messages = load(tmp_path, MULTI)
     assert [message.split(" has")[0] for message in messages] == ["trl.use_data_producer"]
-    assert config.trl.reward_funcs == ["nemo_gym_env"] and config.plugins == []
-    assert config.nemo_gym_multi_turn and config.nemo_gym_verify_timeout == 120 and config.uses_server
+    assert config.trl.reward_funcs == ["nemo_gym_env"] and config.plugins == [] and config.uses_server
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
-        (SINGLE, {"nemo_gym_enabled": None}, "nemo_gym_verify needs nemo_gym_enabled: true"),
-        (SINGLE, {"nemo_gym_datasets": None}, "nemo_gym_enabled: true needs nemo_gym_datasets"),
-        (SINGLE, {"nemo_gym_multi_turn": True}, "uses the reward nemo_gym_env: add it .*in place of nemo_gym_verify"),
-        (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Remove datasets"),
-        (SINGLE, {"rl": "ebft"}, "nemo_gym_enabled: true needs rl: grpo"),
-        (SINGLE, {"datasets": [CHAT]}, "chat.* does not read rows of NeMo Gym"),
-        (SINGLE, {"nemo_gym_datasets": [{"server_name": "x"}], "datasets": None}, "nemo_gym_datasets.0.path"),
-        (
-            SINGLE,
-            {
-                "nemo_gym_datasets": [{"path": "a", "max_samples": 3}],
-                "datasets": [{**CHAT, "path": "/gym/a", "split": "train[5:]"}],
-                "nemo_gym_dir": "/gym",
-            },
-            "contradicts its max_samples",
-        ),
-        (SINGLE, {"nemo_gym_head_port": 0}, "nemo_gym_head_port: invalid value 0"),
-        (MULTI, {"nemo_gym_multi_turn": False}, "uses the reward nemo_gym_verify"),
-        (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
-        (MULTI, {"trl": {**OF_MULTI, "tools": ["json.loads"]}}, "trl.tools has no effect with nemo_gym_multi"),
-        (MULTI, {"trl": {**OF_MULTI, "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
-        (SINGLE, {"datasets": [{**CHAT, "field": "a", "field_messages": "b"}]}, "two names of the same key"),
-    ],
-)
+@pytest.mark.parametrize(("text", "changes", "message"), [
+    (SINGLE, {"nemo_gym_datasets": None}, "nemo_gym_enabled: true needs nemo_gym_datasets"),
+    (SINGLE, {"nemo_gym_multi_turn": True}, "uses the reward nemo_gym_env: add it .*in place of nemo_gym_verify"),
+    (SINGLE, {"nemo_gym_dir": "/other"}, "list different files: /other/resources.*Remove datasets"),
+    (SINGLE, {"rl": "ebft"}, "nemo_gym_enabled: true needs rl: grpo"),
+    (SINGLE, {"datasets": [CHAT]}, "chat.* does not read rows of NeMo Gym"),
+    (SINGLE, {"nemo_gym_datasets": [{"path": "a", "max_samples": 3}], "nemo_gym_dir": "/gym",
+              "datasets": [{**CHAT, "path": "/gym/a", "split": "train[5:]"}]}, "contradicts its max_samples"),
+    (MULTI, {"adapter": None}, "needs trl.use_vllm: true with vllm_mode: server or managed, and adapter: lora"),
+    (MULTI, {"trl": {**OF_MULTI, "tools": ["json.loads"]}}, "trl.tools has no effect with nemo_gym_multi"),
+    (MULTI, {"trl": {**OF_MULTI, "top_k": 20}}, "trl.top_k: NeMo Gym's agents do not send it"),
+])  # fmt: skip
 def test_contradictions(text, changes, message):
-    with warnings.catch_warnings(), pytest.raises(ConfigError, match=message):
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), pytest.raises(ConfigError, match=message):
         RunConfig.from_dict(values(text, **changes))
 
 

@@ -1,32 +1,29 @@
 """Token ids of agents' runs: which tokens were sampled, and in which context."""
 
 import json
-import warnings
 
 import pytest
 
 from ebft.errors import ConfigError, RolloutError
-from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined, request_body
-from ebft.structured.rollouts.server import AgentSampling
+from ebft.nemo_gym.rewards import Call, GymAgents, check_agents, joined_calls, request_body
 from tests.nemo_gym.servers import row
 
-SAMPLING = AgentSampling(version="ebft-1-step-3", temperature=0.8, top_p=1.0, max_tokens=16)
+SAMPLING = {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
 
 
 def item(prompt, ids, logps=None, kind="message", **changes):
     """An item of the output that ends a call of the model."""
     tokens = {"prompt_token_ids": prompt, "generation_token_ids": ids}
     tokens |= {"generation_log_probs": [-0.5] * len(ids) if logps is None else logps}
+    text = {"type": "output_text", "text": "reply", "annotations": []}
+    shape = {"type": kind, "role": "assistant", "id": "m", "content": [text]}
     if kind == "function_call":
         shape = {"type": kind, "name": "f", "arguments": "{}", "call_id": "1"}
-    else:
-        text = {"type": "output_text", "text": "reply", "annotations": []}
-        shape = {"type": kind, "role": "assistant", "id": "m", "content": [text]}
     return {key: value for key, value in {**shape, **tokens, **changes}.items() if value is not None}
 
 
-def tool(output="7"):
-    return {"type": "function_call_output", "call_id": "1", "output": output}
+def tool():
+    return {"type": "function_call_output", "call_id": "1", "output": "7"}
 
 
 def run(gym, client, answers, rows=None):
@@ -54,8 +51,7 @@ def test_tokens_between_replies_are_given(gym, client):
         item([1, 2, 3, 10, 11, 4, 5, 6], [12], [-0.3]),
     ]
     [rollout], server = run(gym, client, [(output, 0.75)])
-    assert rollout.prompt_ids == [1, 2, 3]
-    assert rollout.ids == [10, 11, 4, 5, 6, 12]
+    assert (rollout.prompt_ids, rollout.ids) == ([1, 2, 3], [10, 11, 4, 5, 6, 12])
     assert rollout.generated == [1, 1, 0, 0, 0, 1]
     assert rollout.logps == [-0.1, -0.2, 0.0, 0.0, 0.0, -0.3]
     assert rollout.replies == [[10, 11], [12]] and rollout.reward == 0.75
@@ -67,25 +63,21 @@ def test_the_request_is_the_row_with_how_to_sample(gym, client):
     _, server = run(gym, client, [([item([1], [2])], 1.0)], rows=[given])
     [body] = server.requests
     params = body["responses_create_params"]
-    sent = {name: params.pop(name) for name in ("model", "temperature", "top_p", "max_output_tokens")}
-    assert sent == {"model": "ebft-1-step-3", "temperature": 0.8, "top_p": 1.0, "max_output_tokens": 16}
+    assert {name: params.pop(name) for name in SAMPLING} == SAMPLING
     del given["responses_create_params"]["model"]
     assert body == given
     short = json.dumps({"responses_create_params": {"input": "x", "max_output_tokens": 4}})
     assert request_body(short, SAMPLING)["responses_create_params"]["max_output_tokens"] == 4
 
 
-@pytest.mark.parametrize(
-    ("calls", "parts"),
-    [
-        # An exact continuation, then a history without its first reply, which is itself continued.
-        ([([1], [5]), ([1, 5, 2], [6]), ([1, 3], [7]), ([1, 3, 7], [8])], [[5, 2, 6], [7, 8]]),
-        ([([1], [5, 6]), ([1, 56, 2], [7])], [[5, 6], [7]]),  # a reply that is tokenised anew
-        ([([1], [5, 6]), ([1, 5], [7])], [[5, 6], [7]]),  # a context that ends within the reply
-    ],
-)
+@pytest.mark.parametrize(("calls", "parts"), [
+    # An exact continuation, then a history without its first reply, which is itself continued.
+    ([([1], [5]), ([1, 5, 2], [6]), ([1, 3], [7]), ([1, 3, 7], [8])], [[5, 2, 6], [7, 8]]),
+    ([([1], [5, 6]), ([1, 56, 2], [7])], [[5, 6], [7]]),  # a reply that is tokenised anew
+    ([([1], [5, 6]), ([1, 5], [7])], [[5, 6], [7]]),  # a context that ends within the reply
+])  # fmt: skip
 def test_a_rewritten_history_starts_a_new_part(calls, parts):
-    found = joined([Call(prompt, ids, [-0.5] * len(ids)) for prompt, ids in calls])
+    found = joined_calls([Call(prompt, ids, [-0.5] * len(ids)) for prompt, ids in calls])
     assert [rollout.ids for rollout in found] == parts
     sampled = {token: prompt + ids[:index] for prompt, ids in calls for index, token in enumerate(ids)}
     for rollout in found:  # every trained token has the context that it was sampled in
@@ -115,14 +107,11 @@ def test_a_failed_run_is_left_out(gym, client):
 NO_IDS = {"prompt_token_ids": None, "generation_token_ids": None, "generation_log_probs": None}
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ([item([1], [2], **NO_IDS)], "reply without generation_token_ids. Set return_token_id_information: true"),
-        ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], "reply without generation_token_id"),
-        ([item([1], [2, 3], [-1.0])], "1 log-probabilities for 2 sampled tokens"),
-    ],
-)
+@pytest.mark.parametrize(("output", "message"), [
+    ([item([1], [2], **NO_IDS)], "reply without generation_token_ids. Set return_token_id_information: true"),
+    ([item([1], [2], kind="function_call", **NO_IDS), tool(), item([1], [2])], "reply without generation_token_id"),
+    ([item([1], [2, 3], [-1.0])], "1 log-probabilities for 2 sampled tokens"),
+])  # fmt: skip
 def test_malformed_runs(gym, client, output, message):
     with pytest.raises(RolloutError, match=message):
         run(gym, client, [{"response": {"output": output}, "reward": 1.0}])
@@ -140,12 +129,8 @@ def test_model_servers_are_checked_before_training(gym, client):
     gym.agent("agent", lambda body: {})
     gym.model()
     check_agents(client.servers(5.0), ["tools", "agent"])
-    gym.model(return_token_id_information=False)
-    with pytest.raises(ConfigError, match="return_token_id_information: true .*policy_model, which the agent agent us"):
-        check_agents(client.servers(5.0), ["tools"])
     gym.model(model="Qwen/Qwen3-0.6B")
     with pytest.raises(ConfigError, match="requests the model 'Qwen/Qwen3-0.6B', which is not trained. Set model: eb"):
         check_agents(client.servers(5.0), ["tools"])
-    with warnings.catch_warnings():
-        del gym.config["policy_model"]  # another kind of model server
-        check_agents(client.servers(5.0), ["tools"])
+    del gym.config["policy_model"]  # another kind of model server
+    check_agents(client.servers(5.0), ["tools"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebft.data.prompts import load_prompts
+from ebft.data.prompts import load_prompt_rows
 from ebft.errors import DataError
 from tests.nemo_gym.servers import config_of, row
 from tests.structured.conftest import make_chat_tokenizer
@@ -22,9 +22,8 @@ def tokenizer():
 @pytest.fixture
 def load(tokenizer):
     """`load(*datasets, **keys)`: the rows, in the order of their files."""
-    return lambda *datasets, **keys: load_prompts(
-        config_of(*datasets, shuffle_merged_datasets=False, **keys), tokenizer
-    )
+    config = lambda *datasets, **keys: config_of(*datasets, shuffle_merged_datasets=False, **keys)
+    return lambda *datasets, **keys: load_prompt_rows(config(*datasets, **keys), tokenizer)[:2]
 
 
 def test_routes_per_row_and_per_file(write_rows, load):
@@ -70,15 +69,10 @@ def test_all_messages_are_the_prompt(write_rows, load):
     assert [(message["role"], message["content"]) for message in second] == [("user", "plain text")]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "row 0: JSONDecodeError"),
-        ('{"messages": []}', "row 0: KeyError: .*responses_create_params"),
-        ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
-        ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "type .image."),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"responses_create_params": {"input": [{"type": "computer_call"}]}}', "not a supported message"),
+    ('{"responses_create_params": {"input": [{"role": "user", "content": [{"image": 1}]}]}}', "not text"),
+])  # fmt: skip
 def test_rows_that_are_not_of_nemo_gym(tmp_path, load, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(line + "\n")

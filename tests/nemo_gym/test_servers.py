@@ -1,14 +1,13 @@
 """Starting NeMo Gym's servers with training; `ng_run` is a small program of the same name."""
 
 import json
-import subprocess
 import sys
 import textwrap
 import time
 
 import pytest
 
-from ebft.errors import ConfigError, ServerError
+from ebft.errors import ServerError
 from ebft.nemo_gym.client import started_servers
 from tests.nemo_gym.servers import config_of
 from tests.serving.processes import alive, eventually, free_port
@@ -61,37 +60,13 @@ def test_servers_that_run_already_are_used_and_none_are_started_unless_asked_for
         assert not (tmp_path / "gym" / "started.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "changes", "error", "message"),
-    [
-        (None, {}, ConfigError, "ng_run does not exist. Install NeMo Gym in nemo_gym_dir .*nemo_gym_auto_start: false"),
-        ("raise SystemExit('no config')", {}, ServerError, "(?s)ng_run exited before NeMo Gym was up.*no config"),
-        ("import time; time.sleep(60)", {"nemo_gym_server_timeout": 1.5}, ServerError, "not up at .* within 1.5 s"),
-    ],
-)
-def test_servers_that_do_not_start(make, tmp_path, program, changes, error, message):
+@pytest.mark.parametrize(("program", "changes", "message"), [
+    (None, {}, "(?s)ng_run exited before NeMo Gym was up.*No such file or directory: .*ng_run"),
+    ("raise SystemExit('no config')", {}, "(?s)ng_run exited before NeMo Gym was up.*no config"),
+    ("import time; time.sleep(60)", {"nemo_gym_server_timeout": 1.5}, "not up at .* within 1.5 s"),
+])  # fmt: skip
+def test_servers_that_do_not_start(make, tmp_path, program, changes, message):
     began = time.monotonic()
-    with pytest.raises(error, match=message), started_servers(make(program, **changes), str(tmp_path)):
+    with pytest.raises(ServerError, match=message), started_servers(make(program, **changes), str(tmp_path)):
         raise AssertionError("the block must not run")
     assert time.monotonic() - began < 15
-
-
-@pytest.mark.slow
-def test_the_servers_end_with_a_process_that_is_killed(make, tmp_path):
-    keys = make(NG_RUN)
-    code = f"""
-        import time
-        from ebft.config.schema import RunConfig
-        from ebft.nemo_gym.client import started_servers
-        keys = RunConfig.from_dict({keys.model_dump(exclude_unset=True)!r})
-        with started_servers(keys, {str(tmp_path)!r}):
-            print("up", flush=True)
-            time.sleep(60)
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "up\n"
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    pid = started(tmp_path)["pid"]
-    assert eventually(lambda: not alive({pid}))

@@ -17,11 +17,8 @@ __all__ = ["ebft"]
 def test_models_are_not_compared_on_pairs(tmp_path):
     for method in METHODS:
         config = config_of(method, tmp_path, base_model="does/not-exist", val_set_size=2)
-        message = (
-            f"ebft evaluate and ebft quantize read documents or prompts, but rl: {method} trains on preference data"
-        )
         for use in (evaluate, lambda config: load_held_out(config, None)):
-            with pytest.raises(ConfigError, match=message):
+            with pytest.raises(ConfigError, match=f"read documents or prompts, but rl: {method} trains on preference"):
                 use(config)
 
 
@@ -72,7 +69,7 @@ def test_train_reports_margins_and_suggests_no_evaluation(ebft, run_file):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", TRAINERS)
-def test_doctor_measures_a_step(ebft, run_file, method):
-    result = ebft("doctor", run_file, f"rl={method}")
-    assert result.exit_code == 0 and "tokens" in plain(result.output), result.output
+def test_doctor_measures_a_step(ebft, run_file):
+    for method in TRAINERS:
+        result = ebft("doctor", run_file, f"rl={method}")
+        assert result.exit_code == 0 and "tokens" in plain(result.output), result.output

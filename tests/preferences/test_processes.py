@@ -4,13 +4,11 @@ import json
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from ebft.monitor.metrics import held_out_batches
 from ebft.preferences import trainers
 from tests.golden.runs import ROWS
-from tests.ranks import run_module
 from tests.run.crash import config_of, result, run_processes, write_inputs
 
 KINDS = [{}, {"fsdp": True}, {"fsdp_version": 2, "fsdp_config": {"cpu_ram_efficient_loading": True}}]
@@ -126,11 +124,3 @@ def test_a_reference_adapter_and_resuming(inputs, tmp_path):
         assert_same(run("dpo", inputs, out, 2, **keys, **kind), (logs, weights))
         again = {**keys, **kind, "resume_from_checkpoint": str(out / "checkpoint-1")}
         assert_same(run("dpo", inputs, tmp_path / f"again{number}", 2, **again), (logs, weights))
-
-
-@pytest.mark.slow
-def test_the_command(inputs, tmp_path):
-    config = config_of("dpo", inputs, tmp_path / "out", fsdp=True, micro_batch_size=1, max_steps=2)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(exclude_unset=True)))
-    run_module("ebft", 2, "train", str(tmp_path / "run.yaml"))
-    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

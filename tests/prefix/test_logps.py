@@ -165,17 +165,6 @@ def test_a_head_that_drops_out_runs_again_with_the_same_dropout(monkeypatch):
     close_gradients((found * weight).sum(), (whole * weight).sum(), [states, *module.parameters()])
 
 
-def test_a_frozen_head_runs_once(monkeypatch):
-    """Also where a gradient is wanted, which runs two products for each row: the logits and the states' gradient."""
-    monkeypatch.setattr(logps, "LOGITS_PER_CHUNK", {"cpu": 1})
-    module = nn.Linear(HIDDEN, VOCAB).requires_grad_(False)
-    rows = []
-    module.register_forward_hook(lambda module, args, out: rows.append(len(out)))
-    states, targets, _ = inputs(1)
-    logps.token_logps(states, targets, head_of(module), 1.0).sum().backward()
-    assert rows == [16, 16, 8]
-
-
 @EACH_HEAD
 @pytest.mark.parametrize("k", [1, 4])
 def test_gradients_of_what_was_chosen_attach_to_states_in_a_graph(module, k, frozen, chunks):

@@ -5,7 +5,7 @@ import torch
 
 from ebft.prefix.attention import MaskPattern
 from ebft.prefix.attention import tiles as tiling
-from ebft.prefix.attention.tiles import BatchedTiles, Own, Scores, Tile, attend, batch_tiles
+from ebft.prefix.attention.tiles import AttentionScores, BatchedTiles, Own, Tile, attend, batch_tiles
 
 HEADS, ROWS, KEYS, OWNERS, WIDTH, DIM = 2, 12, 13, 3, 4, 5
 # Rows in two tiles: the first sees keys 1..6 but for some of the last three, the second keys 4..9.
@@ -60,7 +60,7 @@ def close(ours, expected, inputs):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_values_and_gradients(softcap, sinks):
-    scores, inputs = Scores(0.7, softcap), make_inputs(sinks)
+    scores, inputs = AttentionScores(0.7, softcap), make_inputs(sinks)
     close(in_tiles(scores, *inputs), dense(scores, *inputs), inputs)
     assert torch.autograd.gradcheck(lambda *x: in_tiles(scores, *x), inputs)
     if not sinks:
@@ -76,7 +76,7 @@ def test_own_keys_that_owners_have_in_common(dtype):
     for copied in (False, True):
         inputs = [x.detach().clone().requires_grad_() for x in (query, key, value, *common)]
         own = Own(*((x[:, path] for x in inputs[3:]) if copied else inputs[3:]), OWN_HIDDEN, None if copied else path)
-        output = attend(*inputs[:3], own, PIECES, Scores(0.7))
+        output = attend(*inputs[:3], own, PIECES, AttentionScores(0.7))
         output.square().sum().backward()
         results.append([output.detach(), *(x.grad for x in inputs)])
     for ours, expected in zip(*results):
@@ -89,17 +89,17 @@ def test_own_keys_that_owners_have_in_common(dtype):
 @pytest.mark.parametrize("sinks", [False, True])
 def test_dropout_is_the_same_in_both_directions(sinks):
     """Finite differences agree with backward only where both drop the same weights."""
-    scores, inputs = Scores(0.7, dropout=0.3), make_inputs(sinks)
+    scores, inputs = AttentionScores(0.7, dropout=0.3), make_inputs(sinks)
 
     def seeded(*x):
         torch.manual_seed(0)
         return in_tiles(scores, *x)
 
     assert torch.autograd.gradcheck(seeded, inputs)
-    assert not torch.allclose(seeded(*inputs), in_tiles(Scores(0.7), *inputs))
+    assert not torch.allclose(seeded(*inputs), in_tiles(AttentionScores(0.7), *inputs))
     torch.manual_seed(1)
     many = torch.stack([in_tiles(scores, *inputs).detach() for _ in range(4000)]).mean(0)
-    torch.testing.assert_close(many, in_tiles(Scores(0.7), *inputs).detach(), atol=0.06, rtol=0)
+    torch.testing.assert_close(many, in_tiles(AttentionScores(0.7), *inputs).detach(), atol=0.06, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -111,7 +111,7 @@ def test_half_precision_sums_over_pieces_in_float32(dtype):
     half = [x.clone().requires_grad_() for x in (query, key, value)]
     full = [x.double().requires_grad_() for x in (query, key, value)]
     for inputs in (half, full):
-        attend(*inputs, None, tiles, Scores(0.35)).sum().backward()
+        attend(*inputs, None, tiles, AttentionScores(0.35)).sum().backward()
     for a, b in zip(half, full):
         assert (a.grad.double() - b.grad).norm() <= 0.02 * b.grad.norm() + 1e-3
 
@@ -123,7 +123,7 @@ def test_batched_tiles_give_what_the_tiles_give_apart(softcap, dtype, monkeypatc
     monkeypatch.setattr(tiling, "_MOST_PADDING", 100)
     (stack,) = batch_tiles(PIECES, 2)
     assert isinstance(stack, BatchedTiles) and stack.is_padding is not None
-    inputs, scores = [x.detach().to(dtype).requires_grad_() for x in make_inputs(False)], Scores(0.7, softcap)
+    inputs, scores = [x.detach().to(dtype).requires_grad_() for x in make_inputs(False)], AttentionScores(0.7, softcap)
     close(in_tiles(scores, *inputs, tiles=[stack]), in_tiles(scores, *inputs), inputs)
 
 

@@ -6,13 +6,13 @@ from html.parser import HTMLParser
 from rich.console import Console
 
 from ebft.data.row_counts import SectionReport
-from ebft.methods.views import Block, Part, RowView, Token
+from ebft.methods.views import Block, RowPart, RowView, Token
 from ebft.tools.preview import legend, page, show_reports, show_row
 
 EVIL = "<script>alert('&\"')</script>"
 VIEW = RowView(
     parts=[
-        Part(
+        RowPart(
             EVIL,
             [Token(1, "<s>", -100, True), Token(2, EVIL, 2, False, anchor=1), Token(3, "[red]x", -100, False)],
             facts=[("fact", EVIL)],

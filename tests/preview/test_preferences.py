@@ -1,9 +1,6 @@
 """Rows of preference methods in the preview: each completion after its prompt, with what is scored."""
 
-import pytest
-
 from ebft.methods.views import PreferenceView
-from tests.preferences.runs import config_of, write_inputs
 from tests.structured.conftest import make_chat_tokenizer
 
 
@@ -25,12 +22,3 @@ def test_chosen_and_rejected_and_a_completion_with_its_label():
     labelled = {"prompt_ids": ids["prompt_ids"], "completion_ids": ids["chosen_ids"], "label": False}
     view = PreferenceView(tokenizer)(labelled)
     assert [shown(part) for part in view.parts] == ["Hi[y][o]"] and view.columns == [("label", "false")]
-
-
-@pytest.mark.parametrize(("method", "titles"), [("dpo", ["chosen", "rejected"]), ("kto", ["completion"])])
-def test_the_view_of_a_method(method, titles, tmp_path):
-    config, tokenizer = config_of(method, write_inputs(tmp_path)), make_chat_tokenizer()
-    rows = config.method.load_rows(config, tokenizer)
-    view = config.method.row_view(config, tokenizer)(rows.train[0])
-    assert [part.title for part in view.parts] == titles
-    assert shown(view.parts[0]).startswith("<|im_start|>user\\n")

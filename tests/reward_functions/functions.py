@@ -51,10 +51,6 @@ def crashes_once(prompts, flag, **columns):
     os._exit(1)
 
 
-def always_ends(prompts, **columns):
-    os._exit(0)
-
-
 def one_too_few(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
 

@@ -38,9 +38,9 @@ def test_rewards_of_callable_objects_are_checked(make):
         assert call(prompts=["a", "b"]) == [1.0, None]
     for rewards, message in (
         ([1.0, float("nan")], "returned nan for completion 1"),
+        ([1.0, "2"], "returned '2' for completion 1"),
         ({"a": 1, "b": 2}, "returned a dict"),
-        ({0.5, 1.0}, "returned a set; it must return a list .* in their order"),
-        (frozenset([0.5, 1.0]), "returned a frozenset"),
+        ({0.5, 1.0}, "returned a set; it must return a list in the completions' order"),
         ({0.5: "a", 1.0: "b"}.keys(), "returned a dict_keys"),
         (b"ab", "returned a bytes"),
         ([1.0], "returned 1 rewards for 2 completions"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebft import load_config
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from tests.structured.conftest import chat_model, make_chat_tokenizer
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}

@@ -1,17 +1,13 @@
 """Runs that tests of crashes and of interruptions compare with, and configs of short runs."""
 
-import ctypes
 import json
-import os
-import struct
 import textwrap
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from ebft import train
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from tests.run.crash import config_of, result, trained, write_inputs
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
@@ -109,27 +105,3 @@ def moe(tiny_llama_dir, tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
     AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "moe")
     return tmp_path / "moe"
-
-
-def _set_capabilities(change):
-    header, data = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.capget(header, data) == 0
-    words = list(struct.unpack("6I", data.raw))
-    words[0] = change(words[0])
-    assert libc.capset(header, struct.pack("6I", *words)) == 0
-
-
-@contextmanager
-def _without_privileges():
-    _set_capabilities(lambda effective: effective & ~0b110)  # DAC_OVERRIDE, DAC_READ_SEARCH
-    try:
-        yield
-    finally:
-        _set_capabilities(lambda effective: effective | 0b110)
-
-
-@pytest.fixture
-def as_user():
-    """`as_user()`: a context in which permissions apply to this process also if it is root's."""
-    return _without_privileges if os.geteuid() == 0 else nullcontext

@@ -34,10 +34,10 @@ import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
 import ebft.trainer
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.errors import EBFTError
 from ebft.run.callbacks import TrainingInterrupted
-from ebft.tools.cli.console import show_warnings
+from ebft.run.config.schema import RunConfig
+from ebft.tools.console import show_warnings
 from tests.golden.runs import ROWS, is_of_the_machine
 from tests.ranks import exit_codes, print_stacks_at_signal
 from tests.structured.conftest import chat_model, make_chat_tokenizer

@@ -4,15 +4,14 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ebft import train
-from ebft.errors import ConfigError, told
-from ebft.run import callbacks
+from ebft.errors import told
 from ebft.run.callbacks import profiled_steps
 from ebft.run.output import final_step
 from ebft.run.reporting import start_trackers
@@ -26,20 +25,6 @@ WORSE |= {"eval_steps": 2, "early_stopping_patience": 2}
 
 def steps(result):
     return result.trainer.state.global_step
-
-
-@pytest.mark.slow
-def test_evaluations_that_do_not_improve_end_a_run(make, out):
-    keys = {**WORSE, "save_steps": 20}
-    with pytest.warns(UserWarning, match="The best evaluation was that of step .* the result is not the best model"):
-        result = train(make(**keys))
-    losses = [entry["eval_loss"] for entry in result.trainer.state.log_history if "eval_loss" in entry]
-    best = losses.index(min(losses))
-    assert len(losses) == best + 3 and steps(result) == 2 * len(losses) < 20
-    assert (out / f"checkpoint-{steps(result)}").is_dir()
-    with pytest.warns(UserWarning, match="Training is already complete.*Increase early_stopping_patience"):
-        train(make(**keys, **AUTO))
-    assert steps(train(make(**{**keys, "early_stopping_patience": 3}, **AUTO))) >= 2 + steps(result)
 
 
 def test_the_count_of_evaluations_continues_in_a_resumed_run(make, out, tmp_path):
@@ -76,30 +61,6 @@ def test_profiled_steps(make, out):
     assert path.name == "rank0.step2.pt.trace.json" and {"aten::mm", "[memory]"} <= names
 
 
-def test_a_profiled_step_has_a_snapshot_of_the_memory_of_a_gpu(monkeypatch, tmp_path):
-    gpu, profiled = Mock(), Mock()
-    monkeypatch.setattr(callbacks, "profile", lambda **options: profiled)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(f"torch.cuda.memory.{name}", getattr(gpu, name))
-    callback, args = callbacks.ProfileSteps([2]), SimpleNamespace(output_dir=tmp_path, process_index=1)
-    for step in range(3):
-        callback.on_step_begin(args, SimpleNamespace(global_step=step), None)
-        callback.on_step_end(args, SimpleNamespace(global_step=step + 1), None)
-    path = str(tmp_path / "profiler" / "rank1.step2.memory.pickle")
-    wanted = [call._record_memory_history(max_entries=1_000_000), call._dump_snapshot(path)]
-    assert gpu.mock_calls == [*wanted, call._record_memory_history(enabled=None)]
-    assert len(profiled.export_chrome_trace.mock_calls) == 1
-
-
-def test_peak_memory_of_a_gpu(make, monkeypatch):
-    result = train(make())
-    assert not any(name.startswith("memory/max") for name in result.metrics)
-    for name, peak in {"max_memory_allocated": 2**30, "max_memory_reserved": 2**31}.items():
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda peak=peak: peak)
-    assert result.trainer._peak_memory() == {"memory/max_alloc": 1.0, "memory/max_reserved": 2.0}
-
-
 def test_a_tracker_that_cannot_start_ends_the_run_before_the_model_is_loaded(make, monkeypatch, tmp_path):
     monkeypatch.setattr("ebft.run.training.load_model", None)
     file = tmp_path / "file"
@@ -129,9 +90,9 @@ def test_a_tracker_that_fails_later_is_a_warning(make, out, monkeypatch):
     assert "while starting the tracker TensorBoard" in told(found.value)
 
 
-@pytest.mark.parametrize("event", ["on_train_end", "on_log", "on_step_end"])
+@pytest.mark.parametrize("event", ["on_train_end", "on_step_end"])
 def test_an_error_after_the_last_update_does_not_lose_the_model(make, out, event):
-    with pytest.raises(ConfigError, match=f"{event} failed: OSError: full"):
+    with pytest.raises(OSError, match="full"):
         train(make(**STRIDED, max_steps=2, save_strategy="no", plugins=[f"tests.run.test_callbacks.Failing{event}"]))
     assert final_step(out) == 2 and json.loads((out / "run.json").read_text())["state"] == "failed"
 
@@ -144,4 +105,4 @@ def failing(event):
     return type(f"Failing{event}", (TrainerCallback,), {event: fail})
 
 
-Failingon_train_end, Failingon_log, Failingon_step_end = map(failing, ("on_train_end", "on_log", "on_step_end"))
+Failingon_train_end, Failingon_step_end = map(failing, ("on_train_end", "on_step_end"))

@@ -2,7 +2,7 @@ import pytest
 import yaml
 
 from ebft.catalog import MODELS, mark_fetched
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import model_card
 
 ROWS = [{"path": "some/data", "type": "completion"}, {"path": __file__, "type": "completion"}]
@@ -37,13 +37,6 @@ def test_cards_of_other_methods():
     assert header["tags"] == ["grpo"]
     qlora = {**LORA, "adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
     assert "a QLoRA adapter for `some/model`" in card_of(**qlora)[0]
-
-
-def test_a_value_stays_in_its_cell():
-    modules = {"lora_target_modules": r"model\.layers\.(1|2)\..*"}
-    config = card_of(**LORA, **modules, chat_template="{% if a %}\n{{ a | trim }}")[0].split("## Config")[1]
-    assert r"| `lora_target_modules` | `model\.layers\.(1\|2)\..*` |" in config
-    assert r"| `chat_template` | `{% if a %}\n{{ a \| trim }}` |" in config
 
 
 @pytest.mark.parametrize("by_name", [True, False])

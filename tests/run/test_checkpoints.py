@@ -1,9 +1,12 @@
 """Which checkpoint a run resumes from, and which it refuses."""
 
+import copy
 import json
 import pickle
+import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +14,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ebft.config.load import apply_overrides
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.files import write_checksums
 from ebft.run.checkpoints import Found, checkpoint_folders, find_checkpoints, how_to_resume, newest_checkpoint
+from ebft.run.config.schema import RunConfig
 from ebft.run.resume_compat import optimizer_keys, write_run_keys
+from ebft.trainer.checkpoints import compare_rows
 from tests.config.conftest import MINIMAL
 
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
@@ -86,14 +90,6 @@ def assert_skipped(make, torn, older, problem):
         resumed(make(resume_from_checkpoint=torn))
 
 
-@pytest.mark.parametrize("auto", [True, False])
-def test_a_checkpoint_without_optimizer_state_is_refused(make, checkpoint, auto):
-    folder = checkpoint(3, "model.safetensors")
-    keys = AUTO if auto else {"resume_from_checkpoint": folder}
-    with pytest.raises(ConfigError, match="checkpoint-3: it has no optimizer state.*save_only_model.*lora_model_dir"):
-        resumed(make(**keys))
-
-
 @pytest.mark.parametrize(
     "file", ["optimizer.pt", "optimizer.bin", "optimizer_0/.metadata", "optimizer/.metadata", "global_step3/states.pt"]
 )
@@ -103,48 +99,59 @@ def test_optimizer_state_may_be_sharded(make, checkpoint, file):
     assert find_checkpoints(make(**AUTO)) == Found(folder, folder)
     newest = checkpoint(6)  # without optimizer state
     assert find_checkpoints(make(**AUTO)) == Found(newest, folder)
+    with pytest.raises(ConfigError, match="checkpoint-6: it has no optimizer state.*save_only_model.*lora_model_dir"):
+        resumed(make(resume_from_checkpoint=newest))
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-5])
+def cut(content):
+    return content[:-5]
 
 
-def delete(path):
-    path.unlink()
+def flip(content):
+    """One bit of the last tensor is another."""
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def flip(path):
-    """Change one bit of the contents of the last tensor."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def forget(path):
-    path.write_text("{}")
+def forget(content):
+    return b"{}"
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    ("damage", "name", "problem"),
     [
-        ("optimizer.pt", "optimizer state"),
-        ("scheduler.pt", "scheduler.pt"),
-        ("rng_state.pth", "rng_state.pth"),
-        ("model.safetensors", "weights"),
-        ("trainer_state.json", "trainer_state.json"),
+        # also in a checkpoint of another program, which has no checksums
+        (None, "optimizer.pt", "it has no optimizer state"),
+        (None, "scheduler.pt", "it has no scheduler.pt"),
+        (None, "rng_state.pth", "it has no rng_state.pth"),
+        (None, "model.safetensors", "it has no weights"),
+        (None, "trainer_state.json", "it has no trainer_state.json"),
+        (cut, "ebft_run.json", "ebft_run.json is damaged"),
+        (cut, "trainer_state.json", "trainer_state.json .*is damaged"),
+        (forget, "trainer_state.json", "it contains step None"),
+        # with checksums
+        (cut, "with/optimizer.pt", "optimizer.pt is damaged .wrong checksum"),
+        (flip, "with/model.safetensors", "model.safetensors is damaged .wrong checksum"),
+        (flip, "with/ref/adapter_model.safetensors", "ref/adapter_model.safetensors is damaged .wrong checksum"),
+        (None, "with/running_state.pth", "it has no running_state.pth"),
+        (cut, "with/ebft_checksums.json", ".*ebft_checksums.json is damaged"),
+        (forget, "with/config.json", None),  # text may be edited
     ],
 )
-def test_a_checkpoint_without_a_file_is_skipped_or_named(make, checkpoint, folder, name, problem):
-    """Also one of another program, which has no checksums."""
-    torn = checkpoint(6, "optimizer.pt")
-    (torn / name).unlink()
-    assert_skipped(make, torn, folder, f"it has no {problem}")
-
-
-def test_a_checkpoint_with_a_damaged_json_file_is_skipped(make, checkpoint, folder):
-    torn = checkpoint(6, "optimizer.pt")
-    (torn / "ebft_run.json").write_text("{")
-    assert_skipped(make, torn, folder, "ebft_run.json is damaged")
+def test_a_damaged_checkpoint_is_skipped_or_named(make, checkpoint, folder, damage, name, problem):
+    files = ("optimizer.pt", "ebft_run.json", "config.json")
+    has_checksums, name = name.startswith("with/"), name.removeprefix("with/")
+    torn = checkpoint(6, *files, "model.safetensors", *(["ref/adapter_model.safetensors"] if has_checksums else []))
+    if has_checksums:
+        write_checksums(torn)
+    assert resumed(make(**AUTO)) == str(torn)
+    if damage is None:
+        (torn / name).unlink()
+    else:
+        (torn / name).write_bytes(damage((torn / name).read_bytes()))
+    if problem is None:
+        assert resumed(make(**AUTO)) == str(torn)
+    else:
+        assert_skipped(make, torn, folder, problem)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-40", "checkpoint-04"])
@@ -164,46 +171,19 @@ def test_folders_with_other_names_are_no_checkpoints(make, checkpoint, folder):
         assert resumed(make(**AUTO)) == str(folder) and checkpoint_folders(folder.parent) == [folder]
 
 
-def test_a_checkpoint_without_permission_is_an_error(make, checkpoint, folder, as_user):
+def test_a_checkpoint_that_cannot_be_read_is_an_error(make, checkpoint, folder, monkeypatch):
     """It may be the newest one, which the run would replace."""
     torn = checkpoint(6, "optimizer.pt")
     write_checksums(torn)
-    (torn / "optimizer.pt").chmod(0)
-    with as_user():
-        for keys in (AUTO, {"resume_from_checkpoint": torn}):
-            with pytest.raises(PermissionError, match="optimizer.pt"):
-                resumed(make(**keys))
-        assert newest_checkpoint(folder.parent) == torn  # whose checksums are not computed
 
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
 
-@pytest.mark.parametrize(
-    ("damage", "name", "problem"),
-    [
-        (cut, "optimizer.pt", "optimizer.pt is damaged .wrong checksum"),
-        (flip, "model.safetensors", "model.safetensors is damaged .wrong checksum"),
-        (flip, "ref/adapter_model.safetensors", "ref/adapter_model.safetensors is damaged .wrong checksum"),
-        (delete, "running_state.pth", "it has no running_state.pth"),
-        (cut, "ebft_checksums.json", ".*ebft_checksums.json is damaged"),
-        (cut, "trainer_state.json", "trainer_state.json .*is damaged"),
-        (forget, "trainer_state.json", "it contains step None"),
-        (forget, "config.json", None),  # text may be edited
-    ],
-)
-def test_a_file_that_differs_from_its_checksum(make, checkpoint, folder, damage, name, problem):
-    torn = checkpoint(6, "optimizer.pt", "model.safetensors", "ref/adapter_model.safetensors", "config.json")
-    write_checksums(torn)
-    assert resumed(make(**AUTO)) == str(torn)
-    damage(torn / name)
-    if problem is None:
-        assert resumed(make(**AUTO)) == str(torn)
-    else:
-        assert_skipped(make, torn, folder, problem)
-
-
-def test_only_damaged_checkpoints(make, checkpoint):
-    folder = checkpoint(3, "optimizer.pt")
-    delete(folder / "scheduler.pt")
-    assert_skipped(make, folder, None, "it has no scheduler.pt")
+    monkeypatch.setattr("ebft.run.checkpoints.checksum", refuse)
+    for keys in (AUTO, {"resume_from_checkpoint": torn}):
+        with pytest.raises(PermissionError, match="checkpoint-6"):
+            resumed(make(**keys))
+    assert newest_checkpoint(folder.parent) == torn  # whose checksums are not computed
 
 
 def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoint, recwarn):
@@ -220,81 +200,53 @@ def test_a_new_run_beside_checkpoints_of_another_gives_a_warning(make, checkpoin
     ]
 
 
-LINEAR = {"lora_target_modules": None, "lora_target_linear": True}
-OF_LORA = {**STRIDED, **LORA}
+OF_LORA, OTHER = {**STRIDED, **LORA}, {"base_model": "other/model"}
 
 
 @pytest.mark.parametrize(
     ("saved", "changes", "message"),
     [
         (OF_LORA, {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4 of .*checkpoint-3. Set it to 4, or start a new "),
-        (OF_LORA, {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8.0"),
         (OF_LORA, {"lora_target_modules": ["q_proj"]}, r'modules: \["q_proj"\] differs from .* \["q_proj", "v_proj"'),
-        (OF_LORA, LINEAR, "lora_target_linear: true differs .*: false"),
-        (OF_LORA, {"lora_modules_to_save": ["lm_head"]}, r'lora_modules_to_save: \["lm_head"\] differs from .*: null'),
         (OF_LORA, dict.fromkeys(LORA), "adapter: null differs from adapter: lora"),
-        (OF_LORA, {"optimizer": "adafactor"}, "optimizer: adafactor differs from optimizer: adamw_torch_fused"),
         (OF_LORA, {"rl": None, "ebft": {}}, "rl: null differs from rl: ebft"),
         (OF_LORA, {"ebft": {"mode": "structured"}}, "ebft.mode: structured differs from ebft.mode: strided"),
         (OF_LORA, {"lora_r": 16, "optimizer": "adafactor"}, "(?s)optimizer: adafactor.*\n.*lora_r: 16"),
         ({}, LORA, "(?s)^(?!.*lora_r).*adapter: lora differs from adapter: null"),
-    ],
-)
-def test_a_changed_setting_is_refused(make, folder, saved, changes, message):
-    write_run_keys(make(**saved), folder)
-    with pytest.raises(ConfigError, match=message):
-        resumed(make(**{**saved, **changes, "resume_from_checkpoint": folder}))
-    with pytest.raises(ConfigError, match=message):
-        resumed(make(**{**saved, **changes, **AUTO}))
-
-
-def test_the_length_and_the_order_of_target_modules_may_change(make, folder, recwarn):
-    write_run_keys(make(**LORA, max_steps=5), folder)
-    changes = {"lora_target_modules": ["v_proj", "q_proj"], "learning_rate": 1e-4, "max_steps": 9, "seed": 1}
-    changes |= {"micro_batch_size": 2, "budget": {"documents": 7}}
-    assert resumed(make(**{**LORA, **changes, "resume_from_checkpoint": folder})) == str(folder)
-    assert not list(recwarn)
-
-
-OTHER = {"base_model": "other/model"}
-OTHER_MODEL = "base_model: other/model differs from base_model: some/model"
-
-
-@pytest.mark.parametrize(
-    ("saved", "now", "words"),
-    [
-        ({}, OTHER, f"{OTHER_MODEL} of "),
+        # only a warning
+        ({}, OTHER, "base_model: other/model differs from base_model: some/model"),
         ({"gguf_file": "a.gguf"}, {"gguf_file": "b.gguf"}, "gguf_file: b.gguf differs from gguf_file: a.gguf of "),
-        ({}, {"gguf_file": "b.gguf"}, "gguf_file: b.gguf differs from gguf_file: null of "),
-        ({"gguf_file": "a.gguf"}, OTHER, f"{OTHER_MODEL} and gguf_file: null differs from gguf_file: a.gguf of "),
+        # other order, length and budget
+        (LORA, {"lora_target_modules": ["v_proj", "q_proj"], "max_steps": 9, "budget": {"documents": 7}}, None),
     ],
 )
-def test_another_base_model_gives_a_warning(make, folder, saved, now, words):
+def test_changed_settings(make, folder, recwarn, saved, changes, message):
     write_run_keys(make(**saved), folder)
-    with pytest.warns(UserWarning, match=words):
-        assert resumed(make(**now, resume_from_checkpoint=folder)) == str(folder)
-
-
-NAMED = {"lora_model_dir": "checkpoint-3"}
+    for keys in (AUTO, {"resume_from_checkpoint": folder}):
+        config = make(**{**saved, **changes, **keys})
+        if message is None or changes.keys() & {"base_model", "gguf_file"}:
+            assert resumed(config) == str(folder)
+            said = [str(each.message) for each in recwarn]
+            assert re.search(message, said[0]) if message else said == []
+        else:
+            with pytest.raises(ConfigError, match=message):
+                resumed(config)
 
 
 @pytest.mark.parametrize(
     ("file", "keys", "message"),
     [
-        (ADAPTER, LORA | {"lora_r": 16}, "lora_r: 16 differs from lora_r: 4"),
         (ADAPTER, LORA | {"lora_alpha": 16}, "lora_alpha: 16.0 differs from lora_alpha: 8"),
         (ADAPTER, {}, "adapter: null differs from adapter: lora"),
         ("model.safetensors", LORA, "adapter: lora differs from adapter: null"),
-        (ADAPTER, LORA, None),
-        (ADAPTER, {"adapter": "lora", **NAMED}, None),
+        (ADAPTER, {"adapter": "lora", "lora_model_dir": "checkpoint-3"}, None),
         ("model.safetensors", {}, None),
-        (ADAPTER, NAMED, "adapter: null differs from adapter: lora"),
         ("pytorch_model_fsdp_0/.metadata", LORA, None),  # whether these weights are an adapter is unknown
     ],
 )
-def test_an_older_checkpoint_is_checked_by_its_files(make, checkpoint, monkeypatch, tmp_path, file, keys, message):
-    monkeypatch.chdir(tmp_path)
+def test_a_checkpoint_of_another_program_is_checked_by_its_files(make, checkpoint, monkeypatch, file, keys, message):
     folder = checkpoint(3, "optimizer.pt", file)
+    monkeypatch.chdir(folder.parent)
     if file == ADAPTER:
         (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     config = make(**keys, resume_from_checkpoint=folder)
@@ -303,6 +255,18 @@ def test_an_older_checkpoint_is_checked_by_its_files(make, checkpoint, monkeypat
     else:
         with pytest.raises(ConfigError, match=message):
             resumed(config)
+
+
+def test_changed_settings_of_the_optimizer_are_one_warning(make, folder, recwarn):
+    write_run_keys(make(), folder, optimizer_keys(make(), None))
+    assert optimizer_keys(make(max_steps=9), folder)["learning_rate"] == 1e-5 and not list(recwarn)
+    changes = {"learning_rate": 1e-4, "weight_decay": 0.1, "lr_scheduler": "linear", "max_grad_norm": 0.5}
+    found = optimizer_keys(make(**changes), folder)
+    (said,) = [str(warning.message) for warning in recwarn]
+    assert "learning_rate: 0.0001 has no effect, the run continues with 1e-05" in said
+    assert "lr_scheduler: linear replaces cosine from here on" in said and f"base_model={folder}, with" in said
+    in_effect = {"learning_rate": 1e-5, "weight_decay": 0.0, "lr_scheduler": "linear", "max_grad_norm": 0.5}
+    assert {key: found[key] for key in changes} == in_effect
 
 
 TYPED = ["ebft", "train", "my runs/a.yaml", "wandb_name=the first", "resume_from_checkpoint=old"]
@@ -335,27 +299,6 @@ def test_a_checkpoint_of_another_folder_than_the_one_in_use_is_a_warning(make, f
     assert f"{folder} is not in output_dir: {out}, which contains another run" in said and str(tmp_path) in said
 
 
-@pytest.mark.parametrize("adapter", [{}, LORA])
-def test_changed_settings_of_the_optimizer_are_one_warning(make, folder, recwarn, adapter):
-    assert optimizer_keys(make(), None)["learning_rate"] == 1e-5
-    write_run_keys(make(**adapter), folder, optimizer_keys(make(**adapter), None))
-    assert optimizer_keys(make(**adapter, max_steps=9), folder)["learning_rate"] == 1e-5 and not list(recwarn)
-    changes = {"learning_rate": 1e-4, "weight_decay": 0.1, "lr_scheduler": "linear", "max_grad_norm": 0.5}
-    found = optimizer_keys(make(**adapter, **changes), folder)
-    (said,) = [str(warning.message) for warning in recwarn]
-    for text in (
-        f"differ from those of {folder}, whose",
-        "learning_rate: 0.0001 has no effect, the run continues with 1e-05",
-        "weight_decay: 0.1 has no effect, the run continues with 0.0",
-        "lr_scheduler: linear replaces cosine from here on",
-        "max_grad_norm: 0.5 replaces 1.0 from here on",
-        f"{'lora_model_dir' if adapter else 'base_model'}={folder}, with another output_dir",
-    ):
-        assert text in said
-    in_effect = {"learning_rate": 1e-5, "weight_decay": 0.0, "lr_scheduler": "linear", "max_grad_norm": 0.5}
-    assert {key: found[key] for key in changes} == in_effect
-
-
 def test_a_schedule_with_state(make, folder):
     """It fits no other one, and its arguments are restored."""
     for before, after in (("greedy", "linear"), ("cosine", "reduce_lr_on_plateau")):
@@ -367,3 +310,15 @@ def test_a_schedule_with_state(make, folder):
     with pytest.warns(UserWarning, match='lr_scheduler_kwargs: {"patience": 3} has no effect'):
         found = optimizer_keys(make(**keys, lr_scheduler_kwargs={"patience": 3}), folder)
     assert found["lr_scheduler_kwargs"] is None
+
+
+def test_other_rows_are_a_warning():
+    rows, state = [{"input_ids": [n]} for n in range(6)], SimpleNamespace(stateful_callbacks={}, global_step=3)
+    compare_rows(state, rows, rows[:2], warns=True)
+    for training, held_out, said in (
+        (rows[:-1], rows[:2], "The training data differ .* 5 rows instead of 6. Training continues from step 3 at the"),
+        ([*rows[1:], rows[0]], rows[:2], "The training data differ .* 6 rows as before, with other contents or in"),
+        (rows, rows[:1], "The evaluation data differ"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            compare_rows(copy.deepcopy(state), training, held_out, warns=True)

@@ -1,19 +1,15 @@
-"""Checks of rows and models: processes that train other models, modules that cannot be sharded or adapted."""
-
-import json
+"""Checks of rows and models: processes that train other models, modules that cannot be adapted."""
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from ebft import train
 from ebft.config.section import flat_settings
 from ebft.errors import ConfigError
 from ebft.models.pretrained import pretrained_model
 from ebft.run import checks
-from ebft.run.checks import check_adapted_experts, check_equal, check_wrapping, check_wrapping_of
-from ebft.tools.cli import app
+from ebft.run.checks import check_adapted_experts
 from tests.config.conftest import make
 from tests.models.multimodal import save_multimodal
 
@@ -23,15 +19,17 @@ ROWS = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
 
 
 @pytest.fixture
-def digests(make, monkeypatch):
-    """`digests(precision, rows, held_out, checkpoint, **keys)`: what a process tells the others."""
+def compare(make, monkeypatch):
+    """`compare(keys, keys)`: what two processes with these arguments and keys find."""
 
-    def of(precision="no", rows=ROWS, held_out=None, checkpoint=None, **keys):
-        told = []
-        monkeypatch.setattr("accelerate.utils.gather_object", lambda found: told.extend(found) or found)
+    def check(precision="no", rows=ROWS, held_out=None, checkpoint=None, **keys):
         checks.check_same_everywhere(make(**keys), precision, rows, held_out, checkpoint)
-        (found,) = told
-        return found
+
+    def of(first, second):
+        told = []
+        monkeypatch.setattr("accelerate.utils.gather_object", lambda found: told.extend(found) or told)
+        check(**first)
+        check(**second)
 
     return of
 
@@ -49,17 +47,16 @@ def digests(make, monkeypatch):
         ({"checkpoint": "out/checkpoint-4"}, "the checkpoint to resume from"),
     ],
 )
-def test_what_must_be_the_same(digests, other, name):
-    first = digests()
+def test_what_must_be_the_same(compare, other, name):
     with pytest.raises(ConfigError, match=f"rank 1 differs from rank 0 in {name}. Start all processes, on every machi"):
-        check_equal([first, digests(**other)])
+        compare({}, other)
 
 
-def test_what_machines_may_have_in_other_places(digests, make):
+def test_what_machines_may_have_in_other_places(compare, make):
     data = lambda path: [{"path": path, "type": "completion"}]
     elsewhere = {"base_model": "/b/model", "output_dir": "/b/out", "wandb_name": "b", "datasets": data("/b/two.jsonl")}
-    first = digests(checkpoint="/a/checkpoint-4", datasets=data("/data/one.jsonl"))
-    check_equal([first, digests(checkpoint="/b/checkpoint-4", **elsewhere)])
+    here = {"checkpoint": "/a/checkpoint-4", "datasets": data("/data/one.jsonl")}
+    compare(here, {"checkpoint": "/b/checkpoint-4", **elsewhere})
     assert {name for name, _ in flat_settings(make())} >= checks._OF_MACHINES
 
 
@@ -74,35 +71,8 @@ def test_vllm_serves_what_is_trained(make, tmp_path):
     }
     with pytest.raises(ConfigError, match=r"would serve all of .*whole \(gemma3\), but its text model \(gemma3_text\)"):
         train(make(**keys))
-    (tmp_path / "run.yaml").write_text(json.dumps(keys))
-    result = CliRunner().invoke(app, ["vllm-serve", str(tmp_path / "run.yaml")])
-    assert result.exit_code != 0 and "vLLM would serve all of" in " ".join(result.stderr.split())
     pretrained_model(keys["base_model"]).save_pretrained(tmp_path / "text")
     checks.check_served(make(**{**keys, "base_model": str(tmp_path / "text")}))
-
-
-BY_SIZE = {"auto_wrap_policy": "SIZE_BASED_WRAP"}
-CLASS = "transformer_layer_cls_to_wrap"
-
-
-def test_modules_that_can_and_that_cannot_be_sharded(make, tiny_llama_dir):
-    config, model = AutoConfig.from_pretrained(tiny_llama_dir), AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    size = sum(parameter.numel() for parameter in model.model.layers.parameters())
-    of_size = lambda size: {"fsdp": True, "fsdp_config": {**BY_SIZE, "min_num_params": size}}
-    of_class = lambda name: {"fsdp": True, "fsdp_config": {CLASS: name}}
-    for keys in ({}, {"fsdp": True}, of_class("LlamaDecoderLayer"), of_size(size)):
-        check_wrapping_of(make(**keys), config)
-        check_wrapping(make(**keys), model)
-    for keys, message in (
-        (of_class("Bogus"), "no module of the class 'Bogus'. Without the key, the classes"),
-        (of_class(["LlamaDecoderLayr"]), "Did you mean LlamaDecoderLayer?"),
-        (of_size(1), "also selects model.layers, a list of modules"),
-        (of_size(size - 1), f"or set min_num_params to at least {size}"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            check_wrapping_of(make(**keys), config)
-        with pytest.raises(ConfigError, match=message):
-            check_wrapping(make(**keys), model)
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # of PEFT

@@ -13,7 +13,7 @@ from ebft.run.checkpoints import newest_checkpoint
 from ebft.run.output import final_step
 from ebft.run_files import METRICS
 from ebft.sft.trainer import SFTTrainer
-from ebft.trainer import checkpoints
+from ebft.trainer import base, checkpoints
 from tests.run import crash
 from tests.run.crash import METHODS, STEPS, as_resumed, before, config_of, result, run_processes, trained
 
@@ -42,7 +42,7 @@ def killed_and_resumed(method, inject, inputs, out, **changes):
 MOMENTS = {
     "between the update and its save": before_save(5),
     "between the files of a save": before(torch, "save", 5 * 5 - 2),
-    "before the rename": before(checkpoints, "publish", 5),
+    "before the rename": before(base, "publish", 5),
     "in the rotation": before(checkpoints, "discard", 3),
     "in an evaluation": before(Trainer, "_determine_best_metric", 2),
     "before the final save": before(ebft.transformers_internals, "save_final_weights", 1),
@@ -77,25 +77,6 @@ def test_a_synced_reference_that_is_not_in_the_checkpoint_is_an_error(inputs, ou
 
 
 @pytest.mark.parametrize(
-    ("method", "change", "message"),
-    [
-        ("sft_full", lambda rows: rows[:-1], "5 rows instead of 6"),
-        ("strided", lambda rows: [row.replace(': "', ': "The ') for row in rows], "6 rows as before, with other conte"),
-        ("grpo", lambda rows: rows + rows[:1], "7 rows instead of 6"),
-        ("sft_full", lambda rows: rows, None),
-    ],
-)
-def test_changed_training_data_give_a_warning(method, change, message, inputs, out, tmp_path):
-    rows = (inputs / f"{METHODS[method][0]}.jsonl").read_text().splitlines()
-    data = {"datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": METHODS[method][1]}]}
-    for steps, lines in ((1, rows), (2, change(rows))):
-        (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")
-        said = trained(config_of(method, inputs, out, max_steps=steps, **data))
-    assert ("training data differ" in said) == (message is not None)
-    assert message is None or message in " ".join(said.split())
-
-
-@pytest.mark.parametrize(
     ("moment", "saved"),
     [(("prediction_step", 2), 3), (("prediction_step", 6), STEPS), (("training_step", 7), 3)],
     ids=["in that of the first epoch", "in that of the run", "after that of the first epoch"],
@@ -124,13 +105,7 @@ def test_evaluations_do_not_change_training(method, unbroken):
     assert often == seldom
 
 
-@pytest.mark.parametrize("method", ["sft_full", "strided", "structured"])
-def test_metrics_over_several_steps_are_those_of_an_unbroken_run(method, inputs, unbroken, out):
-    assert killed_and_resumed(method, before_save(6), inputs, out, logging_steps=4) == 5
-    assert result(out) == unbroken(method, logging_steps=4)
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_run_killed_at_a_random_moment_ends_as_an_unbroken_one(seed, inputs, unbroken, out):
     method = list(METHODS)[seed * 3 % len(METHODS)]
     step = killed_and_resumed(method, crash.after_calls(seed), inputs, out)

@@ -89,39 +89,33 @@ def test_an_adapter_gives_a_warning_and_its_merged_model_stops(make, out, keys):
         assert stops(folder / "merged", END) and stops(folder / "merged", EOS)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"declared": [EOS, END]}, [EOS, END]),
-        ({"row": {"text": "Hi"}, "type": "completion"}, [EOS]),
-        ({"of_data": {"train_on_eos": "none"}}, [EOS]),
-        ({"row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS]),  # with EOS after the end of the turn
-        ({**NAMED, "declared": END}, [END]),
-    ],
-)
-def test_models_that_stop_anyway_or_learn_no_chats_are_not_changed(make, keys, expected):
-    assert declared(make(**LORA, **keys)) == (expected, False, [])
-
-
-@pytest.mark.parametrize(("keys", "eos", "is_written"), [(LORA, [EOS, END], True), ({}, [EOS], False)])
-def test_another_end_of_sequence_without_a_chat_template(make, tmp_path, keys, eos, is_written):
-    """transformers adds it to a full model."""
-    config = make({"text": "Hi"}, "completion", **NAMED, **keys)
-    (tmp_path / "base" / "chat_template.jinja").unlink()
-    assert declared(config) == (eos, is_written, [])
-
-
 TURNS = {"type": "ebft_chat_multiturn", "trl": {"num_generations": 2, "max_completion_length": 4}}
+TURNS |= {"rl": "ebft", "ebft": {"mode": "structured"}}
+TEXT = {"row": {"text": "Hi"}, "type": "completion"}
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "expected", "is_written"),
     [
-        {"sample_packing": True},
-        {"row": PAIR, "type": "passthrough", "rl": "dpo"},
-        {**TURNS, "rl": "ebft", "ebft": {"mode": "structured"}},
+        # rows of other shapes
+        ({**LORA, "sample_packing": True}, [EOS, END], True),
+        ({**LORA, "row": PAIR, "type": "passthrough", "rl": "dpo"}, [EOS, END], True),
+        ({**LORA, **TURNS}, [EOS, END], True),
+        # models that stop anyway, or learn no chats
+        ({**LORA, "declared": [EOS, END]}, [EOS, END], False),
+        ({**LORA, **TEXT}, [EOS], False),
+        ({**LORA, "of_data": {"train_on_eos": "none"}}, [EOS], False),
+        ({**LORA, "row": TEXTS, "type": "chatml.intel", "rl": "dpo"}, [EOS], False),  # with EOS after the end
+        ({**LORA, **NAMED, "declared": END}, [END], False),
+        # without a chat template; transformers adds the end of sequence to a full model
+        ({**LORA, **TEXT, **NAMED, "template": False}, [EOS, END], True),
+        ({**TEXT, **NAMED, "template": False}, [EOS], False),
     ],
 )
-def test_rows_of_other_shapes(make, keys):
-    eos, is_written, (message,) = declared(make(**LORA, **keys))
-    assert eos == [EOS, END] and is_written and "<|im_end|>" in message
+def test_what_is_declared(make, tmp_path, keys, expected, is_written):
+    has_template = keys.get("template", True)
+    config = make(**{key: value for key, value in keys.items() if key != "template"})
+    if not has_template:
+        (tmp_path / "base" / "chat_template.jinja").unlink()
+    eos, written, messages = declared(config)
+    assert (eos, written) == (expected, is_written) and len(messages) == (is_written and has_template)

@@ -25,17 +25,14 @@ from tests.run.crash import STEPS, as_resumed, before, config_of, kill, press_ct
 
 NO_SAVES = {"save_strategy": "no", "save_steps": None}
 LAST_EVALUATION = NO_SAVES | {"eval_steps": 4}
-NO_EVALUATION = NO_SAVES | {"eval_steps": None}
 # phase -> (method, moment of the signal, changed keys, step of the checkpoint)
 PHASES = {
     "evaluation": ("strided", before(HeldOutMeasure, "add", 2, terminate), NO_SAVES, 6),
-    "the last evaluation": ("sft", before(SFTTrainer, "prediction_step", 2, terminate), LAST_EVALUATION, 8),
     "generation": ("structured", before(RolloutJob, "run", 6, press_ctrl_c), NO_SAVES, 4),
     "an update on completions": ("structured", before(EBFTTrainer, "_compute_loss", 6, press_ctrl_c), NO_SAVES, 4),
     "an update of GRPO": ("grpo", before(RolloutGRPOTrainer, "after_rewards", 6, terminate), NO_SAVES, 4),
     "a micro-batch": ("sft_full", before(SFTTrainer, "training_step", 10, terminate), NO_SAVES, 4),
     "the end of a step": ("sft_full", before(Budget, "gather", 5, press_ctrl_c), NO_SAVES, 5),
-    "the end of an epoch": ("sft_full", before(Budget, "gather", 3, terminate), NO_EVALUATION, 3),
     "the last update": ("structured", before(torch.optim.AdamW, "step", STEPS, terminate), LAST_EVALUATION, STEPS),
     "a save": ("sft_full", before(torch, "save", 8, terminate), {}, 2),
 }
@@ -123,13 +120,3 @@ def test_a_process_that_user_code_forks_has_the_default_handlers(number):
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == {signal.SIGINT: 3, signal.SIGTERM: -signal.SIGTERM, signal.SIGHUP: 0}[number]
-
-
-def test_a_signal_that_nohup_ignores_stays_ignored():
-    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with (stop := StopOnSignal()).listening():
-            signal.raise_signal(signal.SIGHUP)
-        assert not stop.requested
-    finally:
-        signal.signal(signal.SIGHUP, former)

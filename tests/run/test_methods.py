@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from ebft import load_config, train
 from ebft.config.load import parse_yaml
-from ebft.data.load import load_datasets
+from ebft.data.load import load_token_rows
 from tests.docs.blocks import ROOT, blocks_of
 
 OVERRIDES = {
@@ -89,7 +89,7 @@ def test_plain_fine_tuning_learns_the_completion_alone(run_file, tokenizer, tiny
     losses = [train(quietly(run_file, [*steps, f"train_on_inputs={on}"])).metrics for on in ("false", "true")]
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     nll = {False: [], True: []}
-    for row in load_datasets(quietly(run_file, ["rl="]), tokenizer)[0]:
+    for row in load_token_rows(quietly(run_file, ["rl="]), tokenizer)[0]:
         ids = torch.tensor([row["input_ids"]])
         with torch.no_grad():
             logp = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -105,12 +105,3 @@ def test_the_base_model_is_evaluated_before_the_first_step_and_compared_with_the
     result = train(quietly(run_file, overrides))
     assert [entry["step"] for entry in result.trainer.state.log_history if "eval_loss" in entry] == [0, 1]
     assert "First and last evaluation (steps 0 and 1)" in result.outcome and "already followed" not in result.outcome
-    unevaluated = train(quietly(run_file, ["rl=", "eval_strategy=no", "max_steps=1"]))
-    assert "val_set_size" not in unevaluated.outcome and "ebft evaluate" in unevaluated.outcome
-
-
-@pytest.mark.parametrize("override", ["rl=", "rl=null"])
-def test_unsetting_rl_is_plain_fine_tuning_with_one_warning_for_sections(run_file, override):
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        assert load_config(run_file, [override]).rl is None
-    assert [str(w.message).partition(",")[0] for w in caught] == ["ebft"]

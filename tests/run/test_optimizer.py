@@ -66,14 +66,6 @@ def test_arguments_of_the_optimizer(make, tmp_path, monkeypatch):
         check_optimizer(make(optimizer="stable_adamw", optim_args={"kahan_sum": False}))
 
 
-def test_the_tables_are_those_of_transformers():
-    from transformers.trainer_utils import SchedulerType
-    from transformers.training_args import OptimizerNames
-
-    assert sorted(tables.OPTIMIZERS) == sorted(name.value for name in OptimizerNames)
-    assert sorted(tables.SCHEDULES) == sorted(name.value for name in SchedulerType)
-
-
 def test_schedules_follow_the_direction_of_their_metric(make):
     machine = Machine(has_accelerator=False, supports_bf16=False)
     keys = {"lr_scheduler": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, "val_set_size": 2}

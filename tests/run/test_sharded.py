@@ -7,7 +7,6 @@ from importlib import import_module
 
 import pytest
 import torch
-import yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 import ebft.run.training
 from ebft.structured.grpo import RolloutGRPOTrainer
 from ebft.tools.export.sharded import merge_sharded
-from tests.ranks import run_module
 from tests.run.crash import METHODS, TRL, config_of, run_processes
 from tests.structured.short_run import FromThePrompt
 
@@ -138,16 +136,6 @@ def test_checkpoints_resume_with_any_number_of_processes_and_are_merged(trained,
         (tmp_path / "damaged" / "pytorch_model_fsdp_0" / "__1_0.distcp").unlink()
         with pytest.raises(OSError, match="__1_0.distcp"):
             merge_sharded(tmp_path / "damaged")
-
-
-def test_the_command(trained, inputs, tmp_path):
-    config = config_of("strided_full", inputs, tmp_path / "out", micro_batch_size=1, **COMMON, **PARTS)
-    keys = config.model_dump(exclude_unset=True)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(keys))
-    run_module("ebft", 2, "train", str(tmp_path / "run.yaml"))
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    for name, value in trained("strided", 1)[1].items():
-        torch.testing.assert_close(weights[name], value, atol=1e-5, rtol=0, msg=name)
 
 
 def on_cpu():

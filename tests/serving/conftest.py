@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 from ebft.serving.command import ServerCommand
 from ebft.serving.server import VLLMServer
 from tests.serving.processes import free_port

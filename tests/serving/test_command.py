@@ -24,18 +24,14 @@ def value(command, flag):
     return command.command[command.command.index(flag) + 1]
 
 
-def test_a_model_without_gpu_and_adapter(make_config):
+def test_a_model_without_adapter(make_config):
     made = command(make_config(seed=7))
     assert " ".join(made.command) == (
         "/env/bin/python -m vllm.entrypoints.openai.api_server --model nowhere/model --host 127.0.0.1 --port 8000 "
         "--dtype float32 --seed 7 --logprobs-mode processed_logprobs"
     )
     assert made.environment == {"VLLM_CPU_KVCACHE_SPACE": "2"}
-    assert (made.model, made.host, made.port, made.max_lora_rank) == ("nowhere/model", "127.0.0.1", 8000, None)
-    assert made.url == "http://127.0.0.1:8000"
-
-
-def test_all_weights_on_a_gpu(make_config):
+    assert (made.model, made.url, made.max_lora_rank) == ("nowhere/model", "http://127.0.0.1:8000", None)
     made = command(make_config(), gpus=1)
     assert value(made, "--dtype") == "auto" and value(made, "--gpu-memory-utilization") == "0.9"
     assert json.loads(value(made, "--weight-transfer-config")) == {"backend": "nccl"}
@@ -53,30 +49,20 @@ def test_an_adapter(make_config, gpus):
     assert (adapter_slots(1), adapter_slots(4)) == (3, 6)
 
 
-@pytest.mark.parametrize(
-    ("keys", "saved", "limit"),
-    [
-        *(({"lora_r": r}, None, limit) for r, limit in ((1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512))),
-        ({}, {"r": 12}, 16),
-        ({}, {"r": 8, "rank_pattern": {"q_proj": 40}, "modules_to_save": None}, 64),
-    ],
-)
+@pytest.mark.parametrize(("keys", "saved", "limit"), [
+    *(({"lora_r": r}, None, limit) for r, limit in ((1, 1), (2, 8), (16, 16), (17, 32), (300, 320), (512, 512))),
+    ({}, {"r": 12}, 16), ({}, {"r": 8, "rank_pattern": {"q_proj": 40}, "modules_to_save": None}, 64),
+    ({"lora_r": 600}, None, "lora_r: the adapter's rank 600 exceeds the maximum of 512"),
+    ({"lora_modules_to_save": ["lm_head"]}, None, r"lora_modules_to_save.*lm_head.*trl.use_vllm: false"),
+])  # fmt: skip
 def test_the_smallest_limit_that_holds_the_adapter(make_config, tmp_path, keys, saved, limit):
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
-    keys = {"lora_model_dir": str(tmp_path)} if saved else keys
-    assert max_lora_rank(make_config(adapter="lora", **keys)) == limit
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"lora_r": 600}, "lora_r: the adapter's rank 600 exceeds the maximum of 512"),
-        ({"lora_modules_to_save": ["lm_head"]}, r"lora_modules_to_save.*lm_head.*trl.use_vllm: false"),
-    ],
-)
-def test_adapters_that_vllm_cannot_have(make_config, keys, message):
-    with pytest.raises(ConfigError, match=message):
-        max_lora_rank(make_config(adapter="lora", **keys))
+    config = make_config(adapter="lora", **({"lora_model_dir": str(tmp_path)} if saved else keys))
+    if isinstance(limit, int):
+        assert max_lora_rank(config) == limit
+    else:
+        with pytest.raises(ConfigError, match=limit):
+            max_lora_rank(config)
 
 
 def test_every_key_arrives(make_config):
@@ -145,24 +131,16 @@ NAMED = "CUDA_VISIBLE_DEVICES"
 TOO_FEW = re.compile("(?=.*vllm_mode: colocate)(?=.*use_vllm: false)(?=.*fewer processes)(?=.*more GPUs visible)", re.S)
 
 
-@pytest.mark.parametrize(
-    ("vllm", "processes", "gpus", "visible", "expected"),
-    [
-        ({}, 1, 2, None, "1"),  # the last
-        ({}, 1, 4, None, "3"),
-        ({"tensor_parallel_size": 2}, 2, 4, None, "2,3"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 1, 8, None, "4,5,6,7"),
-        ({}, 1, 2, "5, 3", "3"),
-        ({}, 1, 3, "GPU-a,GPU-b,GPU-c", "GPU-c"),
-        ({}, 1, 2, "0,1,-1,2", "1"),  # CUDA stops at the first that is none
-        ({}, 1, 0, None, None),  # nothing to divide
-        ({"device": "cpu"}, 1, 2, None, None),
-        ({"env": {NAMED: "0"}}, 1, 1, None, None),
-        ({}, 1, 1, None, ConfigError),
-        ({}, 4, 4, None, ConfigError),
-        ({"data_parallel_size": 3}, 2, 4, None, ConfigError),
-    ],
-)
+@pytest.mark.parametrize(("vllm", "processes", "gpus", "visible", "expected"), [
+    ({}, 1, 2, None, "1"), ({}, 1, 4, None, "3"),  # the last
+    ({"tensor_parallel_size": 2}, 2, 4, None, "2,3"),
+    ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 1, 8, None, "4,5,6,7"),
+    ({}, 1, 2, "5, 3", "3"), ({}, 1, 3, "GPU-a,GPU-b,GPU-c", "GPU-c"),
+    ({}, 1, 2, "0,1,-1,2", "1"),  # CUDA stops at the first that is none
+    ({}, 1, 0, None, None),  # nothing to divide
+    ({"device": "cpu"}, 1, 2, None, None), ({"env": {NAMED: "0"}}, 1, 1, None, None),
+    ({}, 1, 1, None, ConfigError), ({}, 4, 4, None, ConfigError), ({"data_parallel_size": 3}, 2, 4, None, ConfigError),
+])  # fmt: skip
 def test_the_server_gets_the_last(make_config, vllm, processes, gpus, visible, expected):
     given = make_config(vllm=vllm).vllm, processes, gpus, {NAMED: visible} if visible else {}
     if expected is ConfigError:
@@ -191,6 +169,5 @@ def test_no_package(tmp_path, monkeypatch):
         find_interpreter(None)
     with pytest.raises(ConfigError, match=f"vLLM is not installed in {sys.executable}"):
         find_interpreter(sys.executable)
-    for python in ("/nowhere/bin/python", "no-such-python"):
-        with pytest.raises(ConfigError, match=f"vllm.python: {python} is not an executable"):
-            find_interpreter(python)
+    with pytest.raises(ConfigError, match="not installed in .*no-such-python.*set vllm.python"):
+        find_interpreter("no-such-python")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ebft.serving.command import RANKS, server_command
-from tests.serving.processes import alive, eventually, free_port
+from tests.serving.processes import alive, free_port
 
 PYTHON = os.environ.get("EBFT_VLLM_PYTHON")
 pytestmark = [
@@ -104,19 +104,6 @@ def test_it_serves_and_ends_with_ctrl_c(serve, model):
     rest = serving.process.communicate(timeout=60)[0]
     assert serving.process.returncode == 130 and rest == ""
     assert alive(serving.pids) == []
-
-
-@pytest.mark.parametrize("killed", ["command", "supervisor", "API server", "command and supervisor"])
-def test_whatever_is_killed_nothing_is_left(serve, killed):
-    serving = serve()
-    victims = {"command": serving.process.pid, "supervisor": serving.supervisor.pid}
-    victims |= {"API server": serving.api_server.pid}
-    for name, pid in victims.items():
-        if name in killed:
-            os.kill(pid, signal.SIGKILL)
-    assert eventually(lambda: not alive(serving.pids), seconds=30)
-    code = serving.process.wait(30)
-    assert code == (-signal.SIGKILL if "command" in killed else 1)
 
 
 def test_it_knows_every_flag_and_rank(make_config):

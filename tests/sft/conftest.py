@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 
 
 @pytest.fixture(scope="session")

@@ -24,11 +24,3 @@ def test_preprocess_shows_the_first_rows_and_stores_none(ebft, run_file):
     assert "in the cross-entropy" in shown.stdout and "Stored prepared rows" not in shown.stdout
     refused = ebft("preprocess", run_file)
     assert refused.exit_code == 2 and "the rows of a stream are not prepared" in " ".join(refused.stderr.split())
-
-
-@pytest.mark.slow
-def test_doctor_measures_a_step_on_the_first_rows(ebft, run_file):
-    found = ebft("doctor", run_file)
-    assert found.exit_code == 0, found.stdout
-    text = " ".join(found.stdout.split())
-    assert "data: a stream, no held-out data; each row has 32 tokens" in text and "0 errors" in text

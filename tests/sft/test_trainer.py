@@ -14,7 +14,7 @@ from trl.models.activation_offloading import OffloadActivations
 from ebft.data.batches import DocumentCollator
 from ebft.errors import ModelError
 from ebft.prefix import logps
-from ebft.sft.trainer import SFTTrainer, coefficient
+from ebft.sft.trainer import SFTTrainer
 
 SHAPE = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -229,8 +229,3 @@ def test_the_loss_of_an_evaluation_includes_the_router_loss(tmp_path):
     metrics, (routed, _) = run.evaluate(), routed_loss(model, list(run.get_eval_dataloader()))
     assert metrics["eval_ce_loss"] == pytest.approx(naive_cross_entropy(model, ROWS).item(), rel=1e-5)
     assert metrics["eval_loss"] - metrics["eval_ce_loss"] == pytest.approx(0.5 * routed.item(), rel=1e-4)
-
-
-def test_models_whose_router_loss_has_an_unknown_weight_are_refused():
-    with pytest.raises(ModelError, match="load-balancing loss of a llama model is not known.*output_router_logits"):
-        coefficient(tiny_model())

@@ -12,7 +12,7 @@ from transformers.utils.import_utils import enable_tf32
 
 from ebft import load_config, train
 from ebft.prefix.attention.passes import MaskPattern, document_attention
-from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.forward import head_of, run_wrapped, take_programs
 from ebft.prefix.logps import token_logps
 from ebft.strided import StridedEBFTConfig, StridedEBFTTrainer
@@ -120,5 +120,5 @@ def test_grouped_heads_keep_no_scores(dtype, size):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     pattern = MaskPattern(causal_mask_function)
-    document_attention([(0, tokens)], *parts, pattern, Scores(size**-0.5), None).sum().backward()
+    document_attention([(0, tokens)], *parts, pattern, AttentionScores(size**-0.5), None).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 8 * tokens**2 * dtype.itemsize

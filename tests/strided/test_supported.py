@@ -14,7 +14,7 @@ from ebft.prefix.forward import check_length, check_supported, prepare
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.rollout import sample_rollouts
 from ebft.strided.validation import check_parity
-from ebft.structured.scoring import check_parity as check_shared_prompts
+from ebft.structured.scoring import check_shared_prompt_parity as check_shared_prompts
 from tests.strided.families import _COMMON, FAMILIES, RUNNING_STATE, tiny_model
 from tests.strided.test_cost import count_tokens
 from tests.strided.test_exactness import make_trainer, unequal_batch

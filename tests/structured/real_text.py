@@ -22,7 +22,7 @@ def transform(cfg, **kwargs):
 def make_base_model(folder: Path, steps: int = 500) -> Path:
     """Train a tokenizer and a Llama of 0.9 million parameters by SFT; rows go beside it."""
     from ebft import train
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]
     texts = [path.read_text(encoding="utf-8", errors="ignore") for path in files]

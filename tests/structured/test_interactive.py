@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from itertools import groupby
 from unittest.mock import Mock
 
@@ -11,26 +12,17 @@ import torch
 from datasets import Dataset
 
 from ebft import evaluate, load_config, train
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.validation import checked
 from tests.serving.processes import free_port
 from tests.structured.conftest import chat_model, lora
-from tests.structured.tool_model import (
-    ANSWER,
-    CALL,
-    EXAMPLES,
-    RESULT,
-    example_modules,
-    make_tool_model,
-    tool_model,
-    tool_tokenizer,
-)
+from tests.structured.tool_model import ANSWER, CALL, EXAMPLES, RESULT, make_tool_model, tool_model, tool_tokenizer
 from tests.structured.trainers import USER, make, one_step
 
-example_modules()
+sys.path.append(str(EXAMPLES))
 from calculator import Calculator, answers, prompts  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using:UserWarning")
@@ -157,9 +149,7 @@ def test_an_environment_over_vllm(folder, tmp_path):
     server = ("trl.use_vllm=true", "trl.vllm_mode=managed", f"vllm.python={PYTHON}", f"vllm.port={port}")
     steps = trained(folder, tmp_path / "out", *server, "vllm.max_model_len=1536", "vllm.dtype=float32", "max_steps=3")
     assert len(steps) == 3 and all(entry["tools/call_frequency"] > 0 for entry in steps)
-    assert all(entry["sampling/logp_diff"] < 1e-3 for entry in steps), (
-        "the server's log-probabilities are the trainer's"
-    )
+    assert all(entry["sampling/logp_diff"] < 1e-3 for entry in steps)
     assert all(entry["rollouts/staleness"] == 0 for entry in steps)
 
 
@@ -195,46 +185,33 @@ def test_a_rollout_function_samples_from_the_policy(using):
 
 
 FINE = {"prompt_ids": [[5]] * 8, "completion_ids": [[6, 7]] * 8, "logprobs": None}
+LOGPS = [[-1, -0.5]] * 7
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ({"prompt_ids": []}, "failed: KeyError: 'completion_ids'"),
-        ({**FINE, "prompt_ids": [[5]]}, "1 prompt_ids for 8 prompts"),
-        ({**FINE, "answer": [1, 2]}, "2 answer for 8 prompts"),
-        ({**FINE, "completion_ids": [[6]] * 7 + [[]]}, "an empty prompt or completion .prompt 7"),
-        ({**FINE, "prompt_ids": [[5]] * 7 + [[]]}, "an empty prompt or completion .prompt 7"),
-        ({**FINE, "env_mask": [[1, 1]] * 7 + [[1]]}, r"env_mask that do not have one entry per token .*\(prompt 7\)"),
-        ({**FINE, "env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(prompt 7"),
-        ({**FINE, "env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
-        ({**FINE, "logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
-        *(
-            ({**FINE, "logprobs": [[-1, -0.5]] * 7 + [[0.0, value]]}, r"logprobs that are not finite .* \(prompt 7\)")
-            for value in (math.nan, -math.inf, 0.3)
-        ),
-    ],
-)
-def test_wrong_results_of_a_rollout_function_are_named(result, message):
+@pytest.mark.parametrize(("change", "message"), [
+    ({"answer": [1, 2]}, "2 answer for 8 prompts"),
+    ({"completion_ids": [[6]] * 7 + [[]]}, "an empty prompt or completion .prompt 7"),
+    ({"env_mask": [[1, 1]] * 7 + [[1]]}, r"env_mask that do not have one entry per token .*\(prompt 7\)"),
+    ({"env_mask": [[1, 1]] * 7 + [[0, 0]]}, r"without a sampled token \(prompt 7"),
+    ({"env_mask": [[1, 0.5]] * 8}, "env_mask with other values than 0 and 1"),
+    ({"logprobs": [[0.0]] * 8}, "logprobs that do not have one entry per token"),
+    ({"logprobs": [*LOGPS, [0.0, -math.inf]]}, r"logprobs that are not finite .* \(prompt 7\)"),
+    ({"logprobs": [*LOGPS, [0.0, 0.3]]}, r"logprobs that are not finite .* \(prompt 7\)"),
+])  # fmt: skip
+def test_wrong_results_of_a_rollout_function_are_named(change, message):
     with pytest.raises(RolloutError, match=message):
-        checked(lambda prompts, trainer: result)([[USER("x")]] * 8, Mock(use_vllm=False))
+        checked(lambda prompts, trainer: FINE | change)([[USER("x")]] * 8, Mock(use_vllm=False))
 
 
-LATER = Dataset.from_list([{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8)
+LATER = [{"prompt": [USER("x")], "remaining_turns": [USER("y"), USER("z")]}] * 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"async_prefetch": True, "use_vllm": True}, ConfigError, "environment_factory is called between the steps"),
-        ({"reward_num_workers": 2}, ConfigError, "incompatible with reward_num_workers: 2"),
-        ({"dataset": Dataset.from_list([{"prompt": "text"}] * 8)}, DataError, "text prompts, but environment_factory"),
-        ({"dataset": LATER}, DataError, "remaining_turns"),
-    ],
-)
-def test_refused(using, changes, error, message):
-    with pytest.raises(error, match=message):
-        using(**changes)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([{"prompt": "text"}] * 8, "text prompts, but environment_factory"), (LATER, "remaining_turns"),
+])  # fmt: skip
+def test_rows_whose_tools_or_turns_would_be_left_out_are_refused(using, rows, message):
+    with pytest.raises(DataError, match=message):
+        using(Dataset.from_list(rows))
 
 
 def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, using):
@@ -243,34 +220,27 @@ def test_a_prompt_without_space_for_a_call_is_an_error(tokenizer, using):
         one_step(using(policy=lora(policy)))
 
 
-DATA = [{"path": "x.jsonl", "type": "calculator.prompts"}]
-BASE = {"base_model": "x", "rl": "grpo", "datasets": DATA, "learning_rate": 1e-4, "output_dir": "out", "max_steps": 1}
+BASE = {"base_model": "x", "rl": "grpo", "micro_batch_size": 8, "max_steps": 1, "output_dir": "out"}
+BASE |= {"datasets": [{"path": "x.jsonl", "type": "calculator.prompts"}]}
+LORA = {"adapter": "lora", "lora_r": 8, "lora_alpha": 8, "lora_target_linear": True}
 CALCULATOR = {"environment_factory": "calculator.Calculator"}
-ANSWERS = {"reward_funcs": ["calculator.answers"]}
 
 
-@pytest.mark.parametrize(
-    ("trl", "message"),
-    [
-        ({"tools": ["calculator.nothing"]}, "trl.tools: 'calculator.nothing': module calculator has no function"),
-        ({"environment_factory": {"a": "nowhere.A"}}, "trl.environment_factory: 'nowhere.A' refers to function 'A'"),
-        (
-            {"rollout_func": "calculator.answers", "tools": ["json.dumps"]},
-            "trl.tools has no effect with trl.rollout_func",
-        ),
-        ({**CALCULATOR, "reward_funcs": ["feature_matching"]}, "factory is incompatible with the feature-matching rew"),
-        ({**CALCULATOR, "fsdp": True}, "trl.environment_factory is incompatible with fsdp"),
-    ],
-)
-def test_config_errors(trl, message):
-    of_trl = {name: value for name, value in trl.items() if name != "fsdp"}
-    config = RunConfig.from_dict({**BASE, "micro_batch_size": 8, "fsdp": trl.get("fsdp"), "trl": of_trl})
+@pytest.mark.parametrize(("trl", "keys", "message"), [
+    ({"rollout_func": "calculator.answers", "tools": ["json.dumps"]}, {}, "tools has no effect with trl.rollout_func"),
+    ({**CALCULATOR, "async_prefetch": True, "use_vllm": True}, LORA,
+     "environment_factory is called between the steps"),
+    ({**CALCULATOR, "reward_num_workers": 2}, {}, "incompatible with trl.reward_num_workers: 2"),
+    ({**CALCULATOR, "reward_funcs": ["feature_matching"]}, {}, "factory is incompatible with the feature-matching rew"),
+    (CALCULATOR, {"fsdp": True}, "trl.environment_factory is incompatible with fsdp"),
+])  # fmt: skip
+def test_keys_that_exclude_tools(trl, keys, message):
     with pytest.raises(ConfigError, match=message):
-        check_runnable(config)
+        check_runnable(RunConfig.from_dict({**BASE, "trl": trl, **keys}))
 
 
 def test_evaluation_alone_does_not_run_tools(folder):
     held_out = [{"path": str(folder / "rows.jsonl"), "type": "calculator.prompts"}]
-    given = {**BASE, "micro_batch_size": 8, "base_model": str(folder), "trl": CALCULATOR, "test_datasets": held_out}
+    given = {**BASE, "base_model": str(folder), "trl": CALCULATOR, "test_datasets": held_out}
     with pytest.raises(ConfigError, match="samples completions without trl.environment_factory"):
         evaluate(RunConfig.from_dict(given))

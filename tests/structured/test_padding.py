@@ -28,15 +28,12 @@ def model_for(tokenizer, family):
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        *((family, {}) for family in FAST),
-        ("qwen3_5_text", ONE_ROW),
-        ("gpt2", {"shared_prefix": False}),  # learned positions, which padding would shift
-        *(pytest.param(family, {}, marks=pytest.mark.slow) for family in RUNNING_STATE if family not in FAST),
-    ],
-)
+@pytest.mark.parametrize(("family", "changes"), [
+    *((family, {}) for family in FAST),
+    ("qwen3_5_text", ONE_ROW),
+    ("gpt2", {"shared_prefix": False}),  # learned positions, which padding would shift
+    *(pytest.param(family, {}, marks=pytest.mark.slow) for family in RUNNING_STATE if family not in FAST),
+])  # fmt: skip
 def test_loss_and_gradients_are_those_of_single_sequences(family, changes, chat_tokenizer, build):
     model = model_for(chat_tokenizer, family)
     base, twin = copy.deepcopy(model), copy.deepcopy(model)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 
 from ebft import FeatureMatchingReward
-from ebft.errors import ConfigError, DataError, NonFiniteLossError
+from ebft.errors import DataError, NonFiniteLossError
 from ebft.features import FeatureNetwork
 from ebft.structured.reward import embed_continuations, shares_prompts
 from ebft.transformers_internals import checkpointing_argument
@@ -58,13 +58,10 @@ COEFFICIENTS = {"alignment_coef": 0.7, "diversity_coef": 0.3}
 METHODS = ("last_token", "mean_pooling", "completion_mean", "concat")
 
 
-@pytest.mark.parametrize(
-    ("kind", "n", "method", "whitening"),
-    [
-        *((kind, n, method, None) for method in METHODS for kind, n in (("text", 2), ("chat", 8), ("text", 4))),
-        *(("chat", n, "mean_pooling", space) for space in ("feature", "sample") for n in (2, 3, 8)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "n", "method", "whitening"), [
+    *((kind, n, method, None) for method in METHODS for kind, n in (("text", 2), ("chat", 8), ("text", 4))),
+    *(("chat", n, "mean_pooling", space) for space in ("feature", "sample") for n in (2, 3, 8)),
+])  # fmt: skip
 def test_equals_one_forward_per_sequence(model, chat_tokenizer, kind, n, method, whitening):
     prompts, truths, ids = groups_of(chat_tokenizer, n, kind)
     more = COEFFICIENTS if whitening else {}
@@ -118,32 +115,23 @@ def test_the_reference_is_the_whole_conversation(model, chat_tokenizer):
     assert found == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"ground_truth": None}, DataError, "no column ground_truth"),
-        ({"ground_truth": ["a", "a", " ", " "]}, DataError, "row 2 has no reference"),
-        ({"ground_truth": ["a", "a"]}, ValueError, "groups of num_generations = 2"),
-        ({"prompts": ["a", "b", "c", "c"]}, ValueError, "0 to 1 have different prompts"),
-        ({"prompts": ["", "", "b", "b"]}, DataError, "empty prompt"),
-        ({"ground_truth": list("abcc")}, ValueError, "0 to 1 have different prompts or references"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"ground_truth": ["a", "a", " ", " "]}, DataError, "row 2 has no reference"),
+    ({"prompts": ["a"] * 3, "completion_ids": [[5]] * 3, "ground_truth": ["x"] * 3}, ValueError, "groups of num_gene"),
+    ({"prompts": ["a", "b", "c", "c"]}, ValueError, "0 to 1 have different prompts"),
+    ({"prompts": ["", "", "b", "b"]}, DataError, "empty prompt"),
+    ({"ground_truth": list("abcc")}, ValueError, "0 to 1 have different prompts or references"),
+])  # fmt: skip
 def test_refuses_what_does_not_fit(model, chat_tokenizer, change, error, message):
     given = {"prompts": ["a", "a", "b", "b"], "completion_ids": [[5], [6], [7], [8]], "ground_truth": ["x"] * 4}
     with pytest.raises(error, match=message):
         FeatureMatchingReward(model, chat_tokenizer, 2)(completions=None, **{**given, **change})
 
 
-def test_larger_groups_than_its_own_are_warned_of(model, chat_tokenizer):
+def test_larger_groups_than_its_own_are_warned_of_and_a_network_that_overflows_is_refused(model, chat_tokenizer):
     given = {"completion_ids": [[5], [6], [7], [8]] * 2, "ground_truth": ["x"] * 4 + ["y"] * 4}
     with pytest.warns(UserWarning, match="num_generations 2, but every prompt occurs at least 4 times in a row"):
         FeatureMatchingReward(model, chat_tokenizer, 2)(["a"] * 4 + ["b"] * 4, **given)
-
-
-def test_refuses_unknown_options_and_a_network_that_overflows(model, chat_tokenizer):
-    with pytest.raises(ConfigError, match="embed_method"):
-        FeatureMatchingReward(model, chat_tokenizer, 2, embed_metod="last_token")
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(float("inf"))
     with pytest.raises(NonFiniteLossError, match="not finite"):
@@ -235,39 +223,22 @@ def compare(model):
     generator = torch.Generator().manual_seed(3)
     draw = lambda count: torch.randint(3, VOCAB, (count,), generator=generator).tolist()
     prompt, continuations = draw(23), [draw(count) for count in (5, 1, 17, 0, 9)]
+    plain = for_oracle(model)
     for method in METHODS:
-        network = FeatureNetwork(model, LAYERS, method)
-        found = embed_continuations(network, prompt, continuations)
-        wanted = torch.stack(
-            [oracle.embedding(for_oracle(model), prompt, ids, LAYERS, method) for ids in continuations]
-        )
-        assert (found - wanted).abs().max() < 1e-5
+        for given in (continuations, [[], []]):
+            found = embed_continuations(FeatureNetwork(model, LAYERS, method), prompt, given)
+            wanted = torch.stack([oracle.embedding(plain, prompt, ids, LAYERS, method) for ids in given])
+            assert (found - wanted).abs().max() < 1e-5
 
 
 FAST = ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "bloom", "gpt_neo", "phimoe", "deepseek_v3", "llama4_text")
 FAST += ("qwen3_5_text", "mamba2")
 
 
-def marked(families):
-    return [family if family in FAST else pytest.param(family, marks=pytest.mark.slow) for family in families]
-
-
-@pytest.mark.parametrize("family", marked(FAMILIES))
-def test_attention_families_share_the_prompt(family):
+@pytest.mark.parametrize(
+    "family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in (*FAMILIES, *RUNNING_STATE)]
+)
+def test_every_family_shares_the_prompt_unless_it_has_a_running_state(family):
     model = tiny_model(family)
-    assert shares_prompts(model)
+    assert shares_prompts(model) == (family in FAMILIES)
     compare(model)
-
-
-@pytest.mark.parametrize("family", marked(RUNNING_STATE))
-def test_running_states_are_not_shared(family):
-    model = tiny_model(family)
-    assert not shares_prompts(model)
-    compare(model)
-
-
-def test_nothing_but_empty_continuations():
-    model = tiny_model("llama").eval()
-    found = embed_continuations(FeatureNetwork(model, LAYERS, "completion_mean"), [4, 5, 6], [[], []])
-    wanted = oracle.embedding(model, [4, 5, 6], [], LAYERS, "completion_mean")
-    assert (found - wanted).abs().max() < 1e-6

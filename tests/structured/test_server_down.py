@@ -1,65 +1,20 @@
 """A server that is not there, or is not vLLM: one clear error, early, within the timeout."""
 
-import socket
-import threading
 import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 
 import pytest
 
 from ebft import train
-from ebft.config.schema import RunConfig
 from ebft.errors import RolloutError
 from ebft.nemo_gym.client import Failure, GymClient
+from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.client import VLLMClient
-from ebft.structured.rollouts.turns import Sampling
 from tests.nemo_gym import servers
 from tests.serving.processes import free_port
 
-JSON = "application/json"
-SAMPLING = Sampling(1.0)
-CHOICE = '{"choices": [{"token_ids": %s, "logprobs": %s}]}'
 
-
-@pytest.fixture
-def gym():
-    with servers.gym() as made:
-        yield made
-
-
-@contextmanager
-def answering(body, kind=JSON, host="127.0.0.1", **headers):
-    """A client of a server that gives every request the same response."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
-            for name, value in {"Content-Type": kind, "Content-Length": len(body), **headers}.items():
-                self.send_header(name.replace("_", "-"), str(value))
-            self.end_headers()
-            self.wfile.write(body.encode())
-
-        do_POST = do_GET
-
-        def log_message(self, *_):
-            pass
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-    with Server((host, 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        client = VLLMClient(host, server.server_address[1], 5.0)
-        yield client
-        client.close()
-        server.shutdown()
-        thread.join()
-
-
-def test_a_response_that_does_not_end(gym):
+def test_a_response_that_does_not_end_and_a_server_that_is_not_vllm():
     def trickle(handler, body):
         handler.send_response(200)
         handler.send_header("Content-Length", "1000")
@@ -69,20 +24,33 @@ def test_a_response_that_does_not_end(gym):
                 handler.wfile.write(b"a")
                 time.sleep(0.05)
 
-    server = gym.serve(None)
-    server.server.RequestHandlerClass.respond = trickle
-    vllm, head = VLLMClient("127.0.0.1", server.port, 0.5), GymClient(server.port, timeout=0.5)
-    with pytest.raises(RolloutError, match="did not respond to /tokenize within 0.5 s"):
-        vllm.tokenize("m", "text")
-    assert head.post_all([(head.head, {})]) == [Failure("no response within 0.5 s (nemo_gym_verify_timeout)")]
-    vllm.close()
-    head.close()
+    with servers.gym() as gym:
+        server, other = gym.serve(None), gym.serve(lambda path, body: "Welcome")
+        server.server.RequestHandlerClass.respond = trickle
+        vllm, head = VLLMClient("127.0.0.1", server.port, 0.5), GymClient(server.port, timeout=0.5)
+        with pytest.raises(RolloutError, match="did not respond to /tokenize within 0.5 s"):
+            vllm.tokenize("m", "text")
+        assert head.post_all([(head.head, {})]) == [Failure("no response within 0.5 s (nemo_gym_verify_timeout)")]
+        not_vllm = VLLMClient("127.0.0.1", other.port, 5.0)
+        with pytest.raises(TypeError) as caught:
+            not_vllm.models()
+        assert "responds to /v1/models" in caught.value.__notes__[0]
+        for client in (vllm, head, not_vllm):
+            client.close()
 
 
-def test_a_server_that_is_not_vllm():
-    with answering("<html>Welcome</html>", kind="text/html") as client, pytest.raises(TypeError) as caught:
-        client.models()
-    assert "responds to /v1/models" in caught.value.__notes__[0]
+def test_errors_are_retried_with_a_bound(monkeypatch):
+    monkeypatch.setattr("ebft.structured.rollouts.client._BACKOFF", 0.01)
+    with servers.gym() as gym:
+        answers = [(500, {})] * 4 + [{"data": [1]}] + [(500, {"error": "x"})] * 5 + [(400, {"error": "no"})]
+        server = gym.serve(lambda path, body: answers.pop(0))
+        client = VLLMClient("127.0.0.1", server.port, 5.0)
+        assert client.models() == [1]
+        with pytest.raises(RolloutError, match="failed 5 times on /v1/models.*500"):
+            client.models()
+        with pytest.raises(RolloutError, match="rejected /v1/models .400.: .*no"):
+            client.models()
+        client.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

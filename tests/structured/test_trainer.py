@@ -8,8 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from ebft import EBFTConfig, EBFTTrainer
-from ebft.errors import ConfigError, NonFiniteLossError, RewardError
+from ebft import EBFTTrainer
+from ebft.errors import NonFiniteLossError
 from ebft.monitor.metrics import ConsoleMetrics
 from ebft.structured import RolloutGRPOTrainer
 from ebft.structured.rollouts.turns import Completion
@@ -19,14 +19,14 @@ from tests.structured.conftest import chat_model
 from tests.structured.short_run import check_held_out, held_out
 from tests.structured.trainers import arguments, logged, one_step, rows
 
-LIMITS = [(True, 1), (True, 20), (False, 1)]
+
+def is_unchanged_by_training(trainer):
+    before = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    return all(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
 
 
-def unchanged(model, before):
-    return all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize(("adaptive", "floor"), LIMITS)
+@pytest.mark.parametrize(("adaptive", "floor"), [(True, 1), (True, 20), (False, 1)])
 def test_the_longest_reference_limits_completions(chat_tokenizer, build, adaptive, floor):
     """Samples and references alike: a sample that is cut is compared with what the reference is up to there."""
     data = rows(multi_turn=False)
@@ -67,8 +67,6 @@ def test_a_run_evaluates_in_one_space_and_learns(chat_tokenizer, build):
     assert several["eval_a_ce_loss"] == pytest.approx(wanted, abs=1e-4)
     assert {"eval_a_cfm_loss", "eval_b_cfm_loss"} <= set(several) and "eval_cfm_loss" not in several
     assert several["eval_a_ce_loss"] != several["eval_b_ce_loss"]
-    with pytest.raises(ValueError, match=r"EBFTTrainer does not support predict\(\)"):
-        trainer.predict(trainer.eval_dataset)
 
 
 @pytest.mark.first(1)
@@ -77,9 +75,7 @@ def test_groups_without_a_signal_are_skipped(build, skip):
     rewards = lambda completions, **_: [1.0] * len(completions)
     options = {"skip_zero_advantage_batches": skip, "weight_decay": 0.0}
     trainer = build(kind=RolloutGRPOTrainer, reward_funcs=[rewards], **options)
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    assert unchanged(trainer.model, before)
+    assert is_unchanged_by_training(trainer)
     assert logged(trainer, "skipped_zero_adv_batches") == ([1.0] * 2 if skip else [])
 
 
@@ -97,24 +93,18 @@ def test_equal_completions_do_not_move_the_policy(build, monkeypatch):
     same = Made(lambda number, prompt: [5 + len(prompt) % 50, 9, 7])
     monkeypatch.setattr(EBFTTrainer, "backend", lambda self: same)
     trainer = build(None, rows(multi_turn=False), weight_decay=0.0, use_whitening=True, adam_epsilon=1e-12)
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    assert logged(trainer, "grad_norm")[0] == 0 and unchanged(trainer.model, before)
+    assert is_unchanged_by_training(trainer) and logged(trainer, "grad_norm")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("rewards", "weights", "aggregation", "expected"),
-    [
-        ([[1, 0], [0, 1]], [0.3, 0.3], "sum_then_normalize", True),
-        ([[1, 0], [0, 1]], [0.3, 0.3], "normalize_then_sum", False),
-        ([[0.1, 0.2], [0.3, 0]], [1, 1], "sum_then_normalize", True),
-        ([[0.1, 0.2], [0.3, 1e-5]], [1, 1], "sum_then_normalize", False),
-        ([[0.7], [None]], [1], "sum_then_normalize", True),
-        ([[0.7], [0.7000001]], [1], "sum_then_normalize", False),
-        ([[0.7, 1], [0.7, None]], [1, 1], "sum_then_normalize", False),
-        ([[0.7, 1], [0.7, None]], [1, 1], "normalize_then_sum", True),
-    ],
-)
+@pytest.mark.parametrize(("rewards", "weights", "aggregation", "expected"), [
+    ([[1, 0], [0, 1]], [0.3, 0.3], "sum_then_normalize", True),
+    ([[1, 0], [0, 1]], [0.3, 0.3], "normalize_then_sum", False),
+    ([[0.1, 0.2], [0.3, 0]], [1, 1], "sum_then_normalize", True),
+    ([[0.1, 0.2], [0.3, 1e-5]], [1, 1], "sum_then_normalize", False),
+    ([[0.7], [None]], [1], "sum_then_normalize", True), ([[0.7], [0.7000001]], [1], "sum_then_normalize", False),
+    ([[0.7, 1], [0.7, None]], [1, 1], "sum_then_normalize", False),
+    ([[0.7, 1], [0.7, None]], [1, 1], "normalize_then_sum", True),
+])  # fmt: skip
 def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation, expected):
     values = [[float("nan") if x is None else float(x) for x in row] for row in rewards] * 2
     trainer = SimpleNamespace(
@@ -128,10 +118,7 @@ def test_groups_with_equal_rewards_have_no_signal(rewards, weights, aggregation,
 
 
 def test_cross_entropy_is_a_signal_of_its_own(build):
-    trainer = build(alignment_coef=0.0, diversity_coef=0.0, ce_coef=1.0, max_steps=1)
-    before = copy.deepcopy(trainer.model.state_dict())
-    trainer.train()
-    assert not unchanged(trainer.model, before)
+    assert not is_unchanged_by_training(build(alignment_coef=0.0, diversity_coef=0.0, ce_coef=1.0, max_steps=1))
 
 
 def test_other_rewards_see_the_conversation(build):
@@ -156,15 +143,11 @@ def test_a_name_is_loaded_as_trl_does(chat_tokenizer, tmp_path):
     """In float32 unless `model_init_kwargs` say otherwise; a reward model's tokenizer is given as TRL takes it."""
     chat_model(chat_tokenizer).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     chat_tokenizer.save_pretrained(tmp_path / "model")
-    for given, dtype in (
-        (None, torch.float32),
-        ({"dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16),
-    ):
-        args = arguments(tmp_path, model_init_kwargs=given)
-        more = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
-        trainer = EBFTTrainer(
-            str(tmp_path / "model"), args, train_dataset=rows(), reward_processing_classes=chat_tokenizer, **more
-        )
+    more = {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    more |= {"train_dataset": rows(), "reward_processing_classes": chat_tokenizer}
+    in_bfloat16 = {"dtype": "bfloat16", "attn_implementation": "eager"}
+    for given, dtype in ((None, torch.float32), (in_bfloat16, torch.bfloat16)):
+        trainer = EBFTTrainer(str(tmp_path / "model"), arguments(tmp_path, model_init_kwargs=given), **more)
         assert trainer.model.dtype == dtype
         assert trainer.model.config._attn_implementation == ("sdpa" if given is None else "eager")
     trainer.args.learning_rate = 1e-6
@@ -191,14 +174,11 @@ def test_held_out_metrics_do_not_depend_on_the_batch_size(method, tmp_path):
         assert value == pytest.approx(found[4][0][name], rel=1e-4, abs=1e-4), name
 
 
-def test_a_loss_or_reward_that_is_not_finite_says_so(chat_tokenizer, build):
+def test_a_loss_that_is_not_finite_says_so(chat_tokenizer, build):
     trainer = build(chat_model(chat_tokenizer))
     trainer._compute_loss = lambda model, inputs: torch.full((), torch.nan, requires_grad=True)
     with pytest.raises(NonFiniteLossError, match="The loss is nan at step 1, in a batch of prompts that start with"):
         trainer.train()
-    infinite = lambda completions, **_: [float("inf")] * len(completions)
-    with pytest.raises(RewardError, match="returned inf"):
-        build(chat_model(chat_tokenizer), reward_funcs=infinite).train()
 
 
 @pytest.mark.slow
@@ -267,15 +247,6 @@ def test_rewards_are_weighted_and_scaled(build, estimator, scale_rewards):
     found = torch.cat([batch["advantages"] for batch in trainer.generation_batch])[order]
     torch.testing.assert_close(found, wanted.flatten(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(torch.tensor(list(trainer._logs["advantages"])), found)
-
-
-def test_gdpo_has_its_own_formula(tmp_path):
-    given = {"output_dir": str(tmp_path), "multi_objective_aggregation": "normalize_then_sum"}
-    with pytest.raises(ConfigError, match="excludes advantage_estimator: rloo. Set advantage_estimator: group_norm"):
-        EBFTConfig(**given)
-    EBFTConfig(**given, advantage_estimator="group_norm")
-    args = EBFTConfig(output_dir=str(tmp_path), advantage_estimator="grpo")
-    assert args.advantage_estimator == "group_norm" and args.scale_rewards == "group"
 
 
 GRPO = {"kind": RolloutGRPOTrainer, "max_steps": 1}

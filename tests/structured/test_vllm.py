@@ -6,7 +6,6 @@ of it adds faults where a test needs them.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from ebft import AsyncEBFTConfig, AsyncEBFTTrainer, EBFTConfig, EBFTTrainer, load_config, train
+from ebft import EBFTConfig, EBFTTrainer, load_config, train
 from ebft.errors import RolloutError
 from ebft.structured import RolloutGRPOConfig, RolloutGRPOTrainer
 from tests.serving.processes import alive, eventually, free_port
@@ -50,7 +49,6 @@ SETTINGS |= dict(max_completion_length=16, temperature=TEMPERATURE, learning_rat
 SETTINGS |= dict(logging_steps=1, gradient_checkpointing=False, report_to="none", disable_tqdm=True, loss_type="grpo")
 SETTINGS |= dict(save_strategy="no", use_vllm=True, vllm_mode="server", vllm_server_timeout=600)
 SETTINGS |= dict(per_device_eval_batch_size=64)
-BY_REFERENCE = {"gt_length_multiplier": 1.0, "gt_length_floor": 1}
 COMMAND = [sys.executable, "-m", "ebft"]
 
 
@@ -106,30 +104,22 @@ def steps_of(history):
     return [entry for entry in history if "loss" in entry]
 
 
-# The command
+def history_in(tmp_path):
+    return json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
 
 
-def trained(tmp_path, command, *overrides):
-    """What a run in processes of its own prints, whose config is in the folder, and its logs."""
-    command = [*command, "train", str(tmp_path / "run.yaml"), *overrides]
+@pytest.mark.parametrize("ahead", [False, True])
+def test_serve_and_train_from_the_command_line(base, port, tmp_path, ahead):
+    command = [*COMMAND, "train", str(write_config(tmp_path, base, port)), f"trl.async_prefetch={ahead}".lower()]
     finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
     assert finished.returncode == 0, finished.stderr
-    assert not (tmp_path / "out" / "vllm_adapters").exists()
-    return finished.stdout, json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
-
-
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_serve_and_train_from_the_command_line(base, port, tmp_path, mode):
-    write_config(tmp_path, base, port)
-    printed, history = trained(tmp_path, COMMAND, f"trl.async_prefetch={mode == 'async'}".lower())
-    assert "Model saved in" in printed
+    assert "Model saved in" in finished.stdout and not (tmp_path / "out" / "vllm_adapters").exists()
+    history = history_in(tmp_path)
     steps = steps_of(history)
-    assert [entry["rollouts/staleness"] for entry in steps] == ([0, 0, 0] if mode == "sync" else [0, 1, 1])
+    assert [entry["rollouts/staleness"] for entry in steps] == ([0, 1, 1] if ahead else [0, 0, 0])
     assert steps[0]["sampling/sampling_logp_difference/max"] < AGREE
-    if mode == "sync":
-        assert max(differences(history)) < AGREE
-    else:
-        assert steps[1]["sampling/sampling_logp_difference/max"] > AGREE  # sampled before the first update
+    # With prefetching, the second batch was sampled before the first update.
+    assert (max(differences(history)) > AGREE) == ahead and max(e["sampling/logp_diff"] for e in steps) < AGREE
     assert any("eval_alignment" in entry for entry in history)
 
 
@@ -143,12 +133,9 @@ def test_managed_is_one_command(base, tmp_path):
         time.sleep(0.5)
     out, error = process.communicate()
     assert process.returncode == 0, error
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    history = history_in(tmp_path)
     assert len(differences(history)) == 2 and max(differences(history)) < AGREE
     assert len(children) >= 3 and not alive(children)  # supervisor, API server, engine
-
-
-# The weights
 
 
 def test_rollouts_follow_the_policy(base, port, tmp_path):
@@ -167,46 +154,6 @@ def test_rollouts_follow_the_policy(base, port, tmp_path):
     # Of 16 completions a step, the mean reward of one step says little.
     assert mean(rewards[1][-3:]) > mean(rewards[1000]) + 0.2  # the server samples from what was trained
     assert abs(mean(rewards[1000][6:]) - mean(rewards[1000][:6])) < 0.1  # and would not without the updates
-
-
-class _OnStepEnd(TrainerCallback):
-    def __init__(self, call):
-        self.call = call
-
-    def on_step_end(self, *_, **__):
-        self.call()
-
-
-def test_turns_are_sampled_behind_what_was_said(base, port, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    turns = [{"role": "user", "content": "and then"}, {"role": "assistant", "content": "return self.value"}]
-    prompt = lambda i: {"prompt": [{"role": "user", "content": f"def f{i}"}], "ground_truth": "x = " * (1 + i % 3)}
-    later = [turns, [], [*turns, *turns], turns] * 4
-    rows = [{**prompt(i), "remaining_turns": remaining} for i, remaining in enumerate(later)]
-    args = arguments(tmp_path, port, max_steps=2)
-    trainer = make(base, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    trainer.train()
-    assert max(differences(trainer.state.log_history)) < AGREE
-    assert {2, 3} <= {len(rollout.replies) for rollout in trainer.rollouts}
-
-
-def test_weights_ahead_do_not_depend_on_timing(base, port, tmp_path):
-    def staleness(delay):
-        with Proxy(port) as proxy:
-            proxy.delay = delay
-            args = arguments(tmp_path, proxy.port, AsyncEBFTConfig, prefetch_depth=2, max_steps=5)
-            trainer = make(base, args, AsyncEBFTTrainer)
-            trainer.train()
-        return [entry["rollouts/staleness"] for entry in steps_of(trainer.state.log_history)]
-
-    assert staleness(0.0) == staleness(0.3) == [0, 1, 2, 2, 2]
-
-
-# Faults
 
 
 def test_a_killed_server_comes_back_and_training_goes_on(base, tmp_path, monkeypatch):
@@ -256,9 +203,6 @@ def test_log_probabilities_at_another_temperature_are_refused(base, tmp_path):
         server.wait_until_healthy(300)
         with pytest.raises(RolloutError, match="--logprobs-mode processed_logprobs"):
             make(base, arguments(tmp_path, port))
-
-
-# Samples from other weights
 
 
 def an_old_adapter(base):
@@ -312,37 +256,6 @@ def test_samples_from_other_weights_are_caught_within_one_batch(base, port, tmp_
         assert trainer.state.global_step == (0 if fault is another_temperature else 1)
 
 
-def test_samples_from_an_outdated_version_are_compared_with_that_version(base, port, tmp_path):
-    with Proxy(port) as proxy:
-        options = {"max_steps": 6, **FAST}
-        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
-        trainer.train()
-        steps = steps_of(trainer.state.log_history)
-        assert steps[-1]["rollouts/staleness"] == 1 and steps[-1]["sampling/sampling_logp_difference/mean"] > AGREE
-        assert max(entry["sampling/logp_diff"] for entry in steps) < AGREE
-        assert all(abs(entry["sampling/raw_ratio_mean"] - 1) < AGREE for entry in steps)
-        trainer = make(base, arguments(tmp_path, proxy.port, AsyncEBFTConfig, **options), AsyncEBFTTrainer)
-        proxy.change_request = an_old_adapter(base)
-        with pytest.raises(RolloutError, match="but it sampled from the (base model|adapter of step)"):
-            trainer.train()
-        assert trainer.state.global_step <= 3
-
-
-def test_an_adapter_with_the_files_of_another_is_refused(base, port, tmp_path):
-    copy = tmp_path / "copy"
-
-    def elsewhere(path, content):
-        if path == "/v1/load_lora_adapter":
-            shutil.copytree(content["lora_path"], copy)
-            content["lora_path"] = str(copy)
-
-    with Proxy(port) as proxy:
-        trainer = make(base, arguments(tmp_path, proxy.port))
-        proxy.change_request = elsewhere
-        with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but lists it with the files in"):
-            trainer.train()
-
-
 @pytest.mark.parametrize(
     "truncation", [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.05, "top_k": 30, "top_p": 0.9}], ids=str
 )
@@ -352,17 +265,3 @@ def test_truncated_samples_are_scored_under_the_truncated_distribution(base, por
     steps = steps_of(trainer.state.log_history)
     assert len(steps) == 3 and max(entry["sampling/logp_diff"] for entry in steps) < AGREE
     assert max(entry["sampling/raw_ratio_max"] for entry in steps) < 1 + 10 * AGREE
-
-
-def test_errors_of_the_server_are_retried_with_a_bound(base, port, tmp_path, monkeypatch):
-    monkeypatch.setattr("ebft.structured.rollouts.client._BACKOFF", 0.05)
-    with Proxy(port) as proxy:
-        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
-        proxy.fail = 4
-        trainer.train()
-        assert proxy.fail == 0 and trainer.state.global_step == 1
-        trainer = make(base, arguments(tmp_path, proxy.port, max_steps=1))
-        proxy.fail, before = 10**6, proxy.requests
-        with pytest.raises(RolloutError, match="failed 5 times on /v1/completions"):
-            trainer.train()
-        assert proxy.requests - before <= 5 * 4  # a request for each of four prompts

@@ -1,7 +1,6 @@
 """A small chat model that either calls the calculator of the examples, or answers, with equal probability."""
 
 import json
-import sys
 from importlib import resources
 from pathlib import Path
 
@@ -16,12 +15,6 @@ RESULT = (  # what Qwen3's template puts between the end of a call and the next 
     "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 _LOGIT = 11.0  # of the tokens that can follow; the others have logits near 0
-
-
-def example_modules() -> None:
-    """Make calculator.py importable, as in the folder examples/."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))
 
 
 def tool_tokenizer():

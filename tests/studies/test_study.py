@@ -16,8 +16,8 @@ import pytest
 import report
 import run
 import torch
-from cells import CELLS, MEAN, Cell, Study, config_file, length_of
-from intervals import Estimate, Measured, difference, over_seeds, spread_of_files, spread_of_seeds, t_quantile
+from cells import CELLS, Study, config_file, length_of
+from intervals import Measured, difference, over_seeds, spread_of_files, spread_of_seeds, t_quantile
 from measure import Sampler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -80,15 +80,6 @@ def test_every_run_has_a_valid_config_and_what_it_needs(tmp_path):
     assert config.ebft.generate_max_len == 64 and config.ebft.stride > config.sequence_len
 
 
-def test_runs_of_ends_have_the_names_and_rates_of_their_results(tmp_path):
-    stored = json.loads((RESULTS / "ends/translation-base-ebft-ce_coef_0_stop_at_end_true-seed0.json").read_text())
-    assert stored["run"] in ends.RUNS
-    cell = Cell("translation", "base", "ebft", 0, "ce_coef 0 stop_at_end true", (*MEAN, "ebft.stop_at_end=true"))
-    config = load_config(config_file("ebft"), study_in(tmp_path).training(cell, 200))
-    assert config.learning_rate == stored["learning_rate"] and config.ebft.stop_at_end
-    assert ends.table(RESULTS / "ends").count("\n| EBFT, ce_coef 0, stop_at_end") == 2
-
-
 def test_ends_are_those_of_plain_probabilities(model):
     rows = [{"input_ids": [5, 6, 0], "prompt_length": 1}, {"input_ids": [9, 8], "prompt_length": 0}]
     logps = [model(torch.tensor([row["input_ids"]])).logits[0].float().log_softmax(-1) for row in rows]
@@ -122,26 +113,12 @@ def test_results_on_other_documents_are_errors(tmp_path):
         report.load_cells(study.results)
 
 
-def test_a_result_is_written_with_six_digits_and_null_for_nan(tmp_path):
-    run.write_result(tmp_path / "a.json", {"cost": math.nan, "of": (1, 2e9 / 3), "per_document": {"ce": [1 / 3]}})
-    found = json.loads((tmp_path / "a.json").read_text())
-    assert found == {"cost": None, "of": [1, 666667000], "per_document": {"ce": [0.333333]}}
-
-
 def test_no_two_parts_share_a_file_or_a_text(tmp_path):
     found = data.translations(study_in(tmp_path, is_tiny=True), len)
     assert [len(found[part]) for part in ("train", "warm", "validation", "test", "long")] == [6, 2, 2, 2, 1]  # halves
     for column in ("file", "input"):
         values = [{row[column] for row in found[part]} for part in ("train", "warm", "validation", "test")]
         assert len(set().union(*values)) == sum(map(len, values)), column
-
-
-def test_no_file_and_no_package_stands_for_all():
-    many = [{"file": f"{'ab'[n > 60]}/{n % 7}.py", "text": str(n)} for n in range(100)]
-    found = data.spread(many, 20, 2)
-    assert max(Counter(row["file"] for row in found).values()) == 2
-    assert Counter(row["file"][0] for row in data.spread(many, 10, 50)) == {"a": 5, "b": 5}
-    assert data.spread(many[::-1], 20, 2) == found, "the order that rows come in decides nothing"
 
 
 CATALOG = """
@@ -200,12 +177,6 @@ def test_differences_are_paired_by_seed_and_document():
     assert (found.mean, found.count) == (-0.5, 3), "a start is the other side of every seed"
     found = over_seeds(cells, "raw-base-none", "ce")
     assert found.seeds == 0.0 and found.half == found.files > 0
-
-
-def test_numbers_show_two_digits_of_the_interval():
-    shown = [report.number(Estimate(0.1, seeds, 0.4, 3)) for seeds in (0.3, math.nan, 0.0)]
-    assert shown == ["+0.10 ± 0.50", "+0.10 ± 0.40*", "+0.10 ± 0.40"]
-    assert report.number(Estimate(0.25, 0.0, 0.0, 2)) == "+0.250" and report.number(None) == ""
 
 
 @pytest.fixture(scope="module")

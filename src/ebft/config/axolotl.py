@@ -4,13 +4,13 @@ A key without effect is accepted without a warning if its value describes what h
 errors, unless they are empty or false. Other keys have another name here.
 """
 
-import warnings
 from collections.abc import Container
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, create_model, model_validator
 
 from ebft.config.section import Section
+from ebft.errors import warn
 
 IN_CHUNKS = "SFT and strided mode compute the cross-entropy in chunks without it; see chunked_cross_entropy"
 # Those that a method trains; others are refused.
@@ -298,21 +298,17 @@ IGNORED_KEYS = {
 }
 UNTYPED = [name for name, ignored in IGNORED_KEYS.items() if ignored.type is Any]
 # Of keys that have an effect beside others.
-_DESCRIPTIONS = {
+_ABOUT = {
     "fsdp_version": "2, the only supported version. With fsdp_config, it enables fsdp.",
     "model_type": "No effect: the class is determined by the model's config and the method, which it must match.",
 }
 
 
-def _field(name: str) -> tuple[Any, Any]:
-    harmless, reason, accepted = IGNORED_KEYS[name]
-    default = harmless[0] if accepted is bool else None
-    return accepted, Field(default, description=_DESCRIPTIONS.get(name, f"No effect: {reason}."))
-
-
-_IgnoredKeys: type[Section] = create_model(
-    "_IgnoredKeys", __base__=Section, __module__=__name__, **{name: _field(name) for name in IGNORED_KEYS}
-)
+_FIELDS: dict[str, Any] = {
+    name: (kind, Field(harmless[0] if kind is bool else None, description=_ABOUT.get(name, f"No effect: {reason}.")))
+    for name, (harmless, reason, kind) in IGNORED_KEYS.items()
+}
+_IgnoredKeys: type[Section] = create_model("_IgnoredKeys", __base__=Section, __module__=__name__, **_FIELDS)
 
 
 class CarriedOverKeys(_IgnoredKeys):
@@ -329,12 +325,17 @@ class CarriedOverKeys(_IgnoredKeys):
             found["trl"] = _asked(found["trl"], {key.removeprefix("trl.") for key in UNSUPPORTED_KEYS})
             if not found["trl"]:
                 del found["trl"]
-        _use_names_here(found)
+        for name, here in SAME_KEYS.items():
+            value = found.pop(name, None)
+            if value is not None and found.setdefault(here, value) is None:
+                found[here] = value
+            elif value is not None and found[here] != value:
+                warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.")
         _replace_values(found)
         for section in ("datasets", "test_datasets"):
             if isinstance(found.get(section), list):
-                entries = [_without_conversation(each, found.get("chat_template")) for each in found[section]]
-                found[section] = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in entries]
+                entries = [_asked(each, UNSUPPORTED_IN_DATASETS) for each in found[section]]
+                found[section] = [_without_conversation(each, found.get("chat_template")) for each in entries]
         if "model_config" in found:  # no field of a pydantic model can have this name
             found.setdefault("overrides_of_model_config", found.pop("model_config"))
         return found
@@ -349,15 +350,6 @@ def _asked(values: Any, unsupported: Container[str]) -> Any:
     }
 
 
-def _use_names_here(found: dict[str, Any]) -> None:
-    for name, here in SAME_KEYS.items():
-        value = found.pop(name, None)
-        if value is not None and found.setdefault(here, value) is None:
-            found[here] = value
-        elif value is not None and found[here] != value:
-            warnings.warn(f"{name}: {value} has no effect: {here}: {found[here]} is the same key.", stacklevel=2)
-
-
 def _replace_values(found: dict[str, Any]) -> None:
     """Replace values that have another form here, with a warning for each that is not the same."""
     for (key, value), (other, reason) in _REPLACED.items():
@@ -365,13 +357,13 @@ def _replace_values(found: dict[str, Any]) -> None:
         if given == value and type(given) is type(value):
             del found[key]
             if not other or any(found.get(name) != new for name, new in other.items()):
-                warnings.warn(f"{key}: {str(value).lower()} {reason}.", stacklevel=2)
+                warn(f"{key}: {str(value).lower()} {reason}.")
             found.update(other)
     for key in ("bfloat16", "float16"):
         if found.get(key, True) in (None, False):
             del found[key]
     if isinstance(found.get("tokens"), dict) and found.get("special_tokens") in (None, {}):
-        warnings.warn("tokens is a mapping, which is read as special_tokens.", stacklevel=2)
+        warn("tokens is a mapping, which is read as special_tokens.")
         found["special_tokens"] = found.pop("tokens")
 
 

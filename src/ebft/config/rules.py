@@ -5,18 +5,17 @@ trainer argument, `in_config` as a config key.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from pydantic import ValidationError
 
-from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions, StridedOptions
+from ebft.config.options import MIN_TEMPERATURE, EBFTSection, RewardOptions
 from ebft.config.section import option_names, section_of_options
 from ebft.config.trl import TRLSection
 from ebft.config.validation_errors import raise_config_error
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, warn
 
 Key = Callable[[str], str]
 
@@ -48,10 +47,7 @@ def refuse(*found: Iterator[str]) -> None:
 
 def prefetch(async_prefetch: bool, uses_server: bool, key: Key) -> Iterator[str]:
     if async_prefetch and not uses_server:
-        yield (
-            f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true with "
-            f"{key('vllm_mode')}: server or managed, or remove it."
-        )
+        yield f"{key('async_prefetch')} requires a vLLM server. Set {key('use_vllm')}: true, or remove it."
 
 
 def interactive(
@@ -60,27 +56,18 @@ def interactive(
     """`given` are the names of INTERACTIVE that are set, `workers` is reward_num_workers."""
     name = key(given[0]) if given else ""
     if "rollout_func" in given and len(given) > 1:
-        yield f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one of them."
+        yield f"{name} has no effect with {key('rollout_func')}, which generates all rollouts. Remove one."
     if given and async_prefetch:
-        yield f"{name} is called between the steps, which excludes {key('async_prefetch')}. Remove one of them."
+        yield f"{name} is called between the steps, which excludes {key('async_prefetch')}. Remove one."
     if given and compares_features and given != ["rollout_func"]:
-        yield (
-            f"{name} is incompatible with the feature-matching reward, which compares completions with references: "
-            "with tools, completions also contain calls and results. Use rl: grpo with other rewards."
-        )
+        yield f"{name} is incompatible with the feature-matching reward. Use rl: grpo with other rewards."
     if "environment_factory" in given and workers > 1:
-        yield (
-            f"{name} is incompatible with {key('reward_num_workers')}: {workers}, because environments cannot be sent "
-            "to other processes. Remove one of them."
-        )
+        yield f"{name} is incompatible with {key('reward_num_workers')}: {workers}. Remove one."
 
 
 def logged_rollouts(log_rollouts: str, log_completions: bool | None, key: Key) -> Iterator[str]:
     if log_rollouts == "none" and log_completions:
-        yield (
-            f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true, which writes all rollouts. "
-            "Remove one of them."
-        )
+        yield f"{key('log_rollouts')}: none contradicts {key('log_completions')}: true. Remove one."
 
 
 def groups(batch_size: int, steps: int, num_generations: int, key: Key, step: str) -> Iterator[str]:
@@ -106,28 +93,18 @@ def regex(pattern: str | None, use_vllm: bool, key: Key) -> Iterator[str]:
 
 def aggregation(multi_objective: str | None, estimator: str, key: Key) -> Iterator[str]:
     if multi_objective not in (None, "sum_then_normalize") and estimator != "group_norm":
-        yield (
-            f"{key('multi_objective_aggregation')}: {multi_objective} has its own formula of advantages, which "
-            f"excludes {key('advantage_estimator')}: {estimator}. Set {key('advantage_estimator')}: group_norm, or "
-            f"remove {key('multi_objective_aggregation')}."
-        )
+        own, other = key("multi_objective_aggregation"), key("advantage_estimator")
+        yield f"{own}: {multi_objective} excludes {other}: {estimator}. Set {other}: group_norm, or remove {own}."
 
 
 def full_weights(uses_server: bool, has_adapter: bool, has_cuda: bool, key: Key) -> Iterator[str]:
     if uses_server and not has_adapter and not has_cuda:
-        yield (
-            "Full fine-tuning with a vLLM server requires CUDA: vLLM transfers full weights between CUDA devices "
-            "only, and no CUDA device is available. Train an adapter (adapter: lora; peft_config in Python), or set "
-            f"{key('use_vllm')}: false."
-        )
+        yield "Full fine-tuning with a vLLM server requires CUDA. Train an adapter (peft_config in Python)."
 
 
 def feature_device(device: str | None, has_adapter: bool, key: Key) -> Iterator[str]:
     if device is not None and has_adapter:
-        yield (
-            f"{key('feature_device')}: {device} has no effect with an adapter, since the feature network is the "
-            "policy with its adapter disabled. Remove it."
-        )
+        yield f"{key('feature_device')}: {device} has no effect with an adapter. Remove it."
 
 
 def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Key) -> Iterator[str]:
@@ -140,7 +117,7 @@ def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Ke
     if options.single_pass and any(saving.values()):
         yield (
             f"{key('single_pass')} is incompatible with {', '.join(name for name in saving if saving[name])}, which "
-            "requires a separate forward pass for the loss. Remove one of them."
+            "requires a separate forward pass for the loss. Remove one."
         )
     reasons = {
         "rollout_tokens_per_pass": "whose processes must make equally many passes: documents of different lengths "
@@ -153,10 +130,7 @@ def passes(options: Any, gradient_checkpointing: bool, is_sharded: bool, key: Ke
 
 
 def compiled(key: Key, mode: str = "strided mode") -> str:
-    return (
-        f"{key('torch_compile')}: true is set to false in {mode}: the attention layout changes in every batch, "
-        "and recompiling the model for each of them costs more than it saves."
-    )
+    return f"{key('torch_compile')}: true is set to false in {mode}: the attention layout changes in every batch."
 
 
 NEFTUNE = "embedding noise during training would be inconsistent with the rollouts, which are sampled without it"
@@ -172,20 +146,16 @@ def options_from(options: type, given: dict[str, Any]) -> Any:
 
 
 def validate_options(options: type, obj: Any) -> None:
-    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options.
-
-    Values that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`.
-    """
+    """Check the attributes of `obj` against types and bounds. Raises ConfigError that names the invalid options. Values
+    that pydantic converts (an int for a float, a tuple for a list) are written back to `obj`."""
     checked = options_from(options, {name: getattr(obj, name) for name in option_names(options)})
     for name in option_names(options):
         setattr(obj, name, getattr(checked, name))
 
 
 def resolve_single_sample(options: Any) -> None:
-    """With one sample per anchor, use `reinforce` without diversity and whitening, and warn.
-
-    There is no baseline, there are no pairs, and whitening by a single sample gives every sample the same reward.
-    """
+    """With one sample per anchor, use `reinforce` without diversity and whitening, and warn. There is no baseline,
+    there are no pairs, and whitening by a single sample gives every sample the same reward."""
     if options.n_samples_per_prompt > 1:
         return
     changes = []
@@ -200,7 +170,7 @@ def resolve_single_sample(options: Any) -> None:
         changes.append("use_whitening is set to false")
     if changes:
         reason = "n_samples_per_prompt: 1 provides no other sample for a baseline, the diversity term or whitening"
-        warnings.warn(f"{reason}: {', '.join(changes)}.", stacklevel=2)
+        warn(f"{reason}: {', '.join(changes)}.")
 
 
 def resolve_single_completion(options: RewardOptions, num_generations: int) -> None:
@@ -208,11 +178,7 @@ def resolve_single_completion(options: RewardOptions, num_generations: int) -> N
     if num_generations > 1 or not options.use_whitening:
         return
     options.use_whitening = False
-    warnings.warn(
-        "num_generations: 1 provides no other completion for whitening, which would give every completion the same "
-        "reward: use_whitening is set to false.",
-        stacklevel=3,
-    )
+    warn("num_generations: 1 has no other completion to whiten with: use_whitening is set to false.")
 
 
 def follow_samples(ebft: EBFTSection, trl: TRLSection) -> None:
@@ -230,13 +196,9 @@ def samples_in_effect(ebft: EBFTSection, trl: TRLSection) -> set[str]:
 def warn_of_reward(options: EBFTSection) -> None:
     """One warning for each setting of the feature-matching reward in `ebft:` without effect."""
     if options.alignment_coef == 0 and options.diversity_coef == 0:
-        warnings.warn(
-            "ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0, so it has no "
-            "effect. Set one of them above 0.",
-            stacklevel=3,
-        )
+        warn("ebft.alignment_coef: 0 and ebft.diversity_coef: 0: the feature-matching reward is always 0.")
     if "whitening_space" in options.model_fields_set and not options.use_whitening:
-        warnings.warn("ebft.whitening_space: no effect without ebft.use_whitening: true.", stacklevel=3)
+        warn("ebft.whitening_space: no effect without ebft.use_whitening: true.")
 
 
 def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
@@ -247,9 +209,7 @@ def check_parts(name: str, datasets: Mapping[str, Any]) -> None:
 
 def select_by_cfm_loss(args: Any) -> None:
     """Let a trainer's arguments select checkpoints, and lower rates, by the held-out CFM loss if they name no metric.
-
-    transformers' default is a loss that EBFT's evaluations do not have, or that of the policy, which does not fall.
-    """
+    transformers' default is a loss that EBFT's evaluations do not have, or the policy's loss, which does not fall."""
     selects = args.load_best_model_at_end or args.lr_scheduler_type == "reduce_lr_on_plateau"
     if selects and args.metric_for_best_model is None:
         args.metric_for_best_model = "cfm_loss"
@@ -259,17 +219,10 @@ def select_by_cfm_loss(args: Any) -> None:
 def untrainable(options: Any) -> Iterator[str]:
     """Options that are valid for evaluation but give no training signal."""
     if 0 < options.temperature < MIN_TEMPERATURE:
-        yield (
-            f"temperature: {options.temperature} is too small: dividing logits by it overflows. Set it to at least "
-            f"{MIN_TEMPERATURE}."
-        )
+        yield f"temperature: {options.temperature} is too small. Set it to at least {MIN_TEMPERATURE}."
     if options.temperature == 0:
-        yield (
-            "temperature: 0 is greedy decoding: all rollouts are identical, so their advantages are zero. Set "
-            f"temperature above 0 (default: {StridedOptions.temperature}); 0 is only supported for computing a loss "
-            "without training."
-        )
+        yield "temperature: 0 is greedy decoding: all rollouts are identical. Set temperature above 0."
     has_reward = options.alignment_coef > 0 or options.diversity_coef > 0
     if options.ce_coef == 0 and not (options.rl_coef > 0 and has_reward):
         zero = "rl_coef: 0" if options.rl_coef == 0 else "alignment_coef: 0 with diversity_coef: 0"
-        yield f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one of them above 0."
+        yield f"{zero} and ce_coef: 0: the loss is always 0, so nothing is trained. Set one above 0."

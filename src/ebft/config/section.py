@@ -5,25 +5,20 @@ converts them to config sections. Last come the keys of a dataset that describe 
 below `ebft.config.keys.data` read: messages, roles, labels of turns, prompt formats.
 """
 
+import ast
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from functools import cache, wraps
+from itertools import pairwise
+from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-    ValidationInfo,
-    create_model,
-    field_validator,
-    model_validator,
-)
-from pydantic.fields import FieldInfo
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ebft.errors import ConfigError
 from ebft.files import expand_home
@@ -38,12 +33,26 @@ class ExpectedError(ValueError):
     """An invalid value of a key; the message is what was expected instead of it."""
 
 
-# Validators are built on first use: those of most groups of keys never are.
+# Validators are built on first use, which most groups of keys never have.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True)
 
 
+@cache
+def texts_below(module: str) -> dict[tuple[str, str], str]:
+    """The texts that follow the attributes of the classes of a module, by class and attribute: their descriptions."""
+    file = getattr(sys.modules[module], "__file__", None)  # absent in an interpreter and a notebook
+    tree = ast.parse(Path(file).read_text(encoding="utf-8") if file else "")
+    return {
+        (kind.name, each.target.id): " ".join(text.value.value.split())
+        for kind in tree.body
+        if isinstance(kind, ast.ClassDef)
+        for each, text in pairwise(kind.body)
+        if isinstance(each, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
 class Section(BaseModel):
-    """A group of keys of the config."""
+    """A group of keys of the config; the text below a key, or its description, is its help."""
 
     model_config = STRICT
 
@@ -58,7 +67,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _can_be_meant(cls, value: Any) -> Any:
-        """Refuse numbers that overflow those of libraries, and in mappings for them, NaN and infinity."""
+        """Refuse numbers that overflow in libraries, and in mappings for libraries, NaN and infinity."""
         if isinstance(value, int | float):
             largest = MAX_COUNT if isinstance(value, int) else MAX_NUMBER
             if abs(value) > largest:
@@ -68,7 +77,12 @@ class Section(BaseModel):
         return value
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for name, field in cls.model_fields.items():
+            field.description = field.description or texts_below(cls.__module__).get((cls.__name__, name))
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         """The JSON schema, in which keys with a default also accept null, which means unset."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         required = schema.get("required", ())
@@ -96,12 +110,10 @@ def or_null(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(*names: str) -> Any:
-    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line.
+    """A validator of a section that expands `~` in these keys, which hold paths or names, on one line. Only `path`, of
+    a dataset, may be a URL."""
 
-    Only `path`, of a dataset, may be a URL.
-    """
-
-    def expanded(value: Any, info: ValidationInfo) -> Any:
+    def expanded(value: Any, info: pydantic.ValidationInfo) -> Any:
         if not isinstance(value, str):
             return value
         if value != value.strip("\r\n"):
@@ -120,10 +132,12 @@ def paths(*names: str) -> Any:
 
 
 def with_help(options: Options) -> Options:
-    """Copy the help texts of a dataclass's annotations to its fields, for transformers' argument parser."""
-    hints = get_type_hints(options, include_extras=True)
+    """Copy the texts below a dataclass's fields, or in their annotations, to the fields, for transformers' parser."""
+    hints, below = get_type_hints(options, include_extras=True), texts_below(options.__module__)
     for option in fields(options):
-        option.metadata = MappingProxyType({"help": hints[option.name].__metadata__[0].description})
+        if "help" not in option.metadata:  # which a base class has given
+            text = below.get((options.__name__, option.name)) or hints[option.name].__metadata__[0].description
+            option.metadata = MappingProxyType({"help": text})
     return options
 
 
@@ -136,7 +150,7 @@ def with_prefix(options: Options) -> Options:
         for name in [name for name in kwargs if name.startswith("ebft_") and name.removeprefix("ebft_") in names]:
             plain = name.removeprefix("ebft_")
             if plain in kwargs:
-                raise ConfigError(f"{plain} and {name} are two names of the same option. Remove one of them.")
+                raise ConfigError(f"{plain} and {name} are two names of the same option. Remove one.")
             kwargs[plain] = kwargs.pop(name)
         create(self, *args, **kwargs)
 
@@ -153,13 +167,13 @@ def option_names(*options: type) -> list[str]:
 def section_of_options(options: type, name: str | None = None, base: type[Section] = Section) -> type[Section]:
     """The config section with the options of a dataclass; can be pickled if it is an attribute of that module."""
     hints = get_type_hints(options, include_extras=True)
-    declared = {option.name: (hints[option.name], _default(option)) for option in fields(options)}
+    declared = {}
+    for option in fields(options):
+        default = {"default": option.default} if option.default is not MISSING else {}
+        default = default or {"default_factory": option.default_factory}
+        declared[option.name] = hints[option.name], Field(**default, description=option.metadata["help"])
     about = {"__base__": base, "__doc__": options.__doc__, "__module__": options.__module__}
-    return create_model(name or options.__name__, **about, **declared)
-
-
-def _default(option: Any) -> Any:
-    return Field(default_factory=option.default_factory) if option.default is MISSING else option.default
+    return pydantic.create_model(name or options.__name__, **about, **declared)
 
 
 def flat_settings(section: Section, prefix: str = "", changed: bool = False) -> Iterator[tuple[str, Any]]:
@@ -168,17 +182,13 @@ def flat_settings(section: Section, prefix: str = "", changed: bool = False) -> 
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from flat_settings(value, f"{prefix}{name}.", changed)
-        elif not changed or value != _default_of(info):
+        elif not changed or value != (None if info.is_required() else info.get_default(call_default_factory=True)):
             yield f"{prefix}{name}", _plain(value, changed)
 
 
 def changed_keys(section: Section) -> Iterator[tuple[str, Any]]:
     """Dotted key and value of each option that differs from its default; sections in lists as plain dicts."""
     return flat_settings(section, changed=True)
-
-
-def _default_of(info: FieldInfo) -> Any:
-    return None if info.is_required() else info.get_default(call_default_factory=True)
 
 
 def _plain(value: Any, changed: bool) -> Any:
@@ -212,27 +222,20 @@ class PromptFormat(Section):
     field_output: NotBlank = Field("output", description="Column of the completion.")
     field_system: NotBlank = Field("system", description="Column of the system prompt; rows may lack it.")
     system_prompt: NotBlank | None = Field(None, description="System prompt of rows without one.")
-    system_format: str = Field(
-        "{system}", description="How the system prompt is written before the rest; rows without one start with format."
-    )
-    format: str = Field(
-        "{instruction}\n\n{input}", description="The prompt of rows with an input, with {instruction} and {input}."
-    )
-    no_input_format: str | None = Field(
-        None,
-        description="The prompt of rows without an input, with {instruction}. If unset: {instruction} if format is not "
-        "set either, else format with an empty input.",
-    )
+    system_format: str = "{system}"
+    """How the system prompt is written before the rest; rows without one start with format."""
+    format: str = "{instruction}\n\n{input}"
+    """The prompt of rows with an input, with {instruction} and {input}."""
+    no_input_format: str | None = None
+    """The prompt of rows without an input, with {instruction}. If unset: {instruction} if format is not set either,
+    else format with an empty input."""
 
     _empty_names_are_unset = model_validator(mode="before")(without_empty_names)
 
     @model_validator(mode="after")
     def _known_placeholders(self) -> "PromptFormat":
-        for key, allowed in (
-            ("system_format", ("system",)),
-            ("format", ("instruction", "input")),
-            ("no_input_format", ("instruction",)),
-        ):
+        known = {"system_format": ("system",), "format": ("instruction", "input"), "no_input_format": ("instruction",)}
+        for key, allowed in known.items():
             text = getattr(self, key)
             problem = None if text is None else _problem(text, allowed)
             if problem is not None:
@@ -257,71 +260,44 @@ def _problem(text: str, allowed: tuple[str, ...]) -> str | None:
 class ShapeKeys(Section):
     """Keys of chats and of prompts written out as text."""
 
-    field_messages: str | None = Field(
-        None,
-        description="The same as field, for chats; if unset, messages or conversations. "
-        "responses_create_params.input with type: chat_template selects nemo_gym.transform, in which all messages are "
-        "the prompt.",
-    )
-    message_property_mappings: dict[NotBlank, NotBlank] | None = Field(
-        None,
-        description="Keys of a message for the chat template, and their names in the data, for example {role: from, "
-        "content: value}. Keys that are not named keep their names.",
-    )
+    field_messages: str | None = None
+    """The same as field, for chats; if unset, messages or conversations. responses_create_params.input with type:
+    chat_template selects nemo_gym.transform, in which all messages are the prompt."""
+    message_property_mappings: dict[NotBlank, NotBlank] | None = None
+    """Keys of a message for the chat template, and their names in the data, for example {role: from, content: value}.
+    Keys that are not named keep their names."""
     message_field_role: NotBlank | None = Field(None, description="The same as message_property_mappings.role.")
     message_field_content: NotBlank | None = Field(None, description="The same as message_property_mappings.content.")
-    roles: dict[NotBlank, Annotated[list[NotBlank], Field(min_length=1)]] | None = Field(
-        None,
-        description="Roles for the chat template, and their names in the data, for example {user: [human, customer], "
-        "assistant: [gpt]}. Unless they are named, human means user, gpt, model, chatgpt, bing and bard mean "
-        "assistant, observation means tool, and function_call is an assistant turn with the tool calls in its content.",
-    )
-    roles_to_train: list[NotBlank] | None = Field(
-        None,
-        description="SFT and strided mode: roles whose turns are trained on. If unset, the key roles_to_train of the "
-        "config. Can be empty with message_field_training, if only marked turns are trained on.",
-    )
-    train_on_eos: EOS | None = Field(
-        None,
-        description="SFT and strided mode: ends of turns that are trained on, which is all that the chat template "
-        "writes after the content. turn (default): of the turns that are trained on; all: of all turns (SFT only); "
-        "last: of the last turn that is trained on; none.",
-    )
+    roles: dict[NotBlank, Annotated[list[NotBlank], Field(min_length=1)]] | None = None
+    """Roles for the chat template, and their names in the data, for example {user: [human, customer], assistant:
+    [gpt]}. Unless they are named, human means user, gpt, model, chatgpt, bing and bard mean assistant, observation
+    means tool, and function_call is an assistant turn with the tool calls in its content."""
+    roles_to_train: list[NotBlank] | None = None
+    """SFT and strided mode: roles whose turns are trained on. If unset, the key roles_to_train of the config. Can be
+    empty with message_field_training, if only marked turns are trained on."""
+    train_on_eos: EOS | None = None
+    """SFT and strided mode: ends of turns that are trained on, which is all that the chat template writes after the
+    content. turn (default): of the turns that are trained on; all: of all turns (SFT only); last: of the last turn that
+    is trained on; none."""
     train_on_eot: EOS | None = Field(None, description="The same as train_on_eos.")
-    message_field_training: NotBlank | None = Field(
-        None,
-        description="SFT and strided mode: key of messages with true or false (or 1 or 0), whether the turn is trained "
-        "on. For turns without it, their role decides.",
-    )
+    message_field_training: NotBlank | None = None
+    """SFT and strided mode: key of messages with true or false (or 1 or 0), whether the turn is trained on. For turns
+    without it, their role decides."""
     field_thinking: NotBlank = Field(THINKING, description="Key of messages with the thinking before the content.")
-    template_thinking_key: NotBlank = Field(
-        THINKING,
-        description="Key with which thinking is passed to the template; content writes it into the content, as a "
-        "<think> block.",
-    )
-    split_thinking: bool = Field(
-        False,
-        description="Pass thinking in tags at the start of an assistant's content to the chat template separately, as "
-        "template_thinking_key.",
-    )
+    template_thinking_key: NotBlank = THINKING
+    """Key with which thinking is passed to the template; content writes it into the content, as a <think> block."""
+    split_thinking: bool = False
+    """Pass thinking in tags at the start of an assistant's content to the chat template separately, as
+    template_thinking_key."""
     drop_system_message: bool = Field(False, description="Leave out the system messages of chats.")
-    field_system: NotBlank | None = Field(
-        None,
-        description="Column with the system message of a chat. If unset: for chats without one, the column system if "
-        "rows have it.",
-    )
+    field_system: NotBlank | None = None
+    """Column with the system message of a chat. If unset: for chats without one, the column system if rows have it."""
     system_prompt: NotBlank | None = Field(None, description="System message of chats without one.")
-    field_tools: NotBlank = Field(
-        "tools",
-        description="Column with the descriptions of tools for the chat template, a list or JSON text; rows may lack "
-        "it. For chats.",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None,
-        description="Arguments of the chat template for the rows of this dataset, such as {enable_thinking: false}.",
-    )
-    user_defined: PromptFormat | None = Field(
-        None, description="Columns and format of prompts written out as text; `type` can be this mapping itself."
-    )
+    field_tools: NotBlank = "tools"
+    """Column with the descriptions of tools for the chat template, a list or JSON text; rows may lack it. For chats."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template for the rows of this dataset, such as {enable_thinking: false}."""
+    user_defined: PromptFormat | None = None
+    """Columns and format of prompts written out as text; `type` can be this mapping itself."""
 
     _empty_names_are_unset = model_validator(mode="before")(without_empty_names)

@@ -20,15 +20,10 @@ _LIBRARIES = tuple(
 
 @contextmanager
 def user_code(
-    what: str,
-    error: type[EBFTError],
-    says: Callable[[str], str] | None = None,
-    passes: type[Exception] = EBFTError,
+    what: str, error: type[EBFTError], says: Callable[[str], str] | None = None, passes: type[Exception] = EBFTError
 ) -> Iterator[None]:
-    """Context manager for a call of user code, which `what` names: what it raises is raised as `error`.
-
-    Exceptions that `passes` includes stay the same. `says` returns the message, given what happened.
-    """
+    """Context manager for a call of user code, which `what` names: what it raises is raised as `error`. Exceptions that
+    `passes` includes stay the same. `says` returns the message, given what happened."""
     try:
         yield
     except passes:

@@ -27,10 +27,8 @@ def search_folders(*folders: str) -> None:
 
 def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hint: str = "") -> Callable[..., Any]:
     """The function `name` (`module.function`), given by `key` of a config. Raises `error`, with `hint`, if not found.
-
     Modules are looked up on Python's path, in the working directory, and in the folder of the config; importing one
-    runs its code.
-    """
+    runs its code."""
     module, _, function = name.rpartition(".")
     if not all(name.split(".")) or not module:
         raise error(f"{key}: unknown name {name!r:.100}. Custom functions are written as module.function.{hint}")
@@ -54,25 +52,9 @@ def find_function(key: str, name: str, error: type[EBFTError] = ConfigError, hin
     return vars(found)[function]
 
 
-def call_problem(function: Callable[..., Any], call: str, *args: str, **kwargs: Any) -> str | None:
-    """Why `function` cannot be called with the arguments, as the end of a sentence about `call`; None if it can.
-
-    Also None for what does not tell its arguments, such as functions that are written in C.
-    """
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        return f"cannot be called as {call}: {error}"
-    except ValueError:
-        return None
-    return None
-
-
 def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any]:
     """A config whose `unknown` keys are in `plugin_args` if one of its plugins declares them with `get_input_args`.
-
-    Raises ConfigError if such a plugin cannot be imported or created, or if a value is invalid.
-    """
+    Raises ConfigError if such a plugin cannot be imported or created, or if a value is invalid."""
     names, given = values.get("plugins"), values.get("plugin_args") or {}
     if not unknown or not isinstance(names, list) or not isinstance(given, dict):
         return values
@@ -90,10 +72,8 @@ def with_plugin_args(values: dict[str, Any], unknown: set[str]) -> dict[str, Any
 
 
 def plugin_values(name: str, plugin: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones.
-
-    Raises ConfigError for an invalid value, or if the declaration is none.
-    """
+    """The keys that plugin `name` declares with `get_input_args`, with their values among the `given` ones. Raises
+    ConfigError for an invalid value, or if the declaration is none."""
     if not hasattr(plugin, "get_input_args"):
         return {}
     what = f"plugins: {name}.get_input_args"
@@ -122,7 +102,7 @@ def no_function(
 
 
 def module_sources(names: Iterable[str]) -> dict[str, str]:
-    """The source of each of these modules, and of those that they import, unless they are installed packages."""
+    """The source of each of these modules, and of the modules that they import, unless they are installed packages."""
     sources: dict[str, str] = {}
     waiting = [*names]
     while waiting:
@@ -133,7 +113,12 @@ def module_sources(names: Iterable[str]) -> dict[str, str]:
         content = path.read_bytes()
         sources[name] = content.decode("utf-8-sig", errors="backslashreplace")
         if path.suffix == ".py":
-            waiting += [other for other in _imported(content, name, path) if _is_local(other)]
+            for other in _imported(content, name, path):
+                # By its file, since a name of Python's library may be that of a local file; first the package, which
+                # is imported to find a part of it.
+                top = _file_of(other.partition(".")[0])
+                file = None if top is not None and not is_outside(str(top)) else _file_of(other)
+                waiting += [other] if file is not None and is_outside(str(file)) else []
     return sources
 
 
@@ -161,11 +146,3 @@ def _imported(source: bytes, name: str, path: Path) -> Iterator[str]:
             with suppress(ImportError):  # of a relative name in a module that is in no package
                 base = resolve_name("." * node.level + (node.module or ""), package)
                 yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
-
-
-def _is_local(name: str) -> bool:
-    """Whether a module is neither of Python, nor of this package, nor installed: by its file, since a name of Python's
-    library may be that of a local file."""
-    top = _file_of(name.partition(".")[0])  # first, since to find a part of a package imports the package
-    path = None if top is not None and not is_outside(str(top)) else _file_of(name)
-    return path is not None and is_outside(str(path))

@@ -58,20 +58,16 @@ def raise_config_error(error: ValidationError, model: type[BaseModel], prefix: s
 
 
 def _merged(error: ValidationError) -> list[dict[str, Any]]:
-    """The details of an error; those of the same key (the branches of a union) are merged."""
+    """The details of an error, with one entry for the branches of a union."""
     by_key: dict[tuple, dict[str, Any]] = {}
     for detail in error.errors(include_url=False):
-        path = tuple(part for part in detail["loc"] if not _is_branch(part))
+        # Some parts are types of a union (`bool`, `list[str]`) and no keys.
+        path = tuple(part for part in detail["loc"] if not (isinstance(part, str) and _BRANCH.match(part)))
         seen = by_key.setdefault(path, {**detail, "loc": path, "wanted": []})
         wanted = _wanted(detail)
         if wanted and wanted not in seen["wanted"]:
             seen["wanted"].append(wanted)
     return list(by_key.values())
-
-
-def _is_branch(part: Any) -> bool:
-    """Whether a part of a location is a type of a union (`bool`, `list[str]`) rather than a key."""
-    return isinstance(part, str) and _BRANCH.match(part) is not None
 
 
 def _wanted(detail: dict[str, Any]) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from ebft.data.sources import file_of
 from ebft.data.tables import map_rows
 from ebft.data.transforms import TRANSFORMS, PreferenceColumns, built_in, find_transform, wanted_rows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause, shortened, told
+from ebft.errors import DataError, EBFTError, doing, shortened, told
 from ebft.printed import say
 from ebft.processes import is_main_process
 
 _NOTED = "left_out"  # column of rows with thinking that the chat template leaves out
 _READ = "columns_read"  # column of the names of the columns that were read
-# Converts a transformed row to columns, of which `reason` says why the row is dropped, empty if it is kept. A DataError
+# Converts a transformed row to columns; `reason` says why the row is dropped, empty if it is kept. A DataError
 # that it raises is reported with the transform and the row.
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -58,10 +58,10 @@ class ConfigView(Mapping):
 
 
 class Source(NamedTuple):
-    """A dataset entry and its raw rows: the number of the first as a document, and the numbers of those held out."""
+    """A dataset entry and its raw rows: the number of the first as a document, and the documents that are held out."""
 
     entry: Any
-    raw: Dataset
+    raw: Dataset | None  # None for a stream
     first_document: int = 0
     held_out: Collection[int] = ()
 
@@ -79,41 +79,26 @@ def apply_transform(
     `features` are the columns. Rows whose `reason` is one of `DROPPED` are left out. They, and rows with thinking that
     the chat template leaves out, are added to `counts`. Raises DataError that names the transform and row.
     """
-    entry, raw, first_document, held_out = source
-    transform_fn, map_kwargs = _build(entry, config)
-    is_own, is_many = built_in(entry.type) is None, map_kwargs.pop("many", False)
-    removed = map_kwargs.pop("remove_columns", [])
-    removed = raw.column_names if removed == "__all__" else removed
-    removed = {removed} if isinstance(removed, str) else set(removed)
-    features = Features({**features, **WITH_REASON})
-    fields = [field for field in features if field != "document"]
-    packed = [field for field, kind in features.items() if kind == IDS]
-    calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
-    clean = without_added_keys(raw.features, getattr(entry, "field_tools", None), calls)
-    name = named(entry)
-    system = None if is_own else _system_column(entry)
-    step = _Step(
-        name, transform_fn, tokenizer, check, first_document, removed, fields, clean, packed, held_out, is_own, system
-    )
-    map_kwargs = {"num_proc": config.dataset_num_proc if config.dataset_num_proc > 1 else None, **map_kwargs}
+    entry, raw, *_ = source
+    step = _Step(source, config, tokenizer, check, features)
+    num_proc = config.dataset_num_proc if config.dataset_num_proc > 1 else None
+    map_kwargs = {"num_proc": num_proc, **step.map_kwargs}
     function = step.batch if map_kwargs.get("batched") else step.row
-    if is_many:
+    if step.is_many:
         function, map_kwargs = step.rows, {**map_kwargs, "batched": True, "batch_size": 1}
     options = {
         "with_indices": True,
         "remove_columns": raw.column_names,
-        "features": Features({**features, _NOTED: Value("string"), _READ: Value("string")}),
+        "features": Features({**features, **WITH_REASON, _NOTED: Value("string"), _READ: Value("string")}),
         "desc": f"Tokenising {entry.path}",
     }
-    try:
-        rows = map_rows(raw, function, name=name, **options, **map_kwargs)
-    except TypeError as error:  # an argument that Dataset.map does not have, or that is set here
-        raise DataError(f"{name}: invalid map_kwargs {', '.join(map_kwargs)}: {cause(error)}.") from error
+    with doing(f"applying {step.name}, with map_kwargs {', '.join(map_kwargs)}"):
+        rows = map_rows(raw, function, name=step.name, **options, **map_kwargs)
     found, documents = np.asarray(rows[_NOTED], dtype=object), np.asarray(rows["document"])
     for what in (LEFT_OUT, UNTHINKING):
         if (found == what).any():
             counts.add(what, np.unique(documents[found == what]).tolist())
-    if not is_own and is_main_process():
+    if not step.is_own and is_main_process():
         read = {name for names in rows.unique(_READ) for name in json.loads(names)}
         unread = [column for column in raw.column_names if column not in {*read, "file"}]
         if unread:
@@ -125,47 +110,32 @@ def apply_transform(
     return rows.select(np.flatnonzero(~np.isin(reasons, DROPPED))).remove_columns("reason")
 
 
-def _system_column(entry: Any) -> str | None:
-    """The column of a system message that must be read; None for raw text, and if the entry says what becomes of it."""
-    if TRANSFORMS[built_in(entry.type)].format in ("text", "nemo_gym") or entry.drop_system_message:
-        return None
-    of_type = entry.type.field_system if isinstance(entry.type, PreferenceColumns) else "system"
-    return of_type if entry.field_system is None and entry.user_defined is None else None
-
-
-def _build(entry: Any, config: Section) -> tuple[Callable, dict[str, Any]]:
-    make = find_transform(entry.type)
-    with user_code(f"transform {entry.type!r}, called with (cfg, dataset=...),", DataError):
-        built = make(ConfigView(config), dataset=entry)
-    if not isinstance(built, tuple) or len(built) != 2 or not callable(built[0]) or not isinstance(built[1], dict):
-        raise DataError(
-            f"transform {entry.type!r} returned {type(built).__name__}; it must return (transform_fn, map_kwargs), "
-            'for example `return transform_fn, {"remove_columns": "__all__"}`.'
-        )
-    return built[0], dict(built[1])
-
-
-def named(entry: Any) -> str:
-    """A source and its transform, for messages."""
-    return f"{entry.path}, {entry.split}: transform {entry.type!r}"
-
-
-@dataclass
 class _Step:
     """One call of `Dataset.map`: applies the transform, adds the row to its errors, and checks its fields."""
 
-    name: str
-    transform_fn: Callable
-    tokenizer: PreTrainedTokenizerBase
-    check: Check
-    first_document: int = 0
-    removed: Collection[str] = ()
-    fields: Sequence[str] = ()
-    clean: Callable[[dict[str, Any]], dict[str, Any]] = dict
-    packed: Sequence[str] = ()
-    held_out: Collection[int] = ()
-    is_own: bool = True  # whether the transform is not a built-in one
-    system: str | None = None  # a column that a built-in one has to read
+    def __init__(
+        self, source: Source, config: DataSettings, tokenizer: PreTrainedTokenizerBase, check: Check, features: Features
+    ) -> None:
+        entry, raw, self.first_document, self.held_out = source
+        self.name = f"{entry.path}, {entry.split}: transform {entry.type!r}"
+        self.tokenizer, self.check = tokenizer, check
+        with user_code(f"transform {entry.type!r}, called with (cfg, dataset=...),", DataError):
+            self.transform_fn, map_kwargs = find_transform(entry.type)(ConfigView(config), dataset=entry)
+        self.map_kwargs = dict(map_kwargs)
+        self.is_many = self.map_kwargs.pop("many", False)
+        removed = self.map_kwargs.pop("remove_columns", [])
+        removed = (raw.column_names if raw is not None else ()) if removed == "__all__" else removed
+        self.removed = {removed} if isinstance(removed, str) else set(removed)
+        self.fields = [field for field in {**features, **WITH_REASON} if field != "document"]
+        self.packed = [field for field, kind in features.items() if kind == IDS and raw is not None]
+        calls = (getattr(entry, "message_property_mappings", None) or {}).get("tool_calls")
+        tools = getattr(entry, "field_tools", None)
+        self.clean = dict if raw is None else without_added_keys(raw.features, tools, calls)
+        name = built_in(entry.type)
+        self.is_own, self.system = name is None, None  # the column of a system message that must be read
+        places_system = name is None or TRANSFORMS[name].format in ("text", "nemo_gym")
+        if not places_system and not entry.drop_system_message and entry.field_system is entry.user_defined is None:
+            self.system = entry.type.field_system if isinstance(entry.type, PreferenceColumns) else "system"
 
     def rows(self, examples: dict[str, list], indices: list[int]) -> dict[str, list]:
         """For built-in transforms that return several rows of a row."""
@@ -213,10 +183,8 @@ class _Step:
     def _part(self, given: list[dict[str, Any]], indices: list[int]) -> list[dict[str, Any]]:
         where = f"{self.name}, rows {indices[0]}-{indices[-1]}"
         result = self._call({name: [row[name] for row in given] for name in given[0]}, where)
-        counts = {field: len(values) for field, values in result.items()}
-        if len(set(counts.values())) > 1:
-            raise DataError(f"{where}: the fields have different lengths: {counts}.")
-        rows = [dict(zip(result, values)) for values in zip(*result.values())]
+        with doing(where):
+            rows = [dict(zip(result, values)) for values in zip(*result.values(), strict=True)]
         noted = take_left_out()
         # If the number of rows changed, the raw row of a result is unknown, and all count as one document.
         documents = indices if len(rows) == len(indices) else [indices[0]] * len(rows)
@@ -229,7 +197,8 @@ class _Step:
 
     def _checked(self, row: dict[str, Any], where: str) -> dict[str, Any]:
         try:
-            checked = {"reason": "", **self.check(row)}
+            with doing(where):
+                checked = {"reason": "", **self.check(row)}
         except Dropped as dropped:
             checked = self._dropped(dropped)
         except DataError as error:
@@ -245,17 +214,13 @@ class _Step:
                 return self.transform_fn(example, tokenizer=self.tokenizer)
             with user_code(where, DataError, lambda what: f"{what}. The row has the columns {', '.join(example)}."):
                 result = self.transform_fn(dict(example), tokenizer=self.tokenizer)
+            return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
         except Dropped:
             raise
         except EBFTError as error:
             raise DataError(f"{where}: {error}") from error
         except Exception as error:
             raise DataError(f"{where}: {told(error)}") from error
-        if not isinstance(result, Mapping):
-            raise DataError(
-                f"{where}: the transform returned {type(result).__name__}; it must return a dict of fields."
-            )
-        return {**{key: value for key, value in example.items() if key not in self.removed}, **result}
 
 
 IDS = List(Value("int32"))
@@ -287,12 +252,7 @@ def tokeniser(
     entry: Any, config: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[dict[str, Any], int], dict[str, Any]]:
     """Return the function that `tokenise` calls for each raw row and its number, for transforms of single rows."""
-    is_own = built_in(entry.type) is None
-    system, fields = None if is_own else _system_column(entry), [name for name in FEATURES if name != "document"]
-    check = _check(config, tokenizer)
-    return _Step(
-        named(entry), _build(entry, config)[0], tokenizer, check, fields=fields, is_own=is_own, system=system
-    ).row
+    return _Step(Source(entry, None), config, tokenizer, _check(config, tokenizer), FEATURES).row
 
 
 def _check(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Check:
@@ -304,11 +264,9 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
 
     Raises DataError that names a missing or malformed field.
     """
-    for field in ("input_ids", "labels"):
-        if field not in row:
-            raise DataError(f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {hint}")
-    ids, labels = (integers(row[field], field) for field in ("input_ids", "labels"))
-    mask = integers(row["attention_mask"], "attention_mask") if "attention_mask" in row else [1] * len(ids)
+    check_fields(row, ("input_ids", "labels"), hint)
+    ids, labels = plain(row["input_ids"]), plain(row["labels"])
+    mask = plain(row["attention_mask"]) if "attention_mask" in row else [1] * len(ids)
     length = sum(mask)
     if len(labels) != len(ids) or mask != [1] * length + [0] * (len(ids) - length):
         raise DataError(
@@ -325,32 +283,22 @@ def _checked(row: Mapping[str, Any], hint: str, vocabulary: int) -> dict[str, An
     prompt_length = row.get("prompt_length", next((n for n, label in enumerate(labels) if label != IGNORE), 0))
     if prompt_length is None:
         raise Dropped(NO_PROMPT)
-    if type(prompt_length) is not int or not 0 <= prompt_length <= length:
+    spans = plain(row.get("turn_spans")) or []
+    places = [0, *itertools.chain(*spans), length]
+    if not 0 <= prompt_length <= length or places != sorted(places):
         raise DataError(
-            f"prompt_length must be a number of tokens before the reference, at most the row's {length}, got "
-            f"{prompt_length!r}."
+            f"prompt_length {prompt_length} and turn_spans {spans} must be in order and within {length} tokens"
         )
-    spans = _turn_spans(row.get("turn_spans"), length)
     return {"input_ids": ids[:length], "labels": labels[:length], "prompt_length": prompt_length, "turn_spans": spans}
 
 
-def _turn_spans(values: Any, length: int) -> list[list[int]]:
-    """The (start, end) pairs of a row of `length` tokens. Raises DataError unless they are in order and within it."""
-    values = values.tolist() if hasattr(values, "tolist") else values or []
-    is_right = isinstance(values, list) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in values)
-    places = [place for pair in values for place in pair] if is_right else []
-    is_right = is_right and set(map(type, places)) <= {int} and all(start < stop for start, stop in values)
-    if not is_right or [0, *places, length] != sorted([0, *places, length]):
-        raise DataError(
-            f"turn_spans must be (start, end) pairs of positions within the row's {length} tokens, in order and "
-            f"without overlaps, got {str(values)[:60]}."
-        )
-    return [list(pair) for pair in values]
+def check_fields(row: Mapping[str, Any], names: Iterable[str], hint: str) -> None:
+    """Raise DataError that says what a run trains on (`hint`) if a transform did not return one of these fields."""
+    missing = [name for name in names if name not in row]
+    if missing:
+        raise DataError(f"the field {missing[0]!r} is missing; the transform returned {', '.join(row)}, but {hint}")
 
 
-def integers(values: Any, field: str) -> list[int]:
-    """The numbers of a field of a row. Raises DataError if it has something else."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise DataError(f"{field} must be a list of token ids, got {str(values)[:60]}.")
-    return values
+def plain(values: Any) -> Any:
+    """Arrays and tensors as lists."""
+    return values.tolist() if hasattr(values, "tolist") else values

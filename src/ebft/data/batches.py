@@ -24,8 +24,8 @@ class PackedRows(Dataset):
     """Rows `{"documents": [...]}`, each the rows of another dataset that were packed together.
 
     Documents of a row do not attend to each other. `DocumentCollator` splits them again, for the strided trainer, which
-    concatenates all documents of a batch; `JoiningCollator` concatenates those of each row. `lengths` are the numbers
-    of tokens per row.
+    concatenates all documents of a batch; `JoiningCollator` concatenates the documents of
+    each row. `lengths` are the numbers of tokens per row.
     """
 
     def __init__(self, rows: Any, packs: list[list[int]], lengths: list[int]):

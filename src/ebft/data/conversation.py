@@ -76,7 +76,7 @@ class Conversation:
         """Return the ids that all sequences start with, and how the samples, which follow `prompt_ids`, and then the
         reference go on: each with those ids is a whole sequence.
 
-        `longest`: the number of tokens at which replies are cut, those of the reference as those of the samples.
+        `longest`: the number of tokens at which replies are cut, replies of the reference as well as of the samples.
         """
         shared = len(commonprefix([prompt_ids, self.prompt_ids]))
         continued = [prompt_ids[shared:] + ids for ids in samples]

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -19,8 +19,8 @@ from datasets import Dataset, Features, Value, concatenate_datasets, load_datase
 from datasets.data_files import DataFilesList
 
 from ebft.data.json_files import JsonText, as_json, read_json
-from ebft.data.tables import raise_if_full
-from ebft.errors import DataError, cause, doing, shortened
+from ebft.data.tables import reading
+from ebft.errors import DataError, doing, shortened
 from ebft.files import PACKED, file_fingerprint, is_pointer, opened, read_text
 
 DEFAULT_SPLIT = "train"
@@ -36,8 +36,6 @@ KINDS = {
     "arrow": {".arrow"},
     "text": set(_TEXT.split()),
 }
-# Formats that can run code when they are loaded; they are never read.
-_PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy", ".npz"}
 _UNPACKED = ("json", "text", "csv")  # formats whose files can be compressed
 _STARTS = (b"\x1f\x8b", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf")
 # The readers also log each error that they raise, which is reported here with the file and line.
@@ -80,7 +78,7 @@ def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, 
     others = ((split, *file) for split, some in files.items() if split not in named for file in some)
     if left := [f"{path.name} ({split})" for split, path, kind in others if kind == "text"]:
         warnings.warn(
-            f"{source}: text files are not read, since their names are those of another split than {wanted}: "
+            f"{source}: text files are not read, since their names belong to another split than {wanted}: "
             f"{shortened(', '.join(left))}. Name them in data_files if they are not of that split.",
             stacklevel=2,
         )
@@ -89,18 +87,16 @@ def warn_of_other_splits(files: dict[str, list[tuple[Path, str]]], wanted: str, 
 def files_below(root: Path) -> list[Path]:
     """All files in a folder and its subfolders in sorted order, except hidden files and Python byte code.
 
-    Symbolic links are followed. Raises DataError for a folder that cannot be read.
+    Symbolic links are followed, but not to a folder that the link is in.
     """
     return sorted(_walk(root, ()))
 
 
 def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
-    """The files below a folder, which is in the folders `above`, to which a link can lead back."""
+    """The files below a folder, which is in the folders `above`."""
     real = folder.resolve()
-    try:
+    with doing(f"reading the folder {folder}"):
         found = [path for path in folder.iterdir() if not path.name.startswith(".") and path.name != "__pycache__"]
-    except OSError as error:
-        raise DataError(f"{folder}: the folder cannot be read ({cause(error)}).") from error
     for path in found:
         if path.is_file():
             yield path
@@ -110,33 +106,23 @@ def _walk(folder: Path, above: tuple[Path, ...]) -> Iterator[Path]:
 
 def kinds_of(files: list[Path], kind: str | None, source: str) -> list[tuple[Path, str]]:
     """Each file with its format; files of unknown format are skipped with one warning."""
+    refuse_pointers(files, source)
     if kind is not None:
-        refuse_unreadable([(path, kind) for path in files], source)
         return [(path, kind) for path in files]
     found = [(path, kind_of(path.name)) for path in files]
     taken = [(path, kind) for path, kind in found if kind is not None]
     left = Counter(path.suffix or "no extension" for path, kind in found if kind is None)
     seen = ", ".join(f"{suffix} x{count}" for suffix, count in left.items())
-    pickles = [path for path in files if path.suffix.lower() in _PICKLES]
-    if pickles and not taken:
-        raise DataError(
-            f"{source}: {pickles[0].name} may be a pickle, which can run code when it is loaded, so it is not read. "
-            "Save the rows as JSON lines or Parquet."
-        )
     if not taken:
-        refuse_unreadable([(path, None) for path in files], source)
-        if not left:
-            raise DataError(f"{source}: the folder has no files (hidden ones are not read). Correct the path.")
         raise DataError(
-            f"{source}: no file of a known format (found {seen}). Set ds_type to one of "
-            f"{', '.join(KINDS)}, for example `ds_type: text` for one document per file."
+            f"{source}: no file of a known format (found {seen or 'none; hidden ones are not read'}). Set ds_type to "
+            f"one of {', '.join(KINDS)}, for example `ds_type: text` for one document per file."
         )
     if left:
         warnings.warn(
             f"{source}: files of unknown format are skipped ({seen}). Set ds_type or data_files to read them.",
             stacklevel=2,
         )
-    refuse_unreadable(taken, source)
     return taken
 
 
@@ -148,29 +134,16 @@ def kind_of(name: str) -> str | None:
 
 
 def _ending(name: str | PurePath) -> str:
-    """The extension of a file, without that of a compression that is unpacked."""
+    """The extension of a file, without the one of a compression that is unpacked."""
     path = PurePath(name)
     return PurePath(path.stem if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
-def refuse_unreadable(files: Iterable[tuple[Path, str | None]], source: str) -> None:
-    """Raise DataError for a file, given with its format, that Git LFS has not downloaded, or that is compressed."""
-    for path, kind in files:
-        start = _start(path)
+def refuse_pointers(files: Iterable[Path], source: str) -> None:
+    """Raise DataError for a file that Git LFS has not downloaded, which would be read as a text."""
+    for path in files:
         if is_pointer(path):
             raise DataError(f"{source}: {path.name} is a pointer of Git LFS to another file. Run `git lfs pull`.")
-        is_unpacked = kind == "csv" or (kind in _UNPACKED and path.suffix.lower() in PACKED)
-        if not is_unpacked and start.startswith(_STARTS):
-            raise DataError(f"{source}: {path.name} is compressed. Unpack it, and set path to the unpacked file.")
-
-
-def _start(path: Path) -> bytes:
-    """The first bytes of a file."""
-    try:
-        with path.open("rb") as file:
-            return file.read(max(map(len, _STARTS)))
-    except OSError:
-        return b""  # reported when it is read
 
 
 def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
@@ -185,7 +158,7 @@ def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
     read: dict[str, list[Dataset]] = defaultdict(list)
     for (kind, _), paths in by_kind.items():
         read[kind].append(_read_kind(kind, paths))
-    try:
+    with doing(f"joining the rows of the files of {source}"):
         joined = {kind: concatenate_datasets(parts) for kind, parts in read.items()}
         parts = [typed(rows) if kind == "csv" else rows for kind, rows in joined.items()]
         # JSON values in each column that has them in any part, so that files of other formats fit.
@@ -193,10 +166,6 @@ def read_files(files: list[tuple[Path, str]], source: str) -> Dataset:
         return concatenate_datasets(
             [as_json(rows, [name for name in rows.column_names if name in columns]) for rows in parts]
         )
-    except (ValueError, TypeError) as error:
-        raise DataError(
-            f"{source}: a column has different types in its files ({cause(error)}). Use separate entries of datasets."
-        ) from error
 
 
 def _read_kind(kind: str, paths: list[Path]) -> Dataset:
@@ -207,12 +176,8 @@ def _read_kind(kind: str, paths: list[Path]) -> Dataset:
     contents = hashlib.sha256("".join(file_fingerprint(path) for path in paths).encode()).hexdigest()
     if kind == "json":
         return read_json({DEFAULT_SPLIT: [str(path) for path in paths]}, contents, DEFAULT_SPLIT)
-    with doing(f"reading {shortened(', '.join(map(str, paths)))} as {kind}"):
-        try:
-            rows = load_dataset(kind, contents, data_files=files, split="train", **options)
-        except Exception as error:
-            raise_if_full(error)
-            raise (error.__cause__ or error) from None  # the words of the parser
+    with reading(f"{shortened(', '.join(map(str, paths)))} as {kind}"):
+        rows = load_dataset(kind, contents, data_files=files, split="train", **options)
         rows.data.validate(full=True)
         return rows
 
@@ -226,10 +191,9 @@ def text_rows(paths: Iterable[Path]) -> Iterator[dict[str, str]]:
 def exact_files(kind: str, paths: list[Path]) -> dict[str, DataFilesList]:
     """The argument `data_files` of `load_dataset` for files of a format, which takes paths for patterns otherwise.
 
-    Raises DataError for a CSV file without a header, with two columns of the same name, with more fields below the
-    header than in it, or with other columns than the first file.
+    Raises DataError for a CSV file with two columns of the same name, or with more fields below the header than in it.
     """
-    starts = {path: first_rows(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
+    starts = {path: header_and_first_row(path) for path in paths if not _is_archive(path)} if kind == "csv" else {}
     check_starts({str(path): start for path, start in starts.items()})
     names = [os.path.abspath(path) for path in paths]
     return {"train": DataFilesList(names, [])}
@@ -247,7 +211,7 @@ def reader_options(kind: str, paths: Sequence[PurePath], header: list[str] | Non
         return {}
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}  # NA and null are texts
     if header is None and isinstance(paths[0], Path) and not _is_archive(paths[0]):
-        header = first_rows(paths[0])[0]
+        header = header_and_first_row(paths[0])[0]
     if header is not None:
         names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader names them
         options["features"] = Features({name: Value("string") for name in names})
@@ -278,31 +242,30 @@ def typed(rows: Dataset) -> Dataset:
     return rows.cast(Features({**rows.features, **found})) if found else rows
 
 
-def check_starts(starts: dict[str, tuple[list[str] | None, list[str]]]) -> list[str] | None:
-    """Check the `first_rows` of CSV files by name, and return the header of the first, whose columns all must have.
+def check_starts(starts: dict[str, tuple[list[str], list[str]]]) -> list[str] | None:
+    """Check headers and first rows of CSV files by name; the header of the first, whose columns all must have.
 
     Raises DataError for what the reader would change or leave out: a column twice would be renamed, and the first field
     of a row with more fields than the header would be taken for an index.
     """
-    first, header = next(((name, start[0]) for name, start in starts.items()), ("", None))
+    header = None
     for name, (columns, row) in starts.items():
-        if columns is None:
-            raise DataError(f"{name}: the file is empty. Correct the file or leave it out.")
         twice = next((column for column in columns if column and columns.count(column) > 1), None)
         if twice is not None:
             raise DataError(f"{name}: the column {twice!r} occurs {columns.count(twice)} times. Rename one.")
         if len(row) > len(columns):
             raise DataError(f"{name}, line 2: {len(row)} fields, but the header has {len(columns)}. Correct the file.")
-        if set(columns) != set(header or []):
+        if set(columns) != set(header or columns):  # the reader would leave out the others
             raise DataError(
-                f"{name}: its columns are {', '.join(columns)}, but the columns of {first} are "
+                f"{name}: its columns are {', '.join(columns)}, but the columns of the first file are "
                 f"{', '.join(header or [])}. Use separate entries of datasets."
             )
+        header = header or columns
     return header
 
 
-def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list[str]]:
-    """The header of a CSV file, None if it has none, and the first row below it.
+def header_and_first_row(path: PurePath, file: Any = None) -> tuple[list[str], list[str]]:
+    """The header of a CSV file and the first row below it, empty if there is none.
 
     `file`: its open bytes, if `path` is only its name.
     """
@@ -310,10 +273,11 @@ def first_rows(path: PurePath, file: Any = None) -> tuple[list[str] | None, list
     with nullcontext(file) if file is not None else opened(Path(path)) as source:
         lines = TextIOWrapper(source, encoding="utf-8-sig", errors="replace", newline="")
         reader = csv.reader(lines, delimiter="\t" if _ending(path) == ".tsv" else ",")
-        found = list(islice(filter(None, reader), 2))
-        return (found[0] if found else None), (found[1] if len(found) > 1 else [])
+        header, first = islice(chain(filter(None, reader), ([], [])), 2)
+        return header, first
 
 
 def _is_archive(path: Path) -> bool:
     """Whether a file is compressed in a way that its name does not say."""
-    return path.suffix.lower() not in PACKED and _start(path).startswith(_STARTS)
+    with path.open("rb") as file:
+        return path.suffix.lower() not in PACKED and file.read(max(map(len, _STARTS))).startswith(_STARTS)

@@ -16,22 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import pyarrow as pa
 from datasets import ArrowBasedBuilder, BuilderConfig, Dataset, DatasetInfo, Features, SplitGenerator, Value, Version
 from datasets.builder import Key
 from datasets.features.features import register_feature
 
-from ebft.data.tables import map_rows, raise_if_full
-from ebft.errors import DataError
+from ebft.data.tables import map_rows, reading
+from ebft.errors import DataError, cause, shortened
 from ebft.files import opened, read_text
 
 _BATCH = 1000  # rows that are converted at once
-_BOM = b"\xef\xbb\xbf"
 _SPACE = re.compile(r"\s*")
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_ADVICE = "Correct the file or leave it out."
+_COMMA = re.compile(r"\s*,?\s*")
 
 
 @dataclass
@@ -75,16 +73,13 @@ class JsonFiles(ArrowBasedBuilder):
 
 
 def read_json(files: dict[str, list[str]], version: str, split: str) -> Dataset:
-    """A split of JSON files, given those of each split; `version` changes with their contents.
+    """A split of JSON files, given the files of each split; `version` changes with their contents.
 
     Raises DataError with the file and the line of an error.
     """
     builder = JsonFiles(hash=version, files=files)
-    try:
+    with reading(shortened(", ".join(files[split]))):
         builder.download_and_prepare()
-    except Exception as error:
-        raise_if_full(error)
-        raise
     return builder.as_dataset(split=split)
 
 
@@ -102,108 +97,68 @@ def json_batches(paths: list[str]) -> Iterator[dict[str, Any]]:
 def json_rows(path: Path, is_checked: bool = False) -> Iterator[dict[str, Any]]:
     """The rows of a file: objects, one per line or over several lines, or a list of objects or of texts.
 
-    A null is a row without values. Raises DataError with the line of an error, unless the file `is_checked`: known to
-    have none.
+    A null is a row without values. Raises DataError with the line or the row of an error, unless the file `is_checked`:
+    known to have none.
     """
     decoder = json.JSONDecoder() if is_checked else json.JSONDecoder(object_pairs_hook=_object, parse_float=_finite)
-    is_empty = True
+    line = count = 0
     try:
-        with opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                line = line.removeprefix(_BOM) if number == 1 else line
-                if not line.strip():
-                    continue
-                if is_empty and line.strip() == b"null":
-                    _fail(f"{path}, line {number}", "a row must be a JSON object, got null")
-                if is_empty and (line.lstrip()[:1] == b"[" or _goes_on(line.decode().strip(), decoder)):
-                    yield from _rows_of_whole(path, decoder, is_checked)
-                    return
-                is_empty = False
-                for row, text in _values(line.decode(), 0, decoder, path, number):
-                    yield row if is_checked else _checked(row, text, f"{path}, line {number}")
+        for line, text in _texts(path, decoder):
+            for value in _values(text, decoder):
+                row = {} if value is None else {"text": value} if isinstance(value, str) and not line else value
+                if not isinstance(row, dict):
+                    raise ValueError(f"a row must be a JSON object, got {row!r:.60}")
+                count += 1
+                yield row
     except UnicodeDecodeError:
-        read_text(path)  # raises
+        read_text(path)  # raises with the line
         raise
-    if is_empty:
-        raise DataError(f"{path}: the file is empty. {_ADVICE}")
+    except (json.JSONDecodeError, RecursionError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        place, problem = f"line {line}" if line else f"row {count}", cause(error)
+        if isinstance(error, json.JSONDecodeError):
+            place, problem = f"line {line or error.lineno}", f"not valid JSON ({error.msg} at column {error.colno})"
+        raise DataError(f"{path}, {place}: {problem}. Correct the file or leave it out.") from error
+    if not count:
+        raise DataError(f"{path}: the file is empty, or its list of rows. Correct the file or leave it out.")
 
 
-def _goes_on(line: str, decoder: json.JSONDecoder) -> bool:
-    """Whether an object that begins on a line has its end on a later one."""
-    try:
-        decoder.raw_decode(line)
-    except json.JSONDecodeError as error:
-        return line.startswith("{") and error.pos >= len(line) - 1  # a comma at the end may be at fault
-    except (ValueError, RecursionError):
-        return False
-    return False
+def _texts(path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers; its whole text with 0 if the first row is not a line."""
+    with opened(path) as file:
+        is_first = True
+        for number, line in enumerate(file, start=1):
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            if is_first and text:
+                is_first = False
+                try:
+                    is_line = isinstance(decoder.raw_decode(text)[0], dict)
+                except (ValueError, RecursionError) as error:
+                    is_line = not isinstance(error, json.JSONDecodeError)
+                if not is_line:
+                    yield 0, read_text(path)
+                    return
+            if text:
+                yield number, text
 
 
-def _rows_of_whole(path: Path, decoder: json.JSONDecoder, is_checked: bool) -> Iterator[dict[str, Any]]:
-    """The rows of a file that is not read by lines; those of a list are converted one at a time."""
-    text = read_text(path).rstrip(" \t\r\n")  # an error at the end is in the last line
-    is_list = text.lstrip().startswith("[")
-    number = -1
-    for number, (row, part) in enumerate(
-        _values(text, text.index("[") + 1 if is_list else 0, decoder, path, None, is_list)
-    ):
-        row = {"text": row} if is_list and isinstance(row, str) else row
-        yield row if is_checked else _checked(row, part, f"{path}, row {number}")
-    if number < 0:
-        raise DataError(f"{path}: the list of rows is empty. {_ADVICE}")
-
-
-def _values(
-    text: str, at: int, decoder: json.JSONDecoder, path: Path, line: int | None, is_list: bool = False
-) -> Iterator[tuple[Any, str]]:
-    """Each value of a text, from a character on, with its own text; `line` is the number of a text of one line.
-
-    With `is_list`, the values are those of a list, which has begun; else they are separated by white space.
-    """
-    number, at = 0, _SPACE.match(text, at).end()
-    while True:
-        where = f"{path}, row {number}" if line is None else f"{path}, line {line}"
-        if is_list and text[at : at + 1] == "]":
-            if text[at + 1 :].strip():
-                line = text.count("\n", 0, at) + 1
-                _fail(f"{path}, line {line}", f"text after the end of the list: {_short(text[at + 1 :].strip())}")
-            return
-        if at == len(text):
-            if is_list:
-                _fail(f"{path}, after row {number - 1}", "the list of rows has no end, so the file may be cut off")
-            return
-        if is_list and number:
-            if text[at] != ",":
-                _fail(where, f"expected a comma between the rows of a list, got {_short(text[at : at + 60])}")
-            at = _SPACE.match(text, at + 1).end()
-        try:
-            value, end = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            read_text(path)  # raises if it is not text
-            where = f"{path}, line {error.lineno if line is None else line}"
-            shown = "" if line is None else f": {_short(text.strip())}"
-            _fail(where, f"not valid JSON ({error.msg} at column {error.colno}){shown}", error)
-        except RecursionError as error:
-            _fail(where, "nested too deeply", error)
-        except ValueError as error:
-            long = "set_int_max_str_digits" in str(error)  # the advice of Python
-            _fail(where, "an integer has more than 4300 digits. Write it as a text" if long else str(error), error)
-        yield {} if value is None else value, text[at:end]
-        at, number = _SPACE.match(text, end).end(), number + 1
-
-
-def _checked(row: Any, text: str, where: str) -> dict[str, Any]:
-    """The row, given its text. Raises DataError if it is not an object, or contains a text that is none."""
-    if not isinstance(row, dict):
-        _fail(where, f"a row must be a JSON object, got {_short(text.strip())}")
-    for key, value in row.items() if _SURROGATE.search(text) else ():
-        try:
-            json.dumps([key, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
-            problem = f"{key!r} contains {half}, half of a surrogate pair, which is not a character without the other"
-            _fail(where, f"{problem} half. Write both halves, or remove it", error)
-    return row
+def _values(text: str, decoder: json.JSONDecoder) -> Iterator[Any]:
+    """The values of a text, converted one at a time: the items of a list, or values with white space between them."""
+    at = _SPACE.match(text).end()
+    if not text.startswith("[", at):
+        while at < len(text):
+            value, at = decoder.raw_decode(text, at)
+            yield value
+            at = _SPACE.match(text, at).end()
+        return
+    at = _SPACE.match(text, at + 1).end()
+    while not text.startswith("]", at):
+        value, at = decoder.raw_decode(text, at)  # raises at the end of a file that is cut off
+        yield value
+        at = _COMMA.match(text, at).end()
+    if text[at + 1 :].strip():
+        raise json.JSONDecodeError("text after the end of the list", text, at + 1)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -216,18 +171,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(digits: str) -> float:
-    value = float(digits)
-    if math.isinf(value):
-        raise ValueError(f"the number {_short(digits)} is too large for a floating-point number")
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"the number {digits:.60} is too large for a floating-point number")
     return value
-
-
-def _fail(where: str, problem: str, error: Exception | None = None) -> NoReturn:
-    raise DataError(f"{where}: {problem}. {_ADVICE}") from error
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 _INT64 = range(-(2**63), 2**63)
@@ -308,7 +254,7 @@ _CALLS = {"tool_calls", "function_call"}  # the parts of a message in which a ke
 def without_added_keys(features: Features, whole: str | None, calls: str | None = None) -> Clean:
     """Return a function that removes the added keys of a row: in tool calls, and in the column `whole`.
 
-    `calls` is the name of tool calls in the data, if it is another one than that of chat templates.
+    `calls` is the name of tool calls in the data, if chat templates have another one.
     """
     return _of_mapping(features, {whole}, {*_CALLS, calls}) or (lambda row: row)
 

@@ -14,23 +14,9 @@ from datasets import Dataset
 
 from ebft.anchors import BlockOptions, count_row_blocks
 from ebft.config.keys.data import DataSettings
+from ebft.data import row_counts
 from ebft.data.apply import FEATURES
 from ebft.data.conversation import Renderer
-from ebft.data.row_counts import (
-    EMPTY,
-    NO_PROMPT,
-    NO_REFERENCE,
-    NOTHING_TO_PREDICT,
-    ONE_TOKEN,
-    PROMPT_TOO_LONG,
-    REPEATED,
-    SPLIT,
-    TAIL,
-    TOO_LONG,
-    TOO_SHORT,
-    TRUNCATED,
-    RowCounts,
-)
 from ebft.data.tables import map_rows, rows_at_once
 from ebft.data.transforms.rows import IGNORE
 
@@ -49,7 +35,7 @@ def has_block(row: dict[str, Any], options: BlockOptions) -> bool:
     return count_row_blocks(row["input_ids"], row["prompt_length"], row["turn_spans"], options) > 0
 
 
-def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: RowCounts) -> Dataset:
+def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: row_counts.RowCounts) -> Dataset:
     """Usable rows of at most `sequence_len` tokens; cut and dropped rows are added to `counts` by reason.
 
     Without `excess_length_strategy`, text without a prompt is cut into consecutive windows, and rows with a prompt are
@@ -72,11 +58,15 @@ def cut_and_drop(rows: Dataset, config: DataSettings, tokenizer: Any, counts: Ro
 class _Cutter:
     """A batched map function that counts cut and dropped rows."""
 
-    def __init__(self, config: DataSettings, tokenizer: Any, counts: RowCounts) -> None:
+    def __init__(self, config: DataSettings, tokenizer: Any, counts: row_counts.RowCounts) -> None:
         self.sequence_len, self.strategy, self.counts = config.sequence_len, config.excess_length_strategy, counts
         ebft = config.required_rows.block
         self.block = None if ebft is None else block_options(config, ebft, tokenizer)
-        self.too_short, self.tail = (ONE_TOKEN, NOTHING_TO_PREDICT) if ebft is None else (TOO_SHORT, TAIL)
+        self.too_short, self.tail = (
+            (row_counts.ONE_TOKEN, row_counts.NOTHING_TO_PREDICT)
+            if ebft is None
+            else (row_counts.TOO_SHORT, row_counts.TAIL)
+        )
         # A window with only masked thinking has no labels, but its rollouts can still be trained on.
         self.needs_labels = ebft is None or not ebft.mask_thinking_ce
 
@@ -97,29 +87,31 @@ class _Cutter:
         """The rows that a row is replaced with: itself, its beginning, its windows, or none."""
         length, prompt_length = len(row["input_ids"]), row["prompt_length"]
         if prompt_length is None:
-            return self._drop(row, NO_PROMPT)
+            return self._drop(row, row_counts.NO_PROMPT)
         if length == 0:
-            return self._drop(row, EMPTY)
+            return self._drop(row, row_counts.EMPTY)
         if prompt_length >= length or (row["labels"] == IGNORE).all():
-            return self._drop(row, NO_REFERENCE)
+            return self._drop(row, row_counts.NO_REFERENCE)
         if length > self.sequence_len:
             if self.strategy in ("drop", "raise"):
-                return self._drop(row, TOO_LONG)
+                return self._drop(row, row_counts.TOO_LONG)
             if self.strategy is None and prompt_length == 0:
                 return self._windows(row)
         cut = _window(row, 0, self.sequence_len)
         if not self.fits(cut):
-            return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
+            return self._drop(row, row_counts.PROMPT_TOO_LONG if length > self.sequence_len else self.too_short)
         if self.needs_labels and not _learns(cut["labels"]):
-            return self._drop(row, PROMPT_TOO_LONG if length > self.sequence_len else NO_REFERENCE)
+            return self._drop(
+                row, row_counts.PROMPT_TOO_LONG if length > self.sequence_len else row_counts.NO_REFERENCE
+            )
         if length > self.sequence_len:
-            self.counts.add(TRUNCATED, [row["document"]])
+            self.counts.add(row_counts.TRUNCATED, [row["document"]])
         if prompt_length >= self.sequence_len:  # the end of a chat was cut, but earlier turns are trained on
             return [_up_to_last_turn(cut)]
         return [cut]
 
     def _windows(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        self.counts.add(SPLIT, [row["document"]])
+        self.counts.add(row_counts.SPLIT, [row["document"]])
         kept = []
         for start in range(0, len(row["input_ids"]), self.sequence_len):
             window = _window(row, start, start + self.sequence_len)
@@ -166,7 +158,7 @@ def _window(row: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     }
 
 
-def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
+def without_repeated(rows: Dataset, counts: row_counts.RowCounts) -> Dataset:
     """The rows without those that are equal to an earlier one in all but `document`, which are counted."""
     first: dict[bytes, int] = {}  # the number of the first row with each hash
     dropped: list[int] = []
@@ -175,7 +167,7 @@ def without_repeated(rows: Dataset, counts: RowCounts) -> Dataset:
         found = hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).digest()
         if first.setdefault(found, number) != number:
             dropped.append(document)
-    counts.add(REPEATED, dropped)
+    counts.add(row_counts.REPEATED, dropped)
     return rows.select(list(first.values())) if dropped else rows
 
 

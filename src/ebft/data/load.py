@@ -14,8 +14,8 @@ from ebft.config.keys.data import DataSettings
 from ebft.data.apply import Check, Source, apply_transform, tokenise
 from ebft.data.lengths import cut_and_drop, without_repeated
 from ebft.data.row_counts import PROMPT_TOO_LONG, SPLIT, TOO_LONG, RowCounts, SectionReport
-from ebft.data.sources import Documents, place_of, read_source
-from ebft.data.tables import discard, shuffle_rows
+from ebft.data.sources import RawRows, read_source, row_place
+from ebft.data.tables import discard_tables, shuffle_rows
 from ebft.errors import DataError, shortened
 from ebft.printed import say
 from ebft.processes import is_main_process
@@ -38,12 +38,6 @@ class LoadedRows(NamedTuple):
     def without(self, *columns: str) -> LoadedRows:
         """The rows without these columns."""
         return self.map(lambda rows: rows.remove_columns(columns))
-
-
-def load_datasets(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """The training rows and the evaluation rows of `load_token_rows`."""
-    rows = load_token_rows(config, tokenizer)
-    return rows.train, rows.evaluation
 
 
 def load_token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
@@ -72,15 +66,14 @@ def token_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> Load
         entry, raw, first_document, _ = source
         rows = tokenise(source, config, tokenizer, counts)
         kept = cut_and_drop(rows, config, tokenizer, counts)
-        discard(rows)
+        discard_tables(rows)
         if config.excess_length_strategy == "raise" and counts[TOO_LONG]:
-            row, others = counts.documents[TOO_LONG][0] - first_document, counts[TOO_LONG] - 1
-            where = place_of(raw[row], row, f"{entry.path}, {entry.split}")
-            so_do = "does 1 other row" if others == 1 else f"do {others:,} other rows"
+            row = counts.documents[TOO_LONG][0] - first_document
+            where = row_place(raw[row], row, f"{entry.path}, {entry.split}")
             raise DataError(
-                f"{where} exceeds sequence_len: {config.sequence_len} tokens"
-                f"{f', and so {so_do}' if others else ''} (excess_length_strategy: raise). Increase sequence_len, or "
-                "set excess_length_strategy to drop or truncate."
+                f"{where} exceeds sequence_len: {config.sequence_len} "
+                "tokens (excess_length_strategy: raise). Increase sequence_len, or set excess_length_strategy to drop "
+                "or truncate."
             )
         return kept
 
@@ -95,7 +88,7 @@ def transformed_rows(
 
 
 def load_sections(config: DataSettings, load_entry: LoadEntry) -> LoadedRows:
-    """The shuffled rows of `datasets`, and the evaluation rows: those of `test_datasets`, or held out of `datasets`.
+    """The shuffled rows of `datasets`, and the evaluation rows: all rows of `test_datasets`, or held out of `datasets`.
 
     Training rows appear as often as `weight` of their entry says; evaluation rows appear once.
     `load_entry` makes usable rows, with the column `document`, from one source.
@@ -127,13 +120,11 @@ def load_held_out_section(config: DataSettings, load_entry: LoadEntry) -> Datase
     return _hold_out(rows, documents, config)[1]
 
 
-def _load_section(
-    config: DataSettings, section: str, load_entry: LoadEntry
-) -> tuple[Dataset, SectionReport, Documents]:
+def _load_section(config: DataSettings, section: str, load_entry: LoadEntry) -> tuple[Dataset, SectionReport, RawRows]:
     """The usable rows of all entries, with the column `document`, and the report of all documents, usable or not."""
     counts, entries = RowCounts(), getattr(config, section)
     raw = [read_source(entry) for entry in entries]
-    documents = Documents(entries, raw)
+    documents = RawRows(entries, raw)
     is_split = section == "datasets" and config.val_set_size and not config.test_datasets
     held_out = documents.held_out(config.val_set_size, config.seed) if is_split else ()
     sources = [Source(*source, held_out) for source in zip(entries, raw, documents.firsts)]
@@ -153,23 +144,9 @@ def _load_section(
 
 def _advice(config: DataSettings, counts: RowCounts) -> str:
     """What to change if no rows are left, or few; `counts`: rows by reason."""
-    required, length = config.required_rows, f"sequence_len: {config.sequence_len}"
-    completions = f"provide rows whose prompt and completions are not empty, and fit within {length} together"
-    rows = {
-        "comparisons": f"provide pairs whose texts have at most {length} tokens",
-        "steps": f"provide rows with a labelled step within {length}",
-        "preferences": completions,
-        "labelled": completions,
-        "prompts": f"provide rows with a prompt and a reference that fit within {length} together, including all turns "
-        "of a conversation"
-        if required.needs_reference
-        else f"provide rows with a prompt that is shorter than {length}",
-    }
-    if required.kind in rows:
-        return f"{rows[required.kind]}, or increase it."
-    block = required.block
+    length, block = f"sequence_len: {config.sequence_len}", config.required_rows.block
     if block is None:
-        return "provide rows with text and a reference, or increase sequence_len."
+        return f"provide rows whose texts (a prompt with its reference or replies) fit within {length}, or increase it."
     is_cut = any(counts[reason] for reason in (PROMPT_TOO_LONG, TOO_LONG, SPLIT))
     longer = "increase sequence_len" if is_cut else "use longer texts"
     return (
@@ -179,17 +156,11 @@ def _advice(config: DataSettings, counts: RowCounts) -> str:
     )
 
 
-def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tuple[Dataset, Dataset]:
-    """Split by documents: `val_set_size` is a fraction of them if below 1, otherwise a number."""
+def _hold_out(rows: Dataset, documents: RawRows, config: DataSettings) -> tuple[Dataset, Dataset]:
+    """Split by documents: `val_set_size` is a fraction of all documents if below 1, otherwise a number."""
     owner = np.asarray(rows["document"])
     size, count = config.val_set_size, int(documents.with_text.sum())
     given = f"{count:,} documents{'' if count == len(documents) else ' with text'}"
-    if 0 < size < 1 and size * count < 0.5:
-        warnings.warn(
-            f"val_set_size: {size:g} of {given} is less than one: 1 document is held out, which says "
-            "little about others. Increase it, or set the number of documents.",
-            stacklevel=2,
-        )
     chosen = documents.held_out(size, config.seed)
     is_held = np.isin(owner, chosen)
     out, left = (len(np.unique(owner[part])) for part in (is_held, ~is_held))
@@ -204,9 +175,9 @@ def _hold_out(rows: Dataset, documents: Documents, config: DataSettings) -> tupl
 def weighted(rows: Dataset, entries: Sequence[Any], firsts: Sequence[int], seed: int) -> Dataset:
     """The training rows, each as often as `weight` of its entry says; 1 where it is unset.
 
-    Each entry has its rows the whole number of times and those of a random part of its documents once more, so that
+    Each entry has its rows the whole number of times and the rows of a random part of its documents once more, so that
     the windows of a document stay together. `rows` have the column `document`, and `firsts` are the first documents of
-    the entries. The order is that of the entries. Raises DataError if a weight leaves no row of an entry.
+    the entries. The order is the order of the entries. Raises DataError if a weight leaves no row of an entry.
     """
     if all(entry.weight is None or entry.weight == 1 for entry in entries):
         return rows

@@ -29,7 +29,6 @@ _CALL = "function_call"
 _SHAREGPT = {"role": "from", "content": "value"}
 _FIX = "Set `field_messages` of the entry to its name."
 _SHAPE = "If they have other keys, name them in message_property_mappings of the entry."
-_TEXTS = ("text", "input_text", "output_text", None)  # types of parts of contents that are texts
 _MEDIA = ("image", "image_url", "audio", "input_audio", "audio_url", "video", "video_url", "file")
 _INSTRUCTS = ("system", "developer")
 _RESULTS = ("tool", "function", "ipython")  # roles whose content may be a JSON object
@@ -39,7 +38,12 @@ def messages_of(messages: Any, where: str) -> list[Message]:
     """The messages in a value, empty for None. Raises DataError, which starts with `where`, for anything else."""
     if messages is None:
         return []
-    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+    is_message = lambda message: (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and ("content" in message or bool(message.get("tool_calls") or message.get(_CALL)))
+    )
+    if not isinstance(messages, list) or not all(map(is_message, messages)):
         raise DataError(f"{where} must contain a list of messages with the keys role and content. {_SHAPE}")
     return as_texts(messages)
 
@@ -83,26 +87,22 @@ def _with_calls(message: Message, number: int) -> Message:
 def _call(call: Any, what: str, is_inner: bool = False) -> Any:
     """A call as chat templates read it: its name and arguments are below `function`, which data may leave out."""
     call = _unpacked(call, what)
-    if not isinstance(call, Mapping):
-        raise DataError(f"{what} must be objects with the name and the arguments of a function, got {call!r:.60}.")
     if call.get("function") is not None:
         return {**call, "function": _call(call["function"], what, is_inner=True)}
     if "arguments" in call:
-        call = {**call, "arguments": _arguments(call["arguments"], what)}
+        given = call["arguments"]
+        found = inner = {} if given is None or (isinstance(given, str) and not given.strip()) else given
+        while isinstance(inner, str):  # without a second encoding as JSON
+            found, inner = inner, _unpacked(inner, f"the arguments in {what}")
+        if not isinstance(inner, Mapping):
+            raise DataError(
+                f"the arguments in {what} must be a JSON object or the JSON text of one, got {given!r:.60}."
+            )
+        call = {**call, "arguments": found}
     if is_inner or not isinstance(call.get("name"), str):
         return call
     inner = {key: call[key] for key in ("name", "arguments") if key in call}
     return {"type": "function", **{key: call[key] for key in call if key not in inner}, "function": inner}
-
-
-def _arguments(value: Any, what: str) -> Any:
-    """The arguments of a call, without a second encoding as JSON; `{}` if there are none."""
-    found = inner = {} if value is None or (isinstance(value, str) and not value.strip()) else value
-    while isinstance(inner, str):
-        found, inner = inner, _unpacked(inner, f"the arguments in {what}")
-    if not isinstance(inner, Mapping):
-        raise DataError(f"the arguments in {what} must be a JSON object or the JSON text of one, got {value!r:.60}.")
-    return found
 
 
 def _unpacked(value: Any, what: str) -> Any:
@@ -133,24 +133,13 @@ def message_text(message: Mapping[str, Any], number: int) -> Any:
 def _part_text(part: Any, what: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if isinstance(part, Mapping) and kind in _TEXTS and not any(part.get(key) for key in _MEDIA):
-        if isinstance(part.get("text"), str):
-            return part["text"]
-        raise DataError(
-            f"{what} has a part whose text is missing or is not text ({part!r:.60}). Correct the part, or remove it."
-        )
-    kind = next((key for key in _MEDIA if part.get(key)), None) if kind in _TEXTS else kind
+    is_text = isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text", None)
+    if is_text and isinstance(part.get("text"), str) and not any(part.get(key) for key in _MEDIA):
+        return part["text"]
     raise DataError(
-        f"{what} has a part of type {kind!r}, but models are trained on text only. Remove such parts, or the row."
+        f"{what} has a part that is not text ({part!r:.60}), but models are trained on text only. Remove such parts, "
+        "or the row."
     )
-
-
-def _is_message(message: Any) -> bool:
-    """Whether a value is a message: a turn that only calls tools may lack its content."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return False
-    return "content" in message or bool(message.get("tool_calls") or message.get(_CALL))
 
 
 def replies(messages: list[Message]) -> list[int]:
@@ -254,7 +243,8 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     if found in pairs:
         answer = found[1]
         prompt, text = _messages_in(example, "prompt", entry), example[answer]
-        is_text = isinstance(text, str) and not _is_chat_in_json(text, entry)
+        role = (entry.message_property_mappings or {}).get("role", "role")
+        is_text = isinstance(text, str) and not isinstance(chat_in_json(text, role), list)
         completion = [{"role": "assistant", "content": text}] if is_text else _messages_in(example, answer, entry)
         asked = [{**message, "weight": 0} if message["role"] == "assistant" else message for message in prompt]
         messages = [*asked, *completion]
@@ -263,14 +253,19 @@ def chat_of(example: dict[str, Any], entry: Any) -> list[Message]:
     return with_system(messages, example, entry)
 
 
-def _is_chat_in_json(text: str, entry: Any) -> bool:
-    """Whether a text is the JSON of messages, and not an answer in JSON."""
+def chat_in_json(value: Any, role: str = "role") -> Any:
+    """The message or messages in a JSON text, which have roles; another value, such as an answer in JSON, as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
     try:
-        found = json.loads(text) if text.lstrip().startswith("[{") else []
+        found = json.loads(value)
     except ValueError:
-        return False
-    roles = {"role", "from", (entry.message_property_mappings or {}).get("role", "role")}
-    return bool(found) and all(isinstance(each, dict) and not roles.isdisjoint(each) for each in found)
+        return value
+    each = found if isinstance(found, list) else [found]
+    is_chat = each and all(
+        isinstance(one, Mapping) and not one.keys().isdisjoint({"role", "from", role}) for one in each
+    )
+    return found if is_chat else value
 
 
 def _messages_in(example: dict[str, Any], column: str, entry: Any) -> list[Message]:
@@ -306,7 +301,7 @@ def normaliser(entry: ShapeKeys) -> Callable[[Any, int], Any]:
             return message  # messages_of reports it
         # Arrow adds the keys of all messages to each, with the value None; an empty content is one.
         message = {key: value for key, value in message.items() if value is not None or key in contents}
-        message = _renamed(message, number, entry.message_property_mappings or {})
+        message = _renamed(message, entry.message_property_mappings or {})
         role = message.get("role")
         if role == _CALL and _CALL not in aliases:
             return _calling(message, number)
@@ -323,11 +318,6 @@ def _calling(message: dict[str, Any], number: int) -> dict[str, Any]:
     """The assistant turn that a message with the text of tool calls (`{"name", "arguments"}`, or a list) stands for."""
     given = _unpacked(message.get("content"), f"the content of message {number} ({_CALL})")
     calls = given if isinstance(given, list) else [given]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise DataError(
-            f"message {number} has the role {_CALL!r}, so its content must be JSON text with the keys name and "
-            f"arguments, got {message.get('content')!r:.60}. Or name its role in `roles` of the dataset."
-        )
     functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
     del message["content"]
     return message | {
@@ -341,15 +331,10 @@ def role_names(entry: ShapeKeys) -> dict[str, str]:
     return _ALIASES | {name: role for role, names in (entry.roles or {}).items() for name in names}
 
 
-def _renamed(message: dict[str, Any], number: int, given: dict[str, str]) -> dict[str, Any]:
+def _renamed(message: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
     names = given
     if not given and "role" not in message and "from" in message:
         names = _SHAREGPT
-    if "role" in names and not has_column(message, names["role"]):
-        raise DataError(
-            f"message {number} has no key {names['role']!r}, which has the role according to "
-            f"message_property_mappings.role; it has {', '.join(message)}. Correct the mapping."
-        )
     rest = {key: value for key, value in message.items() if key not in names.values() and key not in names}
     return rest | {key: value_of(message, name) for key, name in names.items() if has_column(message, name)}
 
@@ -393,14 +378,7 @@ def with_system(messages: list[Message], example: dict[str, Any], entry: Any) ->
 def tools_of(example: dict[str, Any], entry: Any) -> list[Any] | None:
     """The descriptions of tools of a row, None if it has none."""
     found = _json_column(example, entry.field_tools, f"column {entry.field_tools!r} (field_tools)")
-    if not found:
-        return None
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-        raise DataError(
-            f"column {entry.field_tools!r} (field_tools) must contain a list of tool descriptions or JSON text of one, "
-            f"got {found!r:.60}. Correct it, or set field_tools to another column."
-        )
-    return [_described(tool) for tool in found]
+    return [_described(tool) for tool in found] if found else None
 
 
 def _described(tool: Any) -> Any:
@@ -417,16 +395,11 @@ def _described(tool: Any) -> Any:
 
 
 def row_kwargs(example: Mapping[str, Any], *others: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The template's arguments for a row: those of its column, a dict or JSON text, then `others`, the first wins.
+    """The template's arguments for a row: from its column, a dict or JSON text, then `others`, the first wins.
 
     Arrow gives a row the arguments of all rows, with the value None, which are left out.
     """
     found = _json_column(example, ROW_KWARGS, f"column {ROW_KWARGS!r}")
-    if not isinstance(found, Mapping | None):
-        raise DataError(
-            f"column {ROW_KWARGS!r} must contain a mapping of arguments of the chat template, such as "
-            f'{{"enable_thinking": false}}, or JSON text of one, got {found!r:.60}.'
-        )
     merged = {key: value for key, value in (found or {}).items() if value is not None}
     for other in others:
         merged = {**(other or {}), **merged}

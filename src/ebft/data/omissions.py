@@ -195,7 +195,7 @@ def _shows_all(rendered: str, messages: list[Message]) -> bool:
 
 
 def _unmarked(messages: list[Message], render: ChatTemplate) -> list[tuple[int, Text]]:
-    """The texts whose marks are not in the rendering with marks; all of them if the template refuses the marks."""
+    """The texts whose marks are not in the rendering with marks; all texts if the template refuses the marks."""
     found, marked = [], []
     for index, message in enumerate(messages):
         changed = message

@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
-from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform
+from ebft.data.apply import IDS, WITH_REASON, Source, apply_transform, check_fields
 from ebft.data.load import LoadedRows, load_sections
 from ebft.data.messages import TOOLS, Message, check_turns, row_kwargs, says_something, text_or_messages
 from ebft.data.omissions import Omissions
@@ -55,15 +55,14 @@ class PreferenceRow:
     def __call__(self, row: Mapping[str, Any]) -> dict[str, Any]:
         names = COMPLETIONS[self.kind]
         others = ["label"] if self.kind == "labelled" else []
-        missing = [name for name in ("prompt", *names, *others) if name not in row]
-        if missing:
-            raise DataError(
-                f"the field {missing[0]!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
-            )
+        check_fields(row, ("prompt", *names, *others), self.hint)
         prompt, *completions = (text_or_messages(row[name], name) for name in ("prompt", *names))
         if len({type(text) for text in (prompt, *completions) if not _is_empty(text)}) > 1:
             raise DataError(f"prompt, {' and '.join(names)} must all be text, or all lists of messages")
-        labels = {name: _label(row[name]) for name in others}
+        wrong = [row[name] for name in others if row[name] not in (0, 1)]  # True and False are equal to them
+        if wrong:
+            raise DataError(f"label must be true (desirable) or false, got {wrong[0]!r:.60}. Convert it to booleans")
+        labels = {name: bool(row[name]) for name in others}
         reason = NO_PROMPT if _is_empty(prompt) else NO_COMPLETION if any(map(_is_empty, completions)) else ""
         prompt_ids, completion_ids = ([], [[] for _ in names]) if reason else self._ids(row, prompt, completions)
         if not reason and len(prompt_ids) + max(map(len, completion_ids)) > self.sequence_len:
@@ -111,12 +110,6 @@ def _is_empty(text: Text) -> bool:
     return not any(says_something(message) or message.get("tool_calls") for message in text)
 
 
-def _label(value: Any) -> bool:
-    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
-        return bool(value)
-    raise DataError(f"label must be true (desirable) or false, got {value!r:.60}. Convert the column to booleans")
-
-
 def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
     """The training rows and the evaluation rows (None if the config holds no data out).
 
@@ -132,7 +125,7 @@ def load_preference_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBas
         name = str(entry.type).partition(".")[0]
         if name in STYLES and name not in warned:
             warned.add(name)
-            style, known = STYLES[name], split_by_template(tokenizer)  # of which there is a warning already
+            style, known = STYLES[name], split_by_template(tokenizer)  # a warning named them already
             split = split_markers(tokenizer, f"{style.header}{style.end}")
             lacking = [marker for marker in split if marker not in known]
             warn_of_split_markers(f"datasets.type: {entry.type}", lacking)

@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
-from ebft.data.apply import WITH_REASON, Source, apply_transform, named
+from ebft.data.apply import WITH_REASON, apply_transform, check_fields
 from ebft.data.conversation import Renderer, is_reply
 from ebft.data.json_files import Types, stored
 from ebft.data.load import LoadedRows, LoadEntry, load_sections
@@ -17,7 +17,6 @@ from ebft.data.messages import (
     REPLY,
     ROW_KWARGS,
     TOOLS,
-    Message,
     check_turns,
     messages_of,
     row_kwargs,
@@ -25,25 +24,13 @@ from ebft.data.messages import (
     text_or_messages,
 )
 from ebft.data.omissions import Omissions
-from ebft.data.row_counts import (
-    NO_PROMPT,
-    NO_REFERENCE,
-    PROMPT_TOO_LONG,
-    REFERENCE_TOO_LONG,
-    RowCounts,
-)
+from ebft.data.row_counts import NO_PROMPT, NO_REFERENCE, PROMPT_TOO_LONG, REFERENCE_TOO_LONG
 from ebft.data.tables import map_rows
 from ebft.data.transforms import wanted_rows
 from ebft.errors import DataError
 
 _BATCH = 1000  # rows unpacked at once
 _ABSENT: dict[str, list] = {"remaining_turns": []}  # values of rows without a field, where they are not None
-
-
-def load_prompts(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """The training rows and the evaluation rows of `load_prompt_rows`."""
-    rows = load_prompt_rows(config, tokenizer)
-    return rows.train, rows.evaluation
 
 
 def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
@@ -61,27 +48,14 @@ def load_prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
 
 
 def prompt_rows(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadEntry:
-    """Return a function that loads packed rows of prompts from a source; all sources must have the same kind."""
-    sources: dict[str, str] = {}  # the first source of each kind of prompt
-
-    def load_entry(source: Source, counts: RowCounts) -> Dataset:
-        check = PromptRow(config, tokenizer, source.entry.chat_template_kwargs)
-        rows = apply_transform(source, config, tokenizer, check, FEATURES, counts)
-        for kind in sorted(set(rows["kind"])):
-            sources.setdefault(kind, named(source.entry))
-        if len(sources) > 1:
-            (kind, first), (other_kind, other) = list(sources.items())[:2]
-            raise DataError(
-                f"cannot mix different kinds of prompts: {first} returns {kind}, {other} returns "
-                f"{other_kind}. Use text for all prompts, or messages whose content is text."
-            )
-        return rows
-
-    return load_entry
+    """Return a function that loads packed rows of prompts from a source."""
+    return lambda source, counts: apply_transform(
+        source, config, tokenizer, PromptRow(config, tokenizer, source.entry.chat_template_kwargs), FEATURES, counts
+    )
 
 
 def unpack_rows(rows: Dataset) -> Dataset:
-    """Unpack rows to one column for each field that any of them has."""
+    """Unpack rows to one column for each field that any row has."""
     return _unpacked(rows, _columns(rows))
 
 
@@ -113,7 +87,7 @@ def _unpack(batch: dict[str, list], features: Features) -> dict[str, list]:
 
 
 def _features(rows: Dataset, columns: list[str]) -> Features:
-    """The type of each column over all rows. Nested values stay those of their row: JSON, not mappings of Arrow."""
+    """The type of each column over all rows. Nested values stay as in their row: JSON, not mappings of Arrow."""
     types = Types(columns)
     for batch in rows.iter(batch_size=_BATCH):
         for row in map(json.loads, batch["row"]):
@@ -127,15 +101,8 @@ def _features(rows: Dataset, columns: list[str]) -> Features:
 
 
 # A row as JSON, since its columns and their types are only known after all rows are loaded; the names of its columns;
-# its kind of prompt (empty if dropped); the reason for dropping it (empty if kept).
-FEATURES = Features(
-    {
-        "row": Value("string"),
-        "columns": Value("string"),
-        "kind": Value("string"),
-        **WITH_REASON,
-    }
-)
+# the reason for dropping it (empty if kept).
+FEATURES = Features({"row": Value("string"), "columns": Value("string"), **WITH_REASON})
 # Names of arguments that the trainer passes to reward functions; a column with such a name would replace them.
 RESERVED = (
     "completion",
@@ -172,7 +139,7 @@ class PromptRow:
         fields = {
             **row,
             "prompt": text_or_messages(row["prompt"], "prompt"),
-            "ground_truth": self._reference(row.get("ground_truth")),
+            "ground_truth": row.get("ground_truth"),
         }
         if "remaining_turns" in row:
             fields["remaining_turns"] = messages_of(row["remaining_turns"], "remaining_turns")
@@ -181,13 +148,11 @@ class PromptRow:
             reply = {"role": "assistant", "content": "?"}  # one without a text has a reason of its own
             check_turns([*fields["prompt"], reply, *fields.get("remaining_turns", [])])
             self._check_rendering(fields)
-        kind = _kind(fields["prompt"], fields.get("remaining_turns", []))
         reason = self._reason(fields)
-        # Only rows that are kept determine the kinds and columns.
+        # Only rows that are kept determine the columns.
         return {
             "row": "" if reason else json.dumps({name: _plain(name, value) for name, value in fields.items()}),
             "columns": json.dumps([] if reason else list(fields)),
-            "kind": "" if reason else kind,
             "reason": reason,
         }
 
@@ -200,7 +165,7 @@ class PromptRow:
         return {name: "" for name in (TOOLS, REPLY, ROW_KWARGS) if name in fields} | texts
 
     def _check_rendering(self, fields: dict[str, Any]) -> None:
-        """Check that the template renders all messages; those of a role that it does not know get another one."""
+        """Check that the template renders all messages; messages of a role that it does not know get another one."""
         template = self.renderer.template_of(fields)
         for name in ("prompt", "remaining_turns"):
             if name in fields:
@@ -215,26 +180,13 @@ class PromptRow:
         self.omissions.check(chat[: max(compared, default=len(chat) - 1) + 1], template, compared)
 
     def _check_names(self, row: Mapping[str, Any]) -> None:
-        if "prompt" not in row and "input_ids" in row:
-            raise DataError(f"the transform returned input_ids and no prompt, but {self.hint}")
-        needed = ("prompt", "ground_truth") if self.needs_reference else ("prompt",)
-        for field in needed:
-            if field not in row:
-                raise DataError(
-                    f"the field {field!r} is missing; the transform returned {', '.join(row)}, but {self.hint}"
-                )
+        check_fields(row, ("prompt", "ground_truth") if self.needs_reference else ("prompt",), self.hint)
         taken = [name for name in RESERVED if name in row]
         if taken:
             raise DataError(
                 f"{', '.join(taken)}: reserved column name, under which the trainer passes its own values to reward "
                 "functions. Rename the column, or add it to the transform's remove_columns."
             )
-
-    def _reference(self, value: Any) -> Any:
-        """Text if completions are compared with it; with `rl: grpo`, any value that the reward functions read."""
-        if self.needs_reference and not isinstance(value, str | None):
-            raise DataError(f"ground_truth must be text, got {type(value).__name__}.")
-        return value
 
     def _reason(self, fields: dict[str, Any]) -> str:
         prompt, reference = fields["prompt"], fields["ground_truth"]
@@ -252,18 +204,6 @@ class PromptRow:
         return "" if len(talk.prompt_ids) + len(talk.reference_ids) < self.sequence_len else REFERENCE_TOO_LONG
 
 
-def _kind(prompt: str | list[Message], remaining_turns: list[Message]) -> str:
-    if isinstance(prompt, str):
-        return "text"
-    kinds = {type(message["content"]).__name__ for message in [*prompt, *remaining_turns] if "content" in message}
-    if len(kinds) > 1:
-        raise DataError(
-            f"the contents of the messages in a row have different types ({', '.join(sorted(kinds))}). Use text for "
-            "the content of every message."
-        )
-    return "messages" if kinds <= {"str"} else f"messages whose content is a {kinds.pop()}"
-
-
 def _plain(name: str, value: Any) -> Any:
     """The value as JSON types; arrays and tensors are converted to lists."""
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -273,7 +213,4 @@ def _plain(name: str, value: Any) -> Any:
         return [_plain(name, item) for item in value]
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    raise DataError(
-        f"column {name!r} contains {type(value).__name__}, but rows of prompts can only contain text, numbers, and "
-        "lists and dicts of them. Convert it to text, or add it to the transform's remove_columns."
-    )
+    raise TypeError(f"column {name!r} contains {type(value).__name__}; only text, numbers, lists and dicts are rows")

@@ -8,10 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from os.path import commonprefix
-from traceback import walk_tb
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.messages import Message
@@ -34,7 +32,7 @@ _CALL = {"id": "call00000", "type": "function", "function": {"name": "ebft_tool"
 class ChatTemplate:
     """Renders chats with a tokenizer's chat template; `kwargs` and the descriptions of `tools` are its arguments.
 
-    `name` is that of the template, for messages. With `closed`, a chat that ends with a reply, after which the template
+    `name` is for messages. With `closed`, a chat that ends with a reply, after which the template
     writes nothing, is followed by the special token with which the next turn would start: models of such templates end
     a reply with it (`<|user|>` of GLM), and TRL's training templates write it too.
     """
@@ -167,7 +165,9 @@ class ChatTemplate:
             rest = {key: value for key, value in message.items() if key != given}
             return {**rest, self.thinking_keys[0]: message[given]}
         content = message.get("content")
-        if given is None and isinstance(content, str) and _starts_with_thinking(content) and self._doubles_thinking:
+        spans = thinking_spans(content) if given is None and isinstance(content, str) else []
+        starts = len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
+        if starts and self._doubles_thinking:
             thinking, answer = split_thinking(content)
             return {**message, "content": answer, self.thinking_keys[0]: thinking}
         return message
@@ -233,25 +233,7 @@ class ChatTemplate:
                 **self.kwargs,
             )
         except Exception as error:  # a template is a program, which can divide by zero or call itself without end
-            line = _line(error)
-            raise DataError(
-                f"chat template {self.name} cannot render these messages: {cause(error)}"
-                f"{f' (line {line} of the template)' if line else ''}"
-            ) from error
-
-
-def _line(error: Exception) -> int | None:
-    """The line of the template in which an error occurred, None if it is unknown."""
-    if isinstance(error, TemplateSyntaxError):  # also a filter that does not exist
-        return error.lineno
-    lines = [number for frame, number in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
-    return lines[-1] if lines else None
-
-
-def _starts_with_thinking(content: str) -> bool:
-    """Whether a content is a thinking block followed by an answer."""
-    spans = thinking_spans(content)
-    return len(spans) == 1 and not content[: spans[0][0]].strip() and content.lstrip().startswith("<think")
+            raise DataError(f"chat template {self.name} cannot render these messages: {cause(error)}") from error
 
 
 def _as_read(convert: Callable[[Any], Any], is_flat: bool, call: Any) -> Any:
@@ -297,7 +279,14 @@ _CHATS = (
 
 def rendered_examples(tokenizer: PreTrainedTokenizerBase, template: str | dict) -> list[str | None]:
     """Small chats, with the start of a reply if they end with a question; None for those that the template refuses."""
-    return [_rendered(tokenizer, template, chat) for chat in _CHATS]
+    found: list[str | None] = []
+    for chat in _CHATS:
+        options = {"tokenize": False, "add_generation_prompt": chat[-1] is not _MARKED_REPLY}
+        try:
+            found.append(tokenizer.apply_chat_template(chat, chat_template=template, **options))
+        except Exception:  # a template is a program, which may fail in any way
+            found.append(None)
+    return found
 
 
 def split_markers(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
@@ -327,14 +316,6 @@ def warn_of_split_markers(what: str, markers: list[str]) -> None:
         "lora_modules_to_save: [embed_tokens, lm_head], so that they are trained.",
         stacklevel=3,
     )
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, template: str | dict, chat: list[dict[str, str]]) -> str | None:
-    asked = chat[-1] is not _MARKED_REPLY
-    try:
-        return tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=asked)
-    except Exception:  # a template is a program, which may fail in any way
-        return None
 
 
 def _is_split(tokenizer: PreTrainedTokenizerBase, marker: str) -> bool:

@@ -1,7 +1,7 @@
 """Folders that are repositories of datasets, such as clones from the Hub: their configurations, splits and files.
 
 The library `datasets` resolves them from the card (README.md) or from the names of the files. Its own reader reads the
-files only where the card has options of it, or where it gives other rows than those of files.
+files only where the card has options, or where it gives other rows than the files have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from datasets import (
     load_dataset_builder,
 )
 
-from ebft.data.file_formats import files_below, kind_of, read_files, refuse_unreadable
-from ebft.data.tables import raise_if_full
+from ebft.data.file_formats import files_below, kind_of, read_files, refuse_pointers
+from ebft.data.tables import reading
 from ebft.errors import DataError, doing, shortened
 from ebft.printed import say
 from ebft.processes import is_main_process
@@ -32,11 +31,12 @@ logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # that a 
 _CARD = "README.md"
 _INFOS = "dataset_infos.json"  # of old repositories
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog)\b.*", re.IGNORECASE)
+_said: set[str] = set()  # lines that this process has printed
 _OF_ALL = ("name", "version", "data_dir", "data_files", "description", "features")  # not options of a reader
 
 
 class Repository(NamedTuple):
-    """A configuration of a repository; `files` are those of each split."""
+    """A configuration of a repository; `files` are the files of each split."""
 
     source: str
     builder: DatasetBuilder
@@ -45,7 +45,7 @@ class Repository(NamedTuple):
 
     @property
     def is_read_by_library(self) -> bool:
-        """Whether its rows are those of the reader of the library: lines of texts, or options in the card."""
+        """Whether the reader of the library gives its rows: lines of texts, or options in the card."""
         if self.kind not in ("json", "csv", "parquet", "arrow"):
             return True
         config = self.builder.config
@@ -55,7 +55,7 @@ class Repository(NamedTuple):
         return has_types or any(getattr(config, name) != getattr(plain, name) for name in names)
 
     def of_split(self, split: str) -> list[tuple[Path, str]]:
-        """The files of a split with their format. Raises DataError as `rows` does."""
+        """The files of a split with their format. Raises DataError that names the splits if there is no such split."""
         if split not in self.files:
             raise DataError(
                 f"{self.source}: no split {split!r} in the configuration {self.builder.config.name}. Available splits: "
@@ -64,16 +64,12 @@ class Repository(NamedTuple):
         return [(path, self.kind) for path in self.files[split]]
 
     def rows(self, split: str) -> Dataset:
-        """The rows of a split. Raises DataError that names the splits if there is no such split."""
+        """The rows of a split. Raises DataError as `of_split` does."""
         files = self.of_split(split)
         if not self.is_read_by_library:
             return read_files(files, self.source)
-        with doing(f"reading {self.source}"):
-            try:
-                self.builder.download_and_prepare(verification_mode="no_checks")  # the card may be older than the files
-            except Exception as error:
-                raise_if_full(error)
-                raise (error.__cause__ or error) from None  # the words of the parser
+        with reading(self.source):
+            self.builder.download_and_prepare(verification_mode="no_checks")  # the card may be older than the files
             return self.builder.as_dataset(split=split)
 
 
@@ -84,17 +80,13 @@ def is_repository(folder: Path) -> bool:
     """
     if not (folder / _CARD).is_file():
         return (folder / _INFOS).is_file()
-    header = _header(folder / _CARD)
+    text = (folder / _CARD).read_text(encoding="utf-8", errors="replace")
+    found = re.match(r"\s*---\s*\n(.*?)\n---", text, re.DOTALL)
+    header = set(re.findall(r"^([\w-]+):", found.group(1), re.MULTILINE)) if found else set()
     if header & {"configs", "dataset_info"} or (folder / _INFOS).is_file():
         return True
     kinds = {kind_of(path.name) for path in files_below(folder) if not _NOTICE.fullmatch(path.name)}
     return len(kinds - {"text", None}) == 1 and (bool(header) or "text" not in kinds)
-
-
-def _header(card: Path) -> set[str]:
-    """The keys of the header of a card."""
-    found = re.match(r"\s*---\s*\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    return set(re.findall(r"^([\w-]+):", found.group(1), re.MULTILINE)) if found else set()
 
 
 def repository_of(folder: Path, entry: Any) -> Repository | None:
@@ -116,24 +108,15 @@ def repository_of(folder: Path, entry: Any) -> Repository | None:
             f"{', '.join(names)}."
         )
     kind = type(builder.config).__module__.rpartition(".")[2]
-    if entry.ds_type not in (None, kind):
-        raise DataError(
-            f"{entry.path}: ds_type: {entry.ds_type}, but the configuration {name} of this dataset repository consists "
-            f"of {kind} files. Remove ds_type, or name files in data_files."
-        )
     files = {str(split): [Path(path) for path in paths] for split, paths in builder.config.data_files.items()}
-    refuse_unreadable([(path, kind) for paths in files.values() for path in paths], entry.path)
-    if is_main_process():
-        read = {path for paths in files.values() for path in paths}
-        left = [path.relative_to(folder) for path in files_below(folder) if path.resolve() not in read]
-        _report(entry.path, name, ", ".join(files), ", ".join(map(str, left)))
+    refuse_pointers([path for paths in files.values() for path in paths], entry.path)
+    read = {path for paths in files.values() for path in paths}
+    left = ", ".join(str(path.relative_to(folder)) for path in files_below(folder) if path.resolve() not in read)
+    line = f"{entry.path}: dataset repository, configuration {name}, splits {', '.join(files)}; not read: "
+    if is_main_process() and line not in _said:
+        _said.add(line)
+        say(line + shortened(left), err=True)
     return Repository(entry.path, builder, kind, files)
-
-
-@cache
-def _report(source: str, name: str, splits: str, left: str) -> None:
-    """One line in each process."""
-    say(f"{source}: dataset repository, configuration {name}, splits {splits}; not read: {shortened(left)}", err=True)
 
 
 def card_of(folder: Path) -> list[Path]:

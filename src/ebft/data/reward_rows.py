@@ -15,7 +15,7 @@ from datasets import Features, Value
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
-from ebft.data.apply import IDS, WITH_REASON, integers
+from ebft.data.apply import IDS, WITH_REASON, check_fields, plain
 from ebft.data.load import LoadedRows, load_sections, transformed_rows
 from ebft.data.row_counts import NO_REPLY, NO_STEP, REPLY_TOO_LONG, TRUNCATED
 from ebft.data.transforms import wanted_rows
@@ -24,9 +24,9 @@ from ebft.errors import DataError
 
 
 def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -> LoadedRows:
-    """Rows of `chosen_ids` and `rejected_ids`, and of `margin` if one of them is not 0.
+    """Rows of `chosen_ids` and `rejected_ids`, and of `margin` if any is not 0.
 
-    A pair is dropped if one of them exceeds `sequence_len`.
+    A pair is dropped if either text exceeds `sequence_len`.
     """
     hint = wanted_rows(config.required_rows)
 
@@ -35,7 +35,9 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
         chosen, rejected = (_ids(row, name, hint, len(tokenizer)) for name in names)
         too_long = max(len(chosen), len(rejected)) > config.sequence_len
         reason = NO_REPLY if not (chosen and rejected) else REPLY_TOO_LONG if too_long else ""
-        margin = _margin(row)
+        margin = row.get("margin", 0.0)
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+            raise DataError(f"margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it.")
         return {"chosen_ids": chosen, "rejected_ids": rejected, "margin": margin, "reason": reason}
 
     features = Features({"chosen_ids": IDS, "rejected_ids": IDS, "margin": Value("float64"), **WITH_REASON})
@@ -44,21 +46,12 @@ def load_comparisons(config: DataSettings, tokenizer: PreTrainedTokenizerBase) -
     return loaded if has_margin else loaded.without("margin")
 
 
-def _margin(row: Mapping[str, Any]) -> float:
-    margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise DataError(f"margin must be a finite number, got {margin!r:.60}. Correct the column, or remove it.")
-    return float(margin)
-
-
 def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_labels: int) -> LoadedRows:
     """Rows of `input_ids` and `labels`, which are below `num_labels` or -100; cut to `sequence_len` tokens."""
     hint = wanted_rows(config.required_rows)
 
     def check(row: Mapping[str, Any]) -> dict[str, Any]:
         ids, labels = _ids(row, "input_ids", hint, len(tokenizer)), _ids(row, "labels", hint, num_labels)
-        if len(ids) != len(labels):
-            raise DataError(f"{len(ids)} input_ids and {len(labels)} labels; they must be equally many.")
         kept = slice(config.sequence_len)
         is_empty = all(label == IGNORE for label in labels[kept])
         reason = NO_STEP if is_empty else TRUNCATED if len(ids) > config.sequence_len else ""
@@ -70,9 +63,8 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
 
 def _ids(row: Mapping[str, Any], name: str, hint: str, vocabulary: int) -> list[int]:
     """The token ids of a field; of labels, IGNORE as well."""
-    if name not in row:
-        raise DataError(f"the field {name!r} is missing; the transform returned {', '.join(row)}, but {hint}")
-    ids = integers(row[name], name)
+    check_fields(row, [name], hint)
+    ids = plain(row[name])
     unknown = next(
         (token for token in ids if not 0 <= token < vocabulary and (name, token) != ("labels", IGNORE)), None
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ebft.errors import EBFTError
 
 if TYPE_CHECKING:
-    from ebft.data.sources import Documents
+    from ebft.data.sources import RawRows
 
 # Reasons for dropping rows, worded to follow "dropped 12 ".
 EMPTY = "without text"
@@ -138,7 +138,7 @@ class RowCounts(Counter):
         known = self.documents[reason]
         known += [document for document in dict.fromkeys(documents) if document not in known][: NAMED - len(known)]
 
-    def report(self, section: str, owners: Sequence[int], documents: Documents) -> SectionReport:
+    def report(self, section: str, owners: Sequence[int], documents: RawRows) -> SectionReport:
         """The report of a section, given the document of each of its rows."""
         found = {reason: numbers for reason, numbers in self.documents.items() if self[reason]}
         examples = {reason: [documents.place(each) for each in some] for reason, some in found.items()}

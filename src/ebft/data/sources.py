@@ -27,22 +27,9 @@ from datasets import (
 from huggingface_hub import snapshot_download
 
 from ebft.catalog import locate
-from ebft.data.file_formats import (
-    DEFAULT_SPLIT,
-    KINDS,
-    check_starts,
-    files_below,
-    files_by_split,
-    first_rows,
-    kind_of,
-    kinds_of,
-    read_files,
-    reader_options,
-    typed,
-    warn_of_other_splits,
-)
+from ebft.data import file_formats
 from ebft.data.json_files import read_json
-from ebft.data.repositories import Repository, card_of, is_repository, repository_of
+from ebft.data.repositories import card_of, is_repository, repository_of
 from ebft.data.transforms import reads_lines
 from ebft.errors import DataError, doing, shortened
 from ebft.files import LARGEST_HASHED, file_fingerprint, read_text
@@ -55,15 +42,11 @@ def read_source(entry: Any) -> Dataset:
     with `data_files`. Raises DataError that names the file and row, or the missing path.
     """
     rows = _read_all(entry)
-    if entry.shards is None:
-        return rows
-    if entry.shards > len(rows):
-        raise DataError(f"{entry.path}: shards: {entry.shards} is more than its {len(rows)} rows. Lower shards.")
-    return rows.shard(entry.shards, entry.shards_idx, contiguous=False)
+    return rows if entry.shards is None else rows.shard(entry.shards, entry.shards_idx, contiguous=False)
 
 
-class Documents:
-    """The raw rows of all dataset entries as one sequence; `parts` are those of each, `firsts` where they begin."""
+class RawRows:
+    """The raw rows of all dataset entries as one sequence; `parts` are the rows of each, `firsts` where they begin."""
 
     def __init__(self, entries: Sequence[Any], parts: Sequence[Dataset]) -> None:
         self._entries, self._parts = entries, parts
@@ -85,16 +68,16 @@ class Documents:
     def place(self, document: int) -> str:
         """Where a document is, for messages: the file of a text of a folder, else the source and its row."""
         number, row = self._find(document)
-        return place_of(self._parts[number][row], row, f"{self._entries[number].path}, {self._entries[number].split}")
+        return row_place(self._parts[number][row], row, f"{self._entries[number].path}, {self._entries[number].split}")
 
     @cached_property
     def with_text(self) -> np.ndarray:
-        """Which documents have text; all of them if none has, such as rows of numbers that a transform reads."""
+        """Which documents have text; all documents if none has, such as rows of numbers that a transform reads."""
         found = np.fromiter(map(has_text, self), dtype=bool, count=len(self))
         return found if found.any() else ~found
 
     def held_out(self, size: float, seed: int) -> np.ndarray:
-        """The documents that `val_set_size: size` holds out: a fraction of those with text if below 1, or a number.
+        """The documents that `val_set_size: size` holds out: a fraction of those that have text, or a number.
 
         At least one, and none without text as long as there are others, such as an empty file. They are selected among
         all other documents, usable or not: methods that drop different ones hold out the same ones.
@@ -109,7 +92,7 @@ class Documents:
         return number, document - self.firsts[number]
 
 
-def place_of(row: Mapping[str, Any], number: int, source: str) -> str:
+def row_place(row: Mapping[str, Any], number: int, source: str) -> str:
     """Where a raw row is, for messages: the file of a text of a folder, else its number in the source."""
     return f"{source}, row {number}" if (file := file_of(row)) is None else file
 
@@ -137,17 +120,20 @@ def has_text(value: Any, is_item: bool = False) -> bool:
 def _read_all(entry: Any) -> Dataset:
     if is_url(entry.path):
         return read_remote(entry)
-    if names_a_format(entry):
-        return _read_local(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = local_path(entry)
     if path is None:
         return load_hub(entry)
     if reads_lines(entry.type):
-        return _read_lines(path, entry)
-    if path.is_dir() and saved_to_disk(path):
+        lines = [line for line in read_text(path).split("\n") if line.strip()]
+        return take_split({file_formats.DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
+    if saved_to_disk(path) and not names_a_format(entry):
         return take_split(saved_parts(path), entry.split, entry.path)
     found = repository_of(path, entry)
-    return _read_local(path, entry, kind=entry.ds_type) if found is None else _read_repository(found, entry)
+    if found is not None:
+        names = dict.fromkeys(part.partition("[")[0].strip() for part in entry.split.split("+"))
+        return take_split({name: found.rows(name) for name in names}, entry.split, entry.path)
+    parts = {split: file_formats.read_files(files, entry.path) for split, files in local_files(path, entry).items()}
+    return take_split(parts, entry.split, entry.path)
 
 
 def local_path(entry: Any) -> Path | None:
@@ -155,6 +141,8 @@ def local_path(entry: Any) -> Path | None:
 
     Raises DataError as `locate` does.
     """
+    if names_a_format(entry):
+        return Path.cwd()
     path = locate(entry.path, "dataset", "datasets.path")
     unread = [key for key in ("name", "revision") if getattr(entry, key) is not None]
     if path is not None and "name" in unread and not entry.data_files and is_repository(path):
@@ -166,6 +154,18 @@ def local_path(entry: Any) -> Path | None:
             stacklevel=2,
         )
     return path
+
+
+def local_files(path: Path, entry: Any) -> dict[str, list[tuple[Path, str]]]:
+    """The files of an entry at `path`, with their formats, by the split that they belong to."""
+    kind = entry.ds_type or (entry.path if names_a_format(entry) else None)
+    if not path.is_dir() or entry.data_files:
+        return {
+            split: file_formats.kinds_of(files, kind, entry.path) for split, files in named_files(path, entry).items()
+        }
+    found = file_formats.files_by_split(path, kind, entry.path)
+    file_formats.warn_of_other_splits(found, entry.split, entry.path)
+    return found
 
 
 def source_files(entry: Any) -> list[tuple[str, Path]] | None:
@@ -184,22 +184,14 @@ def source_files(entry: Any) -> list[tuple[str, Path]] | None:
         files = [file for some in found.files.values() for file in some]
         folder = folder.resolve()
     elif path.is_dir() and not entry.data_files:
-        files = files_below(path)
+        files = file_formats.files_below(path)
     else:
         files = [file for some in named_files(path, entry).values() for file in some]
     return [(str(file.relative_to(folder) if file.is_relative_to(folder) else file), file) for file in files]
 
 
 def names_a_format(entry: Any) -> bool:
-    return entry.path in KINDS and bool(entry.data_files) and not Path(entry.path).exists()
-
-
-def _read_lines(path: Path, entry: Any) -> Dataset:
-    """The non-empty lines of a file, in a column `line`, for transforms that parse them."""
-    if not path.is_file() or entry.data_files:
-        raise DataError(f"{entry.path}: type {entry.type} reads a single JSONL file. Set path to the file.")
-    lines = [line for line in read_text(path).split("\n") if line.strip()]
-    return take_split({DEFAULT_SPLIT: Dataset.from_dict({"line": lines})}, entry.split, entry.path)
+    return entry.path in file_formats.KINDS and bool(entry.data_files) and not Path(entry.path).exists()
 
 
 def saved_to_disk(path: Path) -> bool:
@@ -210,28 +202,11 @@ def saved_parts(path: Path) -> dict[str, Dataset]:
     """The splits of a `save_to_disk` folder, whose rows are read from disk as they are needed."""
     with doing(f"reading the save_to_disk folder {path}"):
         saved = load_from_disk(str(path))
-    return dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or DEFAULT_SPLIT): saved}
-
-
-def _read_local(path: Path, entry: Any, kind: str | None) -> Dataset:
-    if path.is_dir() and not entry.data_files:
-        files = files_by_split(path, kind, entry.path)
-        warn_of_other_splits(files, entry.split, entry.path)
-        parts = {split: read_files(some, entry.path) for split, some in files.items()}
-    else:
-        files = named_files(path, entry)
-        parts = {split: read_files(kinds_of(some, kind, entry.path), entry.path) for split, some in files.items()}
-    return take_split(parts, entry.split, entry.path)
-
-
-def _read_repository(found: Repository, entry: Any) -> Dataset:
-    """The rows of the splits that an entry names; others are not read."""
-    names = dict.fromkeys(part.partition("[")[0].strip() for part in entry.split.split("+"))
-    return take_split({name: found.rows(name) for name in names}, entry.split, entry.path)
+    return dict(saved) if isinstance(saved, DatasetDict) else {str(saved.split or file_formats.DEFAULT_SPLIT): saved}
 
 
 def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
-    """The file of an entry, or those of its `data_files`, by the split that they belong to."""
+    """The file of an entry, or its `data_files`, by the split that they belong to."""
     folder = path if path.is_dir() else path.parent
     return {
         split: _matches(folder, given, entry.path) if given else [path] for split, given in _by_split(entry).items()
@@ -240,7 +215,7 @@ def named_files(path: Path, entry: Any) -> dict[str, list[Path]]:
 
 def _by_split(entry: Any) -> dict[str, Any]:
     """The `data_files` of each split: those without one are for training, whatever their names (test.jsonl) say."""
-    return entry.data_files if isinstance(entry.data_files, dict) else {DEFAULT_SPLIT: entry.data_files}
+    return entry.data_files if isinstance(entry.data_files, dict) else {file_formats.DEFAULT_SPLIT: entry.data_files}
 
 
 def _matches(folder: Path, patterns: str | list[str], source: str) -> list[Path]:
@@ -263,12 +238,9 @@ def load_hub(entry: Any, streaming: bool = False) -> Any:
         return load_dataset(entry.path, entry.name, **options, **({"streaming": True} if streaming else {}))
 
 
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
-
-
 def is_url(path: str) -> bool:
     """Whether a path is a URL, such as `s3://bucket/rows.jsonl`."""
-    return _URL.match(path) is not None
+    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+://", path) is not None
 
 
 def read_remote(entry: Any) -> Dataset:
@@ -279,11 +251,11 @@ def read_remote(entry: Any) -> Dataset:
         with doing(f"reading datasets.path: {', '.join(urls)}"):
             if kind == "json":
                 version = hashlib.sha256(builder.cache_dir.encode()).hexdigest()  # has the version of the files
-                parts[split] = read_json({DEFAULT_SPLIT: urls}, version, DEFAULT_SPLIT)
+                parts[split] = read_json({file_formats.DEFAULT_SPLIT: urls}, version, file_formats.DEFAULT_SPLIT)
                 continue
             builder.download_and_prepare()
             parts[split] = builder.as_dataset(split="train")
-            parts[split] = typed(parts[split]) if kind == "csv" else parts[split]
+            parts[split] = file_formats.typed(parts[split]) if kind == "csv" else parts[split]
     return take_split(parts, entry.split, entry.path)
 
 
@@ -307,15 +279,19 @@ def _builder(urls: list[str], entry: Any) -> DatasetBuilder:
             starts = {}
             for each in fsspec.open_files(urls, "rb", compression="infer"):
                 with each as file:
-                    starts[each.full_name] = first_rows(PurePosixPath(each.path.partition("?")[0]), file)
-            header = check_starts(starts)
-        return load_dataset_builder(kind, data_files=urls, **reader_options(kind, names, header))
+                    starts[each.full_name] = file_formats.header_and_first_row(
+                        PurePosixPath(each.path.partition("?")[0]), file
+                    )
+            header = file_formats.check_starts(starts)
+        return load_dataset_builder(kind, data_files=urls, **file_formats.reader_options(kind, names, header))
 
 
 def _kind(url: str) -> str:
-    kind = kind_of(PurePosixPath(url.partition("?")[0]).name)
+    kind = file_formats.kind_of(PurePosixPath(url.partition("?")[0]).name)
     if kind is None:
-        raise DataError(f"datasets.path: the format of {url} is not known. Set ds_type to one of {', '.join(KINDS)}.")
+        raise DataError(
+            f"datasets.path: the format of {url} is not known. Set ds_type to one of {', '.join(file_formats.KINDS)}."
+        )
     return kind
 
 
@@ -323,23 +299,17 @@ def take_split(parts: dict[str, Dataset], spec: str, source: str) -> Dataset:
     """The rows that `spec` selects from the named splits in `parts`.
 
     Slices work as in the datasets library: percentages are rounded to the nearest row, bounds past the end are clipped.
-    Raises DataError for an unknown split, a malformed slice or a slice without rows.
+    Raises ValueError or AssertionError for an unknown split or a malformed slice, and DataError for one without rows.
     """
     sizes = {name: len(part) for name, part in parts.items()}
-    try:
+    with doing(f"taking the split {spec!r} of {source}, which has {', '.join(sizes)}"):
         spans = ReadInstruction.from_spec(spec).to_absolute(sizes)
-    except (ValueError, AssertionError) as error:
-        raise DataError(
-            f"{source}: invalid split {spec!r}: {error}. Available splits: {', '.join(sizes)}. "
-            "Slices are written train[:100], train[10:20] or train[:1%]."
-        ) from error
     # A slice from past the end is not clipped by the datasets library.
     ranges = [(span.splitname, range(*slice(span.from_, span.to).indices(sizes[span.splitname]))) for span in spans]
     chosen = [parts[name].select(rows) for name, rows in ranges if len(rows)]
     if len(chosen) < len(ranges):
         held = ", ".join(f"{name} has {size} rows" for name, size in sizes.items())
-        part = "" if len(ranges) == 1 else "a part of "
-        raise DataError(f"{source}: {part}split {spec!r} selects no rows ({held}). Widen the slice.")
+        raise DataError(f"{source}: split {spec!r}, or a part of it, selects no rows ({held}). Widen the slice.")
     return concatenate_datasets(chosen) if len(chosen) > 1 else chosen[0]
 
 
@@ -359,15 +329,15 @@ def source_fingerprint(entry: Any) -> dict[str, Any]:
         return {"files": [[name, file_fingerprint(path)] for name, path in [*files, *cards]]}
     try:
         folder = snapshot_download(entry.path, repo_type="dataset", revision=entry.revision, allow_patterns=[])
-    except Exception:  # not in the cache of files, but possibly in that of loaded datasets; else this raises DataError
+    except (
+        Exception
+    ):  # not in the cache of files, but possibly in the cache of loaded datasets; else this raises DataError
         return {"hub": read_source(entry)._fingerprint}
     return {"hub": Path(folder).name}
 
 
 def content_digest(entry: Any) -> str | None:
-    """A hash of the files of a dataset entry; None for the Hub and URLs, for over `LARGEST_HASHED` bytes, or if
-    unreadable.
-    """
+    """A hash of the files of a dataset entry; None for the Hub and URLs, for many bytes, or if unreadable."""
     try:
         files = source_files(entry)
         if files is None or sum(path.stat().st_size for _, path in files) > LARGEST_HASHED:

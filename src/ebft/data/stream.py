@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice, repeat
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,29 +24,22 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import StreamSettings
 from ebft.data.apply import tokeniser
-from ebft.data.file_formats import (
-    exact_files,
-    files_by_split,
-    kinds_of,
-    reader_options,
-    text_rows,
-    warn_of_other_splits,
-)
+from ebft.data.file_formats import exact_files, reader_options, text_rows
 from ebft.data.json_files import json_batches, json_rows
 from ebft.data.load import LoadedRows, load_section_of_tokens
 from ebft.data.repositories import repository_of
 from ebft.data.sources import (
     is_url,
     load_hub,
+    local_files,
     local_path,
-    named_files,
     names_a_format,
     remote_builders,
     saved_parts,
     saved_to_disk,
 )
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import DataError, EBFTError, cause, doing
+from ebft.errors import DataError, doing
 
 State = dict[str, Any]  # of JSON values
 
@@ -60,7 +52,7 @@ class Document(NamedTuple):
     row: dict[str, Any]
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     """Rows that are in memory together, in the order of training; `start` is the position before them."""
 
     start: State
@@ -68,7 +60,7 @@ class Block(NamedTuple):
     ends_pass: bool  # whether the sources begin again after it
 
 
-class Source:
+class StreamSource:
     """The rows of one dataset entry, in order; `name` is its name in messages."""
 
     def __init__(self, name: str, rows: IterableDataset, skip: int = 0) -> None:
@@ -98,16 +90,10 @@ class Source:
             self._is_moving = any(True for _ in islice(self._iterator, self._read))
 
     def next_row(self) -> tuple[int, dict[str, Any]] | None:
-        """The next row and its number, or None at the end. Raises DataError if it cannot be read."""
+        """The next row and its number, or None at the end. Raises DataError if there is none at all."""
         self._is_moving = True
-        try:
+        with doing(f"reading {self.name} after row {self._skip + self._read}"):
             row = next(self._iterator, None)
-        except EBFTError:
-            raise
-        except Exception as error:  # builders, parsers and networks raise many types of errors
-            raise DataError(
-                f"{self.name}: cannot be read after row {self._skip + self._read} ({cause(error)})."
-            ) from error
         if row is None and not self._read:
             raise DataError(f"{self.name}: there are no rows{f' after skip: {self._skip}' if self._skip else ''}.")
         if row is None:
@@ -123,86 +109,66 @@ def _types(state: Any) -> set[str]:
     return {state.get("type", "")}.union(*map(_types, state.values()))
 
 
-class Documents:
-    """The rows of all sources, one source after the other and then again from the first, in blocks of `size` rows.
+class StreamedDocuments:
+    """The rows of all sources in blocks of `size` rows, shuffled with `seed`; None for the order of the sources.
 
-    A block ends with the last source, so that each row is read once before any is read again. `seed`: of the order of
-    the rows in a block; None for that of the sources.
-    """
-
-    def __init__(self, sources: Callable[[], list[Source]], size: int, seed: int | None) -> None:
-        self._open, self._size, self._seed = sources, size, seed
-
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
-        """Blocks without end, from the first or from a block's `start` on."""
-        sources = self._open()
-        number, current = 0, 0
-        if start is not None:
-            number, current = start["block"], start["source"]
-            sources[current].restore(start["rows"])
-        while True:
-            before = {"block": number, "source": current, "rows": sources[current].state()}
-            found: list[Document] = []
-            while len(found) < self._size and current < len(sources):
-                row = sources[current].next_row()
-                if row is None:
-                    current += 1
-                else:
-                    found.append(Document(current, *row))
-            ends = current == len(sources)
-            yield Block(before, self._shuffled(found, number), ends)
-            number += 1
-            if ends:
-                current = 0
-                for source in sources:
-                    source.begin()
-
-    def _shuffled(self, documents: list[Document], number: int) -> list[Document]:
-        if self._seed is None:
-            return documents
-        return [documents[place] for place in np.random.default_rng([self._seed, number]).permutation(len(documents))]
-
-
-class MixedDocuments(Documents):
-    """The rows of all sources in the proportion of `weights`, in blocks of `size` rows.
-
-    The next row is that of the source that has given the fewest rows for its weight, so that every stretch of the
-    stream has the same mixture. A source that ends begins again. A pass ends with the block in which the last source
-    has ended.
+    Without `weights`, the sources are read one after the other and then again from the first; a block ends with the
+    last source, so that each row is read once before any is read again. With them, the next row is from the source
+    that has given the fewest rows for its weight, so that every stretch of the stream has the same mixture; a source
+    that ends begins again, and a pass ends with the block in which the last source has ended.
     """
 
     def __init__(
-        self, sources: Callable[[], list[Source]], size: int, seed: int | None, weights: Sequence[float]
+        self,
+        sources: Callable[[], list[StreamSource]],
+        size: int,
+        seed: int | None,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        super().__init__(sources, size, seed)
-        self._weights = weights
+        self._open, self._size, self._seed, self._weights = sources, size, seed, weights
 
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
+    def blocks(self, start: State | None = None) -> Iterator[StreamBlock]:
         """Blocks without end, from the first or from a block's `start` on."""
-        sources = self._open()
-        number, taken, ended = 0, [0] * len(sources), set[int]()
-        if start is not None:
+        sources, is_mixed = self._open(), self._weights is not None
+        number, current, taken, ended = 0, 0, [0] * len(sources), set[int]()
+        if start is not None and is_mixed:
             number, taken, ended = start["block"], list(start["taken"]), set(start["ended"])
             for source, state in zip(sources, start["sources"], strict=True):
                 source.restore(state)
+        elif start is not None:
+            number, current, ended = start["block"], start["source"], set(range(start["source"]))
+            sources[current].restore(start["rows"])
         while True:
-            states = [source.state() for source in sources]
-            before = {"block": number, "taken": list(taken), "ended": sorted(ended), "sources": states}
+            before: State = {"block": number, "source": current, "rows": sources[current].state()}
+            if is_mixed:
+                states = [source.state() for source in sources]
+                before = {"block": number, "taken": list(taken), "ended": sorted(ended), "sources": states}
             found: list[Document] = []
-            while len(found) < self._size:
-                current = min(range(len(sources)), key=lambda place: (taken[place] + 1) / self._weights[place])
+            while len(found) < self._size and current < len(sources):
+                if is_mixed:
+                    current = min(range(len(sources)), key=lambda place: (taken[place] + 1) / self._weights[place])
                 row = sources[current].next_row()
-                if row is None:
-                    ended.add(current)
-                    sources[current].begin()
+                if row is not None:
+                    taken[current] += 1
+                    found.append(Document(current, *row))
                     continue
-                taken[current] += 1
-                found.append(Document(current, *row))
+                ended.add(current)
+                if is_mixed:
+                    sources[current].begin()
+                else:
+                    current += 1
             ends = len(ended) == len(sources)
-            yield Block(before, self._shuffled(found, number), ends)
+            if self._seed is not None:
+                order = np.random.default_rng([self._seed, number]).permutation(len(found))
+                found = [found[place] for place in order]
+            yield StreamBlock(before, found, ends)
             number += 1
             if ends:
                 ended.clear()
+            if ends and not is_mixed:
+                current = 0
+                for source in sources:
+                    source.begin()
 
 
 def open_source(entry: Any) -> IterableDataset:
@@ -212,20 +178,31 @@ def open_source(entry: Any) -> IterableDataset:
     """
     if is_url(entry.path):
         return _one(remote_builders(entry), entry).as_streaming_dataset(split="train")
-    if names_a_format(entry):
-        return _open_files(Path.cwd(), entry, kind=entry.ds_type or entry.path)
     path = local_path(entry)
     if path is None:
         return load_hub(entry, streaming=True)
-    if path.is_dir() and saved_to_disk(path):
+    if saved_to_disk(path) and not names_a_format(entry):
         return _one(saved_parts(path), entry).to_iterable_dataset()
     found = repository_of(path, entry)
-    if found is None:
-        return _open_files(path, entry, kind=entry.ds_type)
-    files = found.of_split(entry.split)
-    if found.is_read_by_library:
+    files = _one(local_files(path, entry), entry) if found is None else found.of_split(entry.split)
+    if found is not None and found.is_read_by_library:
         return found.builder.as_streaming_dataset(split=entry.split)
-    return _open_all(files, entry)
+    kinds = sorted({kind for _, kind in files})
+    if len(kinds) > 1:
+        raise DataError(
+            f"{entry.path}: a stream reads files of one format, but there are {', '.join(kinds)}. Use separate entries "
+            "of datasets, or data_files."
+        )
+    paths = [path for path, _ in files]
+    if kinds == ["text"]:  # with its line ends, as without a stream
+        return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
+    names, options = exact_files(kinds[0], paths), reader_options(kinds[0], paths)
+    if kinds == ["json"]:
+        for path in paths:
+            next(json_rows(path))  # raises for a file that does not begin with a row
+        return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
+    with doing(f"reading {entry.path}"):
+        return load_dataset(kinds[0], data_files=names, split="train", streaming=True, **options)
 
 
 def _one(parts: dict[str, Any], entry: Any) -> Any:
@@ -233,35 +210,6 @@ def _one(parts: dict[str, Any], entry: Any) -> Any:
     if entry.split not in parts:
         raise DataError(f"{entry.path}: no split {entry.split!r}. Available splits: {', '.join(parts)}.")
     return parts[entry.split]
-
-
-def _open_files(path: Path, entry: Any, kind: str | None) -> IterableDataset:
-    if path.is_dir() and not entry.data_files:
-        parts = files_by_split(path, kind, entry.path)
-        warn_of_other_splits(parts, entry.split, entry.path)
-        files = _one(parts, entry)
-    else:
-        files = kinds_of(_one(named_files(path, entry), entry), kind, entry.path)
-    return _open_all(files, entry)
-
-
-def _open_all(files: list[tuple[Path, str]], entry: Any) -> IterableDataset:
-    found = sorted({kind for _, kind in files})
-    if len(found) > 1:
-        raise DataError(
-            f"{entry.path}: a stream reads files of one format, but there are {', '.join(found)}. Use separate entries "
-            "of datasets, or data_files."
-        )
-    paths = [path for path, _ in files]
-    if found == ["text"]:  # with its line ends, as without a stream
-        return IterableDataset.from_generator(text_rows, gen_kwargs={"paths": paths})
-    files, options = exact_files(found[0], paths), reader_options(found[0], paths)
-    if found == ["json"]:
-        for path in paths:
-            next(json_rows(path))  # raises for a file that does not begin with a row
-        return IterableDataset.from_generator(json_batches, gen_kwargs={"paths": [str(path) for path in paths]})
-    with doing(f"reading {entry.path}"):
-        return load_dataset(found[0], data_files=files, split="train", streaming=True, **options)
 
 
 SKIPPED: dict[str, Any] = {}  # takes the place of a row that an earlier run has trained on
@@ -292,7 +240,7 @@ class StreamRows(torch.utils.data.IterableDataset):
     """
 
     def __init__(
-        self, documents: Documents, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
+        self, documents: StreamedDocuments, encode: Callable[[Document], list[int]], sequence_len: int, apart: bool
     ) -> None:
         self._documents, self._encode = documents, encode
         self._length, self._apart = sequence_len, apart
@@ -303,17 +251,14 @@ class StreamRows(torch.utils.data.IterableDataset):
 
         `skipped` empty rows come first: the trainer counts, and drops, the rows of the steps before.
         """
-        self._position = self._at(position, row)
+        for passed in islice(self.rows(position), row - position.row):
+            position = passed["position"]
+        self._position = position
         self._skipped = skipped
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from repeat(SKIPPED, self._skipped)
         yield from self.rows(self._position)
-
-    def _at(self, position: Position, row: int) -> Position:
-        for passed in islice(self.rows(position), row - position.row):
-            position = passed["position"]
-        return position
 
     def rows(self, position: Position | None = None) -> Iterator[dict[str, Any]]:
         """Rows without end, from a position on."""
@@ -383,11 +328,8 @@ def stream_rows(config: StreamSettings, tokenizer: PreTrainedTokenizerBase) -> S
     order = seed if config.shuffle_merged_datasets else None
     open_all, size = partial(_sources, config.datasets), config.streaming_multipack_buffer_size
     weights = [entry.weight for entry in config.datasets]
-    if any(weight is not None for weight in weights):
-        shares = [1.0 if weight is None else weight for weight in weights]
-        documents: Documents = MixedDocuments(open_all, size, order, shares)
-    else:
-        documents = Documents(open_all, size, order)
+    shares = [1.0 if weight is None else weight for weight in weights] if any(weights) else None
+    documents = StreamedDocuments(open_all, size, order, shares)
     encode = partial(_tokens, functions)
     return StreamRows(documents, encode, config.sequence_len, config.pretrain_multipack_attn)
 
@@ -405,8 +347,8 @@ def order_of(config: StreamSettings) -> dict[str, Any]:
     }
 
 
-def _sources(entries: list[Any]) -> list[Source]:
-    return [Source(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
+def _sources(entries: list[Any]) -> list[StreamSource]:
+    return [StreamSource(f"{entry.path}, {entry.split}", open_source(entry), entry.skip) for entry in entries]
 
 
 def _tokens(functions: list[Any], document: Document) -> list[int]:

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from tempfile import gettempdir, mkdtemp
+from tempfile import mkdtemp
 from typing import Any
 
 import datasets.config
 import multiprocess  # of datasets, which starts its processes with it
 from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
 from filelock import FileLock, Timeout
 
-from ebft.errors import DataError, EBFTError, cause
-from ebft.machine import free_disk, gib
+from ebft.errors import DataError, EBFTError, cause, doing
 
 _CONNECTION_LOST = (EOFError, ConnectionError, multiprocess.TimeoutError)
 _DIED = "abruptly died"  # in the message of datasets for a worker that was killed
@@ -30,7 +30,7 @@ _is_forking = False
 
 
 def map_rows(rows: Dataset, function: Callable[..., Any], name: str = "datasets", **options: Any) -> Dataset:
-    """`rows.map`, whose result is in a temporary file until `discard` or the end of this process; `name` is for errors.
+    """`rows.map`, with its result in a temporary file until `discard_tables` or the process ends; `name` is for errors.
 
     In its cache, the library would keep the result for ever. It would not be read again: the key of a result does not
     contain the helper functions of a transform.
@@ -53,8 +53,8 @@ def shuffle_rows(rows: Dataset, seed: int) -> Dataset:
     return rows.shuffle(seed=seed, load_from_cache_file=False, indices_cache_file_name=_temporary_file())
 
 
-def discard(rows: Dataset) -> None:
-    """Delete the temporary files of rows that are not read again; those of the user and of the cache are left."""
+def discard_tables(rows: Dataset) -> None:
+    """Delete the temporary files of rows that are not read again; files of the user and of the cache are left."""
     for file in rows.cache_files:
         if Path(file["filename"]).parent == _folder(os.getpid()):
             with suppress(OSError):  # on Windows, files that are open cannot be deleted
@@ -69,15 +69,9 @@ def _temporary_file() -> str:
 def _folder(process: int) -> Path:
     """The folder of the temporary files of this process, beside the cache: /tmp may be small, or in memory.
 
-    It is deleted at the end of the process, and those of killed processes, which hold no lock, are deleted here.
+    It is deleted at the end of the process, and folders of killed processes, which hold no lock, are deleted here.
     """
-    try:
-        return _new_folder(Path(datasets.config.HF_DATASETS_CACHE), process)
-    except OSError:  # read-only
-        return _new_folder(Path(gettempdir()), process)
-
-
-def _new_folder(base: Path, process: int) -> Path:
+    base = Path(datasets.config.HF_DATASETS_CACHE)
     base.mkdir(parents=True, exist_ok=True)
     with FileLock(base / f".{_PREFIX}{_LOCK}"):
         for left in base.glob(f"{_PREFIX}*"):
@@ -87,20 +81,16 @@ def _new_folder(base: Path, process: int) -> Path:
         lock = FileLock(folder / _LOCK)
         lock.acquire()
     _locks.append(lock)
-    weakref.finalize(lock, _delete, folder, process)
+    # Not in a forked process.
+    weakref.finalize(lock, lambda: os.getpid() == process and shutil.rmtree(folder, ignore_errors=True))
     return folder
-
-
-def _delete(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # and not in a forked one
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def forked_processes(name: str = "datasets") -> Iterator[None]:
     """Context manager in which forked processes end at SIGTERM, and with the block, and ignore SIGINT.
 
-    A pool ends its idle workers with SIGTERM and waits for them. A handler in Python, such as that of `ebft train`,
+    A pool ends its idle workers with SIGTERM and waits for them. A handler in Python, such as the one of `ebft train`,
     only runs once the worker's wait for a lock is interrupted, so for a signal that arrives just before it, never.
     Ctrl-C reaches all processes; this one ends the others.
 
@@ -119,7 +109,12 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
         interruption = next((reason for reason in reasons if isinstance(reason, KeyboardInterrupt)), None)
         if interruption is not None:
             raise interruption from None
-        raise_if_full(error)
+        full = next((each for each in reasons if isinstance(each, OSError) and each.errno in _FULL), None)
+        if full is not None:
+            raise DataError(
+                f"The rows cannot be written to {datasets.config.HF_DATASETS_CACHE} ({cause(full)}). Free disk space, "
+                "or set the variable HF_DATASETS_CACHE to a folder on another disk."
+            ) from error
         if isinstance(error, _CONNECTION_LOST) or any(_DIED in str(reason) for reason in reasons):
             raise DataError(
                 f"{name}: a process that prepared the data ended without an exception: it crashed in C code, called "
@@ -133,15 +128,14 @@ def forked_processes(name: str = "datasets") -> Iterator[None]:
             process.kill()
 
 
-def raise_if_full(error: BaseException) -> None:
-    """Raise DataError if `error` was raised because the cache of the datasets library cannot be written."""
-    full = next((each for each in _reasons(error) if isinstance(each, OSError) and each.errno in _FULL), None)
-    if full is not None:
-        free, folder = free_disk(datasets.config.HF_DATASETS_CACHE)
-        raise DataError(
-            f"The rows cannot be written to the cache of the datasets library ({cause(full)}; {gib(free)} are free in "
-            f"{folder}). Free disk space, or set the variable HF_DATASETS_CACHE to a folder on another disk."
-        ) from error
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Context manager that says what is read in errors, with the words of the parser and not of datasets."""
+    with doing(f"reading {what}"):
+        try:
+            yield
+        except DatasetGenerationError as error:
+            raise (error.__cause__ or error) from None
 
 
 def _reasons(error: BaseException | None) -> Iterator[BaseException]:

@@ -140,7 +140,7 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return found - {tokenizer.unk_token_id} | ({tokenizer.eos_token_id} & found)
 
 
-THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of messages; a chat template reads one of them
+THINKING = ("reasoning_content", "thinking", "reasoning")  # keys of messages; a chat template reads one
 TAGS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
 
@@ -28,12 +27,8 @@ _SLOWER = (
 )
 
 
-@dataclass(frozen=True)
-class Condition:
-    """One row of the table.
-
-    `when` states `rule` in words; `healthy` is the usual range of the metrics.
-    """
+class Condition(NamedTuple):
+    """One row of the table: `when` states `rule` in words; `healthy` is the usual range of the metrics."""
 
     name: str
     meaning: str

@@ -24,7 +24,7 @@ _HELD_OUT = {
     **{f"eval_{name}": greater for name, greater in _PREFERENCES.items()},
 }
 _TRAINING = {"ebft/cfm_loss": False, "ebft/alignment": True, "reward": True, "ebft/ce_loss": False, **_PREFERENCES}
-# Those of training that cannot be compared between steps if each step whitens the features by its own samples.
+# Metrics of training that cannot be compared between steps if each step whitens the features by its own samples.
 _WHITENED = ("ebft/cfm_loss", "ebft/alignment", "reward")
 _SFT_LOSS = {"loss": False}  # with rewards, the loss itself is not informative
 NAMES = frozenset({*_HELD_OUT, "eval_loss", *_TRAINING, *_SFT_LOSS, "ebft/mean_reward"})  # what an outcome depends on
@@ -82,10 +82,7 @@ class Change(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Whether a run learned anything: a verdict, the changes that it is based on, and sentences about them.
-
-    `steps` are the steps of the first and the last evaluation, None without `held_out`.
-    """
+    """Whether a run learned anything: verdict, changes, steps of the first and last evaluation, and sentences."""
 
     verdict: str
     training: list[Change]
@@ -144,10 +141,16 @@ def outcome_of(
     use_whitening: bool = False,
 ) -> Outcome:
     """Return the outcome of a run in parts; see `training_outcome`."""
-    if lost := [name for name in _ALWAYS_FINITE if _ends_lost(log_history, name)]:
+    last = {name: value for entry in log_history for name, value in entry.items()}
+    of_metrics = [name for name in _ALWAYS_FINITE if name in last]  # metrics.jsonl has null for NaN and infinity
+    if lost := [name for name in of_metrics if last[name] is None or not math.isfinite(last[name])]:
         words = f"{_and(lost)} {'is' if len(lost) == 1 else 'are'} not finite at the end"
         return Outcome(words, [], [], None, [], unresolved)
-    held_out = list(_held_out_changes(log_history))
+    named = any(_values(log_history, name) for name in ("eval_ce_loss", "eval_reward", "eval_rewards/margins"))
+    directions = _HELD_OUT if named else {"eval_loss": False}
+    evaluated = {name: values for name in directions if len(values := _values(log_history, name)) >= 2}
+    level = _LEVEL / max(len(evaluated), 1)
+    held_out = [_change(name, values, directions[name], level) for name, values in evaluated.items()]
     can_tell = bool(held_out) and all(change.verdict is not None for change in held_out)
     training = [] if can_tell else list(_training_changes(log_history, use_whitening))
     advice = _advice(log_history, has_held_out, eval_strategy)
@@ -155,13 +158,24 @@ def outcome_of(
     if not held_out and not training:
         has_rows = has_held_out or any(map(_is_evaluation, log_history))
         notes = [advice, *(compare if has_rows else [])]
-        return Outcome(_why_unknown(log_history, has_rows, use_whitening), [], [], None, notes, unresolved)
+        why = f"fewer than {2 * _FEWEST} entries of training"
+        if use_whitening and any(len(_values(log_history, name)) >= 2 * _FEWEST for name in _WHITENED):
+            why = "whitened rewards of training cannot be compared between steps"
+        counts = {0: "no evaluation", 1: "one evaluation"} if has_rows else {}
+        count = sum(map(_is_evaluation, log_history))
+        found = counts.get(count, "evaluations of other metrics" if has_rows else "fewer than two evaluations")
+        verdict = f"unknown. The log has {found}{', and ' if why.startswith('w') else ' and '}{why}"
+        return Outcome(verdict, [], [], None, notes, unresolved)
     steps, notes = None, []
     if held_out:
         names = {change.name for change in held_out}
         found = [entry.get("step") for entry in log_history if not names.isdisjoint(entry)]
         steps = found[0], found[-1]
-        notes += _late_start(found[0])
+        if first := steps[0]:
+            notes.append(
+                f"The first evaluation already followed {first} step{'s' * (first != 1)} of training, so it is not one "
+                "of the base model; eval_on_start: true evaluates before the first step."
+            )
     if any(change.error is not None for change in (*held_out, *training)):
         notes.append("± is one standard error.")
     if held_out and not can_tell:
@@ -172,16 +186,6 @@ def outcome_of(
             )
         notes += [advice, *compare]
     return Outcome(_conclusion(training, held_out), training, held_out, steps, notes, unresolved)
-
-
-def _late_start(first: Any) -> list[str]:
-    """A sentence about a first evaluation that is not one of the base model; empty if it is."""
-    if not first:
-        return []
-    return [
-        f"The first evaluation already followed {first} step{'s' * (first != 1)} of training, so it is not one of the "
-        "base model; eval_on_start: true evaluates before the first step."
-    ]
 
 
 def _is_evaluation(entry: dict[str, Any]) -> bool:
@@ -202,16 +206,6 @@ def _advice(log_history: list[dict[str, Any]], has_held_out: bool | None, eval_s
     return f"Evaluate more often ({ways}), or train longer."
 
 
-def _why_unknown(log_history: list[dict[str, Any]], has_rows: bool, use_whitening: bool) -> str:
-    """The verdict on a log that says nothing."""
-    count = sum(map(_is_evaluation, log_history))
-    evaluations = "one evaluation" if count == 1 else "no evaluation" if count == 0 else "evaluations of other metrics"
-    found = evaluations if has_rows else "fewer than two evaluations"
-    if use_whitening and any(len(_values(log_history, name)) >= 2 * _FEWEST for name in _WHITENED):
-        return f"unknown. The log has {found}, and whitened rewards of training cannot be compared between steps"
-    return f"unknown. The log has {found} and fewer than {2 * _FEWEST} entries of training"
-
-
 def _conclusion(training: list[Change], held_out: list[Change]) -> str:
     changes = [*training, *held_out]
     verdicts = [change.verdict for change in changes]
@@ -229,15 +223,6 @@ def _conclusion(training: list[Change], held_out: list[Change]) -> str:
     if worse:
         return f"the model did not learn: {_and(worse)} became worse"
     return "no change larger than the noise"
-
-
-def _held_out_changes(log_history: list[dict[str, Any]]) -> Iterator[Change]:
-    named = any(_values(log_history, name) for name in ("eval_ce_loss", "eval_reward", "eval_rewards/margins"))
-    names = _HELD_OUT if named else {}
-    found = {name: _values(log_history, name) for name in names or {"eval_loss": False}}
-    found = {name: values for name, values in found.items() if len(values) >= 2}
-    for name, values in found.items():
-        yield _change(name, values, names.get(name, False), _LEVEL / len(found))
 
 
 def _training_changes(log_history: list[dict[str, Any]], use_whitening: bool) -> Iterator[Change]:
@@ -267,12 +252,6 @@ def _change(name: str, values: list[float], greater: bool, level: float, correla
 def _values(log_history: list[dict[str, Any]], name: str) -> list[float]:
     found = [entry[name] for entry in log_history if isinstance(entry.get(name), (int, float))]
     return [value for value in found if math.isfinite(value)]
-
-
-def _ends_lost(log_history: list[dict[str, Any]], name: str) -> bool:
-    """Whether the last value of a metric is NaN or infinite, for which metrics.jsonl has null."""
-    last = next((entry[name] for entry in reversed(log_history) if name in entry), 0.0)
-    return last is None or (isinstance(last, float) and not math.isfinite(last))
 
 
 def _listed(changes: list[Change]) -> str:
@@ -305,10 +284,7 @@ def series_error(values: list[float]) -> float | None:
 
 @cache
 def series_quantile(length: int, level: float, correlation: float = 0.0) -> float:
-    """What |last - first| / `series_error` exceeds with probability `level` in series of normal values.
-
-    `correlation`: the largest one between neighbours, of an autoregressive series.
-    """
+    """What |last - first| / `series_error` exceeds with this probability in autoregressive series of normal values."""
     import numpy as np
 
     generator = np.random.default_rng(0)
@@ -324,7 +300,7 @@ def series_quantile(length: int, level: float, correlation: float = 0.0) -> floa
 
 
 def _noise(series_RT: np.ndarray) -> np.ndarray:
-    """The standard deviation of the noise of each series [R]: the least of those around a line, around a step, and, for
+    """The standard deviation of the noise of each series [R]: the least deviation from a line, from a step, and, for
     long series, between neighbours."""
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""The rules of the table: each decides from the logged series whether a condition holds.
+"""The rules of the table in callback.py, which states each in words (`when`).
 
 A rule returns the step since which the condition holds and what was seen, or None. It is called after every entry of
 the log, so it must tolerate the noise of single steps: it compares medians, with a margin that depends on the noise.
@@ -22,7 +22,7 @@ class Sighting(NamedTuple):
 
 
 def non_finite(log: Log) -> Sighting | None:
-    """NaN or infinity. A reward function that returned no reward is logged as NaN; fp16 skips infinite gradients."""
+    # A reward function that returned no reward is logged as NaN; fp16 skips infinite gradients.
     for name in sorted(log.names):
         wait = 3 if name == "grad_norm" and log.fp16 else 1
         since = log[name].all_since(lambda value: not math.isfinite(value), wait)
@@ -32,7 +32,6 @@ def non_finite(log: Log) -> Sighting | None:
 
 
 def samples_alike(log: Log) -> Sighting | None:
-    """The distance of the diversity to the diversity of identical samples is a third of what it was at the start."""
     series, ceiling = log["ebft/diversity"], log.diversity_ceiling
     start = series.start()
     if ceiling is None or start is None or ceiling - start < 1e-3 * ceiling:
@@ -43,7 +42,6 @@ def samples_alike(log: Log) -> Sighting | None:
 
 
 def entropy_collapse(log: Log) -> Sighting | None:
-    """The entropy is a tenth of its start, or below 0.01."""
     series = log["entropy"]
     start = series.start()
     if start is None or start < 0.02 or log.is_of_preferences:
@@ -52,7 +50,6 @@ def entropy_collapse(log: Log) -> Sighting | None:
 
 
 def diversity_dominates(log: Log) -> Sighting | None:
-    """The feature-matching reward stays near -1 or below, without rising."""
     series = log["ebft/mean_reward"]
     start = series.start()
     if start is None or median(series.recent()) > start + 0.1:
@@ -61,12 +58,10 @@ def diversity_dominates(log: Log) -> Sighting | None:
 
 
 def low_alignment(log: Log) -> Sighting | None:
-    """The alignment stays below 0.1."""
     return log["ebft/alignment"].seen(lambda value: value < 0.1, "ebft/alignment stays at {:.3f}", PERSISTENT)
 
 
 def no_signal(log: Log) -> Sighting | None:
-    """All rewards of each group are equal, all advantages are equal, or there is no gradient."""
     since = log["frac_reward_zero_std"].all_since(lambda value: value > 0.99, PERSISTENT)
     if since is not None:
         equal = "the rewards of each prompt's completions are all equal (frac_reward_zero_std is 1)"
@@ -75,27 +70,15 @@ def no_signal(log: Log) -> Sighting | None:
         constant = [name for name in stds if log[name].all_since(without, PERSISTENT) is not None]
         named = ", ".join(name.removeprefix("rewards/").removesuffix("/std") for name in constant)
         equal += f"; {named}: the same value, or None, for every completion" if named else ""
-        return Sighting(since, equal + _other_gradient(log))
+        return Sighting(since, equal)
     since = log["ebft/advantages_std"].all_since(lambda value: abs(value) < 1e-6, WINDOW)
     if since is not None:
-        return Sighting(since, f"ebft/advantages_std is 0: all advantages are equal{_other_gradient(log)}")
+        return Sighting(since, "ebft/advantages_std is 0: all advantages are equal")
     since = log["grad_norm"].all_since(lambda value: abs(value) < 1e-6, PERSISTENT)
     return None if since is None else Sighting(since, "grad_norm is 0")
 
 
-def _other_gradient(log: Log) -> str:
-    """Where a gradient comes from although samples are not told apart, as the end of a sentence."""
-    norms = log["grad_norm"].recent(1)
-    if not norms or norms[0] < 1e-6:
-        return ""
-    return (
-        f"; the gradient (grad_norm {norms[0]:.3g}) is that of other terms of the loss, or of advantages that are "
-        "equal but not zero"
-    )
-
-
 def reward_always_zero(log: Log) -> Sighting | None:
-    """One reward function has returned 0 for all completions."""
     for name in sorted(log.names):
         if name.startswith("rewards/") and name.endswith("/mean"):
             since = log[name].all_since(lambda value: value == 0, PERSISTENT)
@@ -105,7 +88,6 @@ def reward_always_zero(log: Log) -> Sighting | None:
 
 
 def cross_entropy_diverges(log: Log) -> Sighting | None:
-    """The cross-entropy rose far above the base model's."""
     name = log.cross_entropy
     series = log[name]
     if series.first:
@@ -123,7 +105,6 @@ def cross_entropy_diverges(log: Log) -> Sighting | None:
 
 
 def loss_spikes(log: Log) -> Sighting | None:
-    """The cross-entropy was twice as high as in the logs around it, several times, and fell again."""
     name = log.cross_entropy
     series, spikes = log[name], list[int]()
     values = [value for _, value in series.last]
@@ -138,14 +119,11 @@ def loss_spikes(log: Log) -> Sighting | None:
     if len(spikes) < SPIKES:
         return None
     listed = ", ".join(f"{values[i]:.3g} at step {series.last[i][0]}" for i in spikes)
-    return Sighting(series.last[spikes[0]][0], f"{name} was more than twice that of the logs around it: {listed}")
+    return Sighting(series.last[spikes[0]][0], f"{name} was more than twice the logs around it: {listed}")
 
 
 def cfm_diverges(log: Log) -> Sighting | None:
-    """The feature-matching loss is half as large again as at the start, or above 100.
-
-    With whitening, the loss of training is in a space of the samples, which changes with them: its rise means nothing.
-    """
+    # With whitening, the loss of training is in a space of the samples, which changes: its rise means nothing.
     series = log["ebft/cfm_loss"]
     seen, start = series.seen(lambda value: value > 100, "ebft/cfm_loss is {:.3g}"), series.start()
     if seen is None and start is not None and not log.whitened:
@@ -155,8 +133,7 @@ def cfm_diverges(log: Log) -> Sighting | None:
 
 
 def overfitting(log: Log) -> Sighting | None:
-    """The held-out cross-entropy rose in three evaluations while the one of training fell."""
-    series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, Series())
+    series, training = log["eval_ce_loss"], log.series.get(log.cross_entropy, MetricSeries())
     last, start = series.recent(4), training.start()
     if not last or start is None or median(training.recent()) > start - training.margin():
         return None
@@ -168,7 +145,6 @@ def overfitting(log: Log) -> Sighting | None:
 
 
 def unstable_gradient(log: Log) -> Sighting | None:
-    """The gradient norm is above 10, and several times its start."""
     series = log["grad_norm"]
     start = series.start()
     if start is None:
@@ -177,7 +153,6 @@ def unstable_gradient(log: Log) -> Sighting | None:
 
 
 def off_policy(log: Log) -> Sighting | None:
-    """The sampler's log-probabilities differ from the trainer's, or many ratios are clipped."""
     difference, ratio = log["sampling/sampling_logp_difference/mean"], log["sampling/importance_sampling_ratio/min"]
     seen = difference.seen(lambda value: value > 1, "sampling/sampling_logp_difference/mean is {:.2f}")
     if seen is None and difference.recent() and median(difference.recent()) > 0.1:
@@ -187,13 +162,11 @@ def off_policy(log: Log) -> Sighting | None:
 
 
 def far_from_reference(log: Log) -> Sighting | None:
-    """The KL divergence from the reference model is above 2."""
     # KTO sums it over tokens
     return None if log.is_of_preferences else log["kl"].seen(lambda value: value > 2, "kl is {:.2f}")
 
 
 def rejected_preferred(log: Log) -> Sighting | None:
-    """The margin between chosen and rejected completions fell below 0 and below its start."""
     series = log["rewards/margins"]
     start = series.start()
     if start is None:
@@ -205,7 +178,6 @@ def rejected_preferred(log: Log) -> Sighting | None:
 
 
 def truncation(log: Log) -> Sighting | None:
-    """More than 80% of the completions end at the maximum length."""
     series = log["completions/clipped_ratio"]
     since = series.since(lambda value: value > 0.8)
     if since is None:
@@ -214,7 +186,6 @@ def truncation(log: Log) -> Sighting | None:
 
 
 def length_rewarded(log: Log) -> Sighting | None:
-    """Completions became half as long again, and the reward changes with their length from log to log."""
     lengths, rewards = log["completions/mean_length"], log["reward"]
     start = lengths.start()
     count = min(len(lengths), len(rewards))
@@ -231,12 +202,12 @@ def length_rewarded(log: Log) -> Sighting | None:
     now = median(lengths.recent())
     return Sighting(
         since,
-        f"completions/mean_length grew from {start:.0f} to {now:.0f}, and its changes correlate with those of the "
-        f"reward ({strength:.2f})",
+        f"completions/mean_length grew from {start:.0f} to {now:.0f}, and its changes correlate with the changes of "
+        f"the reward ({strength:.2f})",
     )
 
 
-def _held_out_rise(series: Series, name: str, absolute: float, relative: float) -> Sighting | None:
+def _held_out_rise(series: MetricSeries, name: str, absolute: float, relative: float) -> Sighting | None:
     """The last two evaluations are above the first one. Evaluations use the same documents, so they vary little."""
     if len(series) < 3:
         return None
@@ -260,7 +231,7 @@ _KEPT = 50
 _ERRORS = 5.0
 
 
-class Series:
+class MetricSeries:
     """The values of one metric with their steps: the first `START` and the last 50."""
 
     def __init__(self) -> None:
@@ -273,11 +244,10 @@ class Series:
         self.last.append((step, value))
 
     def __len__(self) -> int:
-        """Return the number of recent values that are kept, at most 50."""
         return len(self.last)
 
     def recent(self, count: int = WINDOW) -> list[float]:
-        """Return the last `count` values, or an empty list if there are fewer."""
+        """The last `count` values, or an empty list if there are fewer."""
         return [value for _, value in self.last][-count:] if len(self.last) >= count else []
 
     def start(self) -> float | None:
@@ -316,7 +286,7 @@ class Log:
     samples: int | None = None  # per prompt or anchor
     whitened: bool | None = None  # None if unknown
     fp16: bool = False
-    series: dict[str, Series] = field(default_factory=dict)
+    series: dict[str, MetricSeries] = field(default_factory=dict)
     names: frozenset[str] = frozenset()  # of the metrics in the newest entry
 
     def add(self, step: int, entry: dict[str, Any]) -> None:
@@ -324,11 +294,11 @@ class Log:
         numbers = {name: value for name, value in entry.items() if isinstance(value, (int, float))}
         self.names = frozenset(numbers)
         for name, value in numbers.items():
-            self.series.setdefault(name, Series()).add(step, value)
+            self.series.setdefault(name, MetricSeries()).add(step, value)
 
-    def __getitem__(self, name: str) -> Series:
+    def __getitem__(self, name: str) -> MetricSeries:
         """Return the series of a metric; an empty one if it is not in the newest entry, which then says nothing new."""
-        return self.series[name] if name in self.names else Series()
+        return self.series[name] if name in self.names else MetricSeries()
 
     @property
     def diversity_ceiling(self) -> float | None:

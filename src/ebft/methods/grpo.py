@@ -38,10 +38,7 @@ FEATURE_MATCHING = "feature_matching"
 _CAP, _FLOOR = "vllm_importance_sampling_cap", "vllm_importance_sampling_clip_min"
 _TRLS_CAP = 3.0  # where the first is unset
 # Keys of `trl:` that are arguments of TRL's GRPOConfig under another name.
-_OTHER_NAME = {
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    _CAP: "vllm_importance_sampling_clip_max",
-}
+_OTHER_NAME = {"vllm_guided_decoding_regex": "vllm_structured_outputs_regex", _CAP: "vllm_importance_sampling_clip_max"}
 
 
 class GRPO(Method):
@@ -49,9 +46,11 @@ class GRPO(Method):
 
     name = "rl: grpo"
     tag = "grpo"
+    metrics = ("reward", "loss")
     rows = "prompts"
     keys = NemoGymKeys
     needs_reference = False
+    unsupported = {"group_by_length": "completions are grouped by prompt"}
     phases = {"rollouts": "_generate", "rewards and features": "_calculate_rewards"}
     healthy = {"grad_norm": (None, 1.0), **HEALTHY_ROLLOUTS}
     own_rewards: tuple[str, ...] = ()  # rewards that are always included
@@ -59,7 +58,8 @@ class GRPO(Method):
     trainer = "ebft.structured:RolloutGRPOTrainer"
 
     def summary(self, config: MethodConfig) -> str:
-        names = [*(config.trl.reward_funcs or []), *_environments(config)]
+        found = config.trl.environment_factory or []  # a path, or paths by the names of the environments
+        names = [*(config.trl.reward_funcs or []), *([found] if isinstance(found, str) else dict(found).values())]
         return f"GRPO on the rewards {', '.join(f'`{name}`' for name in names)}"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
@@ -69,12 +69,12 @@ class GRPO(Method):
         if config.manages_server and "port" in config.vllm.model_fields_set and theirs not in (None, ours):
             yield (
                 f"vllm.port: {ours} and trl.vllm_server_port: {theirs} differ: with vllm_mode: managed, the server "
-                "listens on the first and the trainer connects to the second. Keep one of them."
+                "listens on the first and the trainer connects to the second. Keep only one."
             )
 
     def resolve(self, config: MethodConfig) -> None:
         """One warning for each key that has no effect on full completions."""
-        nemo_gym.resolve(config)
+        nemo_gym.resolve_gym_names(config)
         rules.follow_samples(config.ebft, config.trl)
         warn_of_unmet(config, _NEEDS)
         for message in _idle(config):
@@ -111,8 +111,6 @@ class GRPO(Method):
         yield from _rewards(config, names, self.own_rewards)
         yield from _rollouts(config)
         yield from _interaction(config, FEATURE_MATCHING in names)
-        if config.group_by_length:
-            yield "group_by_length is incompatible with grouped completions. Remove it."
 
     def missing_packages(self, config: MethodConfig) -> Iterator[str]:
         is_here = not config.uses_server or (config.manages_server and config.vllm.python is None)
@@ -129,9 +127,6 @@ class GRPO(Method):
 
     def _reward_names(self, config: MethodConfig) -> list[str]:
         return [*self.own_rewards, *(config.trl.reward_funcs or [])]
-
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return ("reward", "loss")
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         trl = config.trl
@@ -151,7 +146,7 @@ class GRPO(Method):
 
     def check_rows(self, config: MethodConfig, rows: LoadedRows) -> None:
         if config.nemo_gym_enabled:
-            nemo_gym.check_rows(config, rows.train, rows.evaluation)
+            nemo_gym.check_gym_rows(config, rows.train, rows.evaluation)
 
     def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
         from ebft.methods.views import PromptView
@@ -193,9 +188,7 @@ class GRPO(Method):
             kwargs["vllm_tensor_parallel_size"] = vllm.tensor_parallel_size
         kwargs |= {name: getattr(config.ebft, name) for name in self.own_options()}
         kwargs["log_rollouts"] = config.log_rollouts
-        if config.eval_batch_size is None:
-            groups = math.ceil(config.micro_batch_size / trl.num_generations)
-            kwargs["per_device_eval_batch_size"] = groups * trl.num_generations  # whole groups
+        kwargs |= whole_groups(config)
         return {name: value for name, value in kwargs.items() if value is not None}
 
     def own_options(self) -> list[str]:
@@ -226,6 +219,14 @@ def sampled_as(trl: TRLSection) -> EvaluationSampling:
         dict(trl.generation_kwargs or {}),
         trl.vllm_guided_decoding_regex,
     )
+
+
+def whole_groups(config: MethodConfig) -> dict[str, int]:
+    """The batch size of evaluations if none is given: groups of completions that are not divided."""
+    if config.eval_batch_size is not None:
+        return {}
+    size = config.trl.num_generations
+    return {"per_device_eval_batch_size": math.ceil(config.micro_batch_size / size) * size}
 
 
 _AGGREGATION = "normalize_then_sum"
@@ -261,7 +262,7 @@ _NEEDS: Needs = (
 
 
 def _idle(c: MethodConfig) -> Iterator[str]:
-    """Keys that have no effect on full completions, as the beginning of a sentence."""
+    """Keys that have no effect on full completions, as the beginning of a sentence, and why."""
     trl = c.trl
     given = sorted(key for key in trl.model_fields_set if key.startswith("vllm_"))
     if not trl.use_vllm:
@@ -273,47 +274,35 @@ def _idle(c: MethodConfig) -> Iterator[str]:
         idle, reason = [key for key in given if key.startswith(of_servers)], "with vllm_mode: colocate"
     if idle:
         yield f"{', '.join(f'trl.{key}' for key in idle)}: no effect {reason}"
-    bounds = [f"trl.{key}" for key in (_CAP, _FLOOR) if getattr(trl, key) is not None]
-    if trl.use_vllm and trl.vllm_importance_sampling_correction is False and bounds:
-        yield f"{', '.join(bounds)}: no effect with trl.vllm_importance_sampling_correction: false"
-    if trl.use_data_producer:
-        yield "trl.use_data_producer has no effect: generation and prefetching do not use a data producer"
-    if trl.use_liger_loss:
-        yield "trl.use_liger_loss has no effect: the log-probabilities are computed in chunks without it"
-    if trl.multi_objective_aggregation == _AGGREGATION and trl.scale_rewards not in (None, True, "group"):
-        yield (
-            "trl.scale_rewards has no effect with multi_objective_aggregation: normalize_then_sum (rl: gdpo), which "
-            "always divides by standard deviations"
-        )
-    if trl.streaming_partial_batch and trl.reward_num_workers > 1:
-        yield (
-            "trl.streaming_partial_batch has no effect with reward_num_workers above 1, which already calls reward "
-            "functions for one prompt at a time"
-        )
-    if "reward_timeout" in trl.model_fields_set and trl.reward_num_workers == 1:
-        yield (
-            "trl.reward_timeout has no effect without reward_num_workers above 1: the training process cannot end a "
-            "call that it makes itself"
-        )
-    if trl.use_vllm and c.vllm.serve_module is not None:
-        yield "vllm.serve_module has no effect: vLLM's OpenAI server is always used"
+    bounds = ", ".join(f"trl.{key}" for key in (_CAP, _FLOOR) if getattr(trl, key) is not None)
+    by_groups = trl.multi_objective_aggregation == _AGGREGATION
     skips = "skip_zero_advantage_batches" in trl.model_fields_set and trl.skip_zero_advantage_batches
-    if skips and (c.deepspeed is not None or c.fp16):
-        yield (
-            "trl.skip_zero_advantage_batches: true has no effect with deepspeed or fp16: true, which need the "
-            "gradients of every micro-batch"
-        )
-    for key in ("train_on_inputs", "sample_packing"):
-        if getattr(c, key):
-            yield f"{key}: true has no effect on full completions of prompts"
-    if c.uses_server and c.adapter is not None and trl.vllm_lora_sync is False:
-        yield "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged"
-    if "vllm" in c.model_fields_set and not trl.use_vllm:
-        yield "vllm: has no effect without trl.use_vllm: true"
+    without_workers = "reward_timeout" in trl.model_fields_set and trl.reward_num_workers == 1
+    rows: tuple[tuple[object, str], ...] = (
+        (trl.use_vllm and trl.vllm_importance_sampling_correction is False and bounds,
+         f"{bounds}: no effect with trl.vllm_importance_sampling_correction: false"),
+        (trl.use_data_producer, "trl.use_data_producer has no effect: generation does not use a data producer"),
+        (trl.use_liger_loss, "trl.use_liger_loss has no effect: the log-probabilities are computed in chunks"),
+        (by_groups and trl.scale_rewards not in (None, True, "group"),
+         f"trl.scale_rewards has no effect with {_AGGREGATION} (rl: gdpo), which divides by standard deviations"),
+        (trl.streaming_partial_batch and trl.reward_num_workers > 1,
+         "trl.streaming_partial_batch has no effect with reward_num_workers above 1, called for one prompt at a time"),
+        (without_workers, "trl.reward_timeout has no effect without reward_num_workers above 1"),
+        (trl.use_vllm and c.vllm.serve_module is not None,
+         "vllm.serve_module has no effect: vLLM's OpenAI server is always used"),
+        (skips and (c.deepspeed is not None or c.fp16),
+         "trl.skip_zero_advantage_batches: true has no effect with deepspeed or fp16: true, which need all gradients"),
+        (c.train_on_inputs, "train_on_inputs: true has no effect on full completions of prompts"),
+        (c.sample_packing, "sample_packing: true has no effect on full completions of prompts"),
+        (c.uses_server and c.adapter is not None and trl.vllm_lora_sync is False,
+         "trl.vllm_lora_sync: false has no effect: adapters are always sent to vLLM unmerged"),
+        ("vllm" in c.model_fields_set and not trl.use_vllm, "vllm: has no effect without trl.use_vllm: true"),
+    )  # fmt: skip
+    yield from (message for is_idle, message in rows if is_idle)
 
 
 def _rewards(config: MethodConfig, names: list[str], always: tuple[str, ...]) -> Iterator[str]:
-    """Problems with the rewards `names`, of which the method includes `always`."""
+    """Problems with the rewards `names`; the method includes `always`."""
     if not names and not config.trl.environment_factory:
         yield (
             "rl: grpo needs trl.reward_funcs: import paths such as rewards.accuracy, folders or Hub ids of reward "
@@ -359,20 +348,13 @@ def _interaction(config: MethodConfig, compares: bool) -> Iterator[str]:
     _load_interactive(config)
 
 
-def _load_named(key: str, names: str | list[str] | dict[str, str]) -> Any:
-    """Return what the import paths of `trl.KEY` name, in the same structure. Raises ConfigError."""
-    find = lambda name: find_function(f"trl.{key}", name)
-    if isinstance(names, dict):
-        return {environment: find(name) for environment, name in names.items()}
-    return find(names) if isinstance(names, str) else [find(name) for name in names]
-
-
 def _load_interactive(config: MethodConfig) -> dict[str, Any]:
-    """Return the tools and environments of a config by the trainer's argument."""
-    return {name: _load_named(name, found) for name in rules.INTERACTIVE if (found := getattr(config.trl, name))}
-
-
-def _environments(config: MethodConfig) -> list[str]:
-    """Return the import paths of `trl.environment_factory`."""
-    found = config.trl.environment_factory
-    return list(found.values()) if isinstance(found, dict) else [found] if found else []
+    """Return the tools and environments of a config by the trainer's argument. Raises ConfigError."""
+    loaded: dict[str, Any] = {}
+    for key in rules.INTERACTIVE:
+        names, find = getattr(config.trl, key), lambda name, key=key: find_function(f"trl.{key}", name)
+        if isinstance(names, dict):
+            loaded[key] = {environment: find(name) for environment, name in names.items()}
+        elif names:
+            loaded[key] = find(names) if isinstance(names, str) else [find(name) for name in names]
+    return loaded

@@ -13,10 +13,10 @@ from importlib import import_module
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ebft.config.base import BaseConfig
 from ebft.config.section import Section
 from ebft.data.transforms import RequiredRows, Rows
 from ebft.methods import FLAGS, METHODS
+from ebft.methods.base_config import BaseConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,6 +40,7 @@ _LOADERS = {
     "prompts": "ebft.data.prompts:load_prompt_rows",
     "preferences": "ebft.data.preferences:load_preference_rows",
     "labelled": "ebft.data.preferences:load_preference_rows",
+    "comparisons": "ebft.data.reward_rows:load_comparisons",
 }
 
 
@@ -95,6 +96,8 @@ class Method(ABC):
 
     name: ClassVar[str]  # as used in messages
     tag: ClassVar[str]  # of the model card
+    title: ClassVar[str]  # of the model card, following "trained by"
+    metrics: ClassVar[tuple[str, ...]]  # of evaluations, without `eval_`; the first selects the best checkpoint
     rows: ClassVar[Rows]  # what a row of data is converted to
     view: ClassVar[str]  # the class of ebft.methods.views that shows a row
     arguments: ClassVar[str]  # the class of its training arguments, module:class, imported when it is used
@@ -111,26 +114,40 @@ class Method(ABC):
     runs_plain_model: ClassVar[bool] = False  # whether all that a step runs is the model's own forward
     copy_name: ClassVar[str] = "feature network"  # of `copies_model`, as `ebft doctor` calls it
     reads_streams: ClassVar[bool] = False  # whether rows can be read while training runs (streaming)
+    unsupported: ClassVar[dict[str, str]] = {}  # keys that contradict the method, with the reason
+    idle: ClassVar[tuple[str, ...]] = ()  # sections of the config that it does not read
     # Usual ranges of curves by their titles, of metrics of whitened features with "whitened" before it; None: no bound.
     healthy: ClassVar[dict[str, tuple[float | None, float | None]]] = {"grad_norm": (None, 10.0)}
 
     # Config. It is checked in three stages: alone (`conflicts`, then `resolve`), on the machine (`problems`,
     # `problems_here`), and with the rows (`check_rows`).
 
-    @abstractmethod
     def summary(self, config: MethodConfig) -> str:
         """Description of the method in the model card, following "trained by"."""
+        return self.title
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         """Contradictions between keys, one message each, checked when the config is loaded."""
+        for key, reason in self.unsupported.items():
+            if getattr(config, key):
+                yield f"{key} is not supported with {self.name}: {reason}. Remove it."
         if config.budget.flops is not None and config.torch_compile:
             yield (
                 "budget.flops is not supported with torch_compile: FLOPs of compiled models cannot be counted. "
-                "Remove one of them."
+                "Remove one."
             )
 
-    def resolve(self, config: MethodConfig) -> None:  # noqa: B027 (a method may have nothing to resolve)
+    def resolve(self, config: MethodConfig) -> None:
         """Warn once about each key without effect, and replace settings that other settings override."""
+        self.warn_of_idle(config)
+
+    def warn_of_idle(self, config: MethodConfig, *more: str, advice: str = "") -> None:
+        """One warning for the sections `idle` and `more` keys that the method does not read."""
+        idle = [*(name for name in self.idle if name in config.model_fields_set), *more]
+        if config.budget.generated_tokens is not None and self.samples_per_group(config) is None:
+            idle.append("budget.generated_tokens")
+        if idle:
+            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.{advice}", stacklevel=3)
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         """Reasons why a config cannot be trained, one message each, checked before anything is loaded."""
@@ -150,9 +167,9 @@ class Method(ABC):
 
     # Evaluation
 
-    @abstractmethod
     def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
         """Names of its evaluation metrics, without the prefix `eval_`; the first selects the best checkpoint."""
+        return self.metrics
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         """How `ebft evaluate` samples."""
@@ -251,7 +268,7 @@ def contradictory_selection(config: BaseConfig) -> Iterator[str]:
     given = [f"rl: {config.rl}"] if config.rl else []
     given += [f"{key}: true" for key in _flags(config)]
     if len(given) > 1:
-        yield f"{' and '.join(given)} select different methods. Keep one of them."
+        yield f"{' and '.join(given)} select different methods. Keep one."
 
 
 def own_keys() -> tuple[type[Section], ...]:

@@ -27,7 +27,7 @@ _OTHER_NAMES = {
 _NOT_SENT = ("top_k", "min_p", "repetition_penalty", "generation_kwargs", "vllm_guided_decoding_regex")
 
 
-def resolve(config: MethodConfig) -> None:
+def resolve_gym_names(config: MethodConfig) -> None:
     """Replace the names that configs for other trainers use, and warn of keys without effect."""
     if config.trl.reward_funcs:
         config.trl.reward_funcs = [_OTHER_NAMES.get(name, name) for name in config.trl.reward_funcs]
@@ -45,16 +45,18 @@ def resolve(config: MethodConfig) -> None:
     if config.nemo_gym_enabled and _is_read(config):
         if _reward(config) not in (config.trl.reward_funcs or []):
             config.trl.reward_funcs = [*(config.trl.reward_funcs or []), _reward(config)]
-        other = (
-            ("nemo_gym_model_name",) if config.nemo_gym_multi_turn else ("nemo_gym_run_timeout", "nemo_gym_max_turns")
-        )
-        idle = [key for key in other if key in config.model_fields_set]
+        of_agents = ("nemo_gym_run_timeout", "nemo_gym_max_turns")
+        other = ("nemo_gym_model_name",) if config.nemo_gym_multi_turn else of_agents
+        idle = ", ".join(key for key in other if key in config.model_fields_set)
         if idle:
-            mode = str(config.nemo_gym_multi_turn).lower()
-            warnings.warn(f"{', '.join(idle)}: no effect with nemo_gym_multi_turn: {mode}.", stacklevel=2)
+            warnings.warn(f"{idle}: no effect with nemo_gym_multi_turn: {_mode(config)}.", stacklevel=2)
         slices = _slices(config)
         for entry in config.datasets:
             entry.split = slices.get(path_in(".", entry.path), entry.split)
+
+
+def _mode(config: MethodConfig) -> str:
+    return str(config.nemo_gym_multi_turn).lower()
 
 
 def _reward(config: MethodConfig) -> str:
@@ -62,7 +64,7 @@ def _reward(config: MethodConfig) -> str:
 
 
 def _slices(config: MethodConfig) -> dict[str, str]:
-    """The split of each file of which only the first rows are read."""
+    """The split of each file whose first rows alone are read."""
     return {
         path_in(config.nemo_gym_dir, entry.path): f"train[:{entry.max_samples}]"
         for entry in config.nemo_gym_datasets
@@ -90,14 +92,14 @@ def conflicts(config: MethodConfig) -> Iterator[str]:
         if entry.split not in ("train", of_file):
             yield (
                 f"datasets.split: {entry.split} of {entry.path} contradicts its max_samples in nemo_gym_datasets. "
-                "Remove one of them."
+                "Remove one."
             )
     wanted = _reward(config)
     other = VERIFY if config.nemo_gym_multi_turn else ENVIRONMENT
     if other in rewards:
         yield (
-            f"nemo_gym_multi_turn: {str(config.nemo_gym_multi_turn).lower()} uses the reward {wanted}: add it to "
-            f"trl.reward_funcs in place of {other}, or change nemo_gym_multi_turn."
+            f"nemo_gym_multi_turn: {_mode(config)} uses the reward {wanted}: add it to trl.reward_funcs in place of "
+            f"{other}, or change nemo_gym_multi_turn."
         )
     if config.nemo_gym_multi_turn:
         yield from _agents(config)
@@ -149,7 +151,7 @@ def problems_here(config: MethodConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
+def check_gym_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
     """Wait for the servers of all rows. Raises ConfigError or RolloutError if one is unknown, or does not respond."""
     from ebft.nemo_gym.rewards import check_agents
 
@@ -164,25 +166,21 @@ def check_rows(config: MethodConfig, *datasets: Dataset | None) -> None:
                 "to the config of NeMo Gym, or set nemo_gym_multi_turn: false.",
                 stacklevel=2,
             )
-        if not uses_agents:
-            _warn_of_tools(*datasets)
-        find = servers.agent if uses_agents else servers.resources
         if uses_agents:
             check_agents(servers, names, config.nemo_gym_max_turns)
+        else:
+            lines = (line for rows in datasets if rows is not None for line in rows["nemo_gym_row"])
+            if any(json.loads(line)["responses_create_params"].get("tools") for line in lines):
+                warnings.warn(
+                    "Some rows of NeMo Gym have tools, which are not part of the prompts of single replies. Set "
+                    "nemo_gym_multi_turn: true to let an agent call them.",
+                    stacklevel=2,
+                )
+        find = servers.agent if uses_agents else servers.resources
         for server in {find(name).name: find(name) for name in names}.values():
             client.wait_for(server, config.nemo_gym_server_timeout)
     finally:
         client.close()
-
-
-def _warn_of_tools(*datasets: Dataset | None) -> None:
-    lines = (line for rows in datasets if rows is not None for line in rows["nemo_gym_row"])
-    if any(json.loads(line)["responses_create_params"].get("tools") for line in lines):
-        warnings.warn(
-            "Some rows of NeMo Gym have tools, which are not part of the prompts of single replies. Set "
-            "nemo_gym_multi_turn: true to let an agent call them.",
-            stacklevel=2,
-        )
 
 
 def connect(config: MethodConfig) -> tuple[GymClient, Servers]:

@@ -48,13 +48,6 @@ _OF_KIND = {
     "labelled": ("field_completion", "field_label", "completion_format"),
 }
 
-_UNSUPPORTED = {
-    "sample_packing": "chosen and rejected completions are separate sequences",
-    "group_by_length": "a row has several sequences",
-    "train_on_inputs": "only completions are compared",
-    "torch_compile": "it is not tested with TRL's losses",
-}
-
 
 class PreferenceMethod(Method):
     """A loss that compares completions that are part of the data."""
@@ -63,43 +56,37 @@ class PreferenceMethod(Method):
     view = "PreferenceView"
     copy_name = "reference model"
     can_be_compared = False
-    title: ClassVar[str]  # the summary
+    unsupported = {
+        "sample_packing": "chosen and rejected completions are separate sequences",
+        "group_by_length": "a row has several sequences",
+        "train_on_inputs": "only completions are compared",
+        "torch_compile": "it is not tested with TRL's losses",
+        "deepspeed": "it is not tested there; set fsdp, or leave it out for DDP",
+    }
+    idle = ("ebft", "trl", "vllm", "evaluation")
     has_reference: ClassVar[bool] = True
     trainer: ClassVar[str]  # of `ebft.preferences`, module:class
-    metrics: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracies", "rewards/margins")
+    metrics = ("loss", "rewards/accuracies", "rewards/margins")
     data: ClassVar[str] = "pairs of a chosen and a rejected completion"
-
-    def summary(self, config: MethodConfig) -> str:
-        return self.title
+    own: ClassVar[dict[str, str]] = {}  # arguments of its own -> their keys
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        for key, reason in _UNSUPPORTED.items():
-            if getattr(config, key):
-                yield f"{key}: true is not supported by {self.name}: {reason}. Remove it."
-        if config.deepspeed:
-            yield f"deepspeed is not supported by {self.name}, where it is not tested. Set fsdp, or remove it for DDP."
         others = next(names for kind, names in _OF_KIND.items() if kind != self.rows)
         for entry in (*config.datasets, *config.test_datasets):
             given = entry.type.model_fields_set if isinstance(entry.type, PreferenceColumns) else ()
-            for name in (name for name in others if name in given):
+            for name in [name for name in others if name in given]:
                 yield f"datasets.type.{name} is not read by {self.name}, which trains on {self.data}. Remove it."
-        if self.has_reference:
-            yield from self._adapter_conflicts(config)
-
-    def _adapter_conflicts(self, config: MethodConfig) -> Iterator[str]:
-        """TRL multiplies with the weight of the head itself, without its adapter."""
-        new = config.adapter and config.lora_model_dir is None
+        # TRL multiplies with the weight of the head itself, without its adapter.
+        new = self.has_reference and config.adapter and config.lora_model_dir is None
         for head in adapted_heads(config.lora_target_modules) if new else ():
             yield (
                 f"lora_target_modules: {config.lora_target_modules!r} selects {head}, which is not supported by "
                 f"{self.name}: TRL uses its weight without adapter. Leave it out."
             )
-        if config.adapter and config.lora_modules_to_save and (config.fsdp or config.fsdp_config):
-            yield (
-                f"lora_modules_to_save is not supported with fsdp by {self.name}, where it is not tested. Remove one "
-                "of them."
-            )
+        sharded = config.fsdp or config.fsdp_config
+        if self.has_reference and config.adapter and config.lora_modules_to_save and sharded:
+            yield f"lora_modules_to_save is not supported with fsdp by {self.name}: it is not tested. Remove one."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         yield from super().problems(config)
@@ -120,13 +107,7 @@ class PreferenceMethod(Method):
             )
 
     def resolve(self, config: MethodConfig) -> None:
-        idle = [name for name in ("ebft", "trl", "vllm", "evaluation") if name in config.model_fields_set]
-        if idle:
-            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
-        if config.budget.generated_tokens is not None:
-            warnings.warn(
-                f"budget.generated_tokens: no effect with {self.name}, which does not sample tokens.", stacklevel=2
-            )
+        super().resolve(config)
         if config.adapter and config.lora_dropout:
             warnings.warn(
                 f"lora_dropout: no effect with {self.name}: TRL disables dropout, so that log-probabilities of the "
@@ -134,19 +115,17 @@ class PreferenceMethod(Method):
                 stacklevel=2,
             )
 
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return self.metrics
-
     def copies_model(self, config: MethodConfig) -> bool:
         return self.has_reference and not config.precompute_ref_log_probs
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         """Rows fit into `sequence_len`, so TRL cuts nothing."""
         arguments = {"beta": config.rl_beta, "max_length": config.sequence_len}
+        arguments |= {name: getattr(config, key) for name, key in self.own.items()}
         if self.has_reference:
             arguments["precompute_ref_log_probs"] = config.precompute_ref_log_probs
             arguments["activation_offloading"] = config.activation_offloading
-            arguments["router_aux_loss_coef"] = 0.0  # TRL would take that of the model
+            arguments["router_aux_loss_coef"] = 0.0  # TRL would take the model's
         return arguments
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
@@ -200,6 +179,8 @@ class DPO(PreferenceMethod):
     offloads_activations = True
     arguments = "trl:DPOConfig"
     trainer = "ebft.preferences.trainers:DPOTrainer"
+    own = {"loss_weights": "dpo_loss_weights", "label_smoothing": "dpo_label_smoothing"}
+    own |= {"use_weighting": "dpo_use_weighting"}
 
     def summary(self, config: MethodConfig) -> str:
         return f"direct preference optimization (loss {', '.join(_losses(config))})"
@@ -214,12 +195,7 @@ class DPO(PreferenceMethod):
             )
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
-        return super().own_arguments(config) | {
-            "loss_type": _losses(config),
-            "loss_weights": config.dpo_loss_weights,
-            "label_smoothing": config.dpo_label_smoothing,
-            "use_weighting": config.dpo_use_weighting,
-        }
+        return super().own_arguments(config) | {"loss_type": _losses(config)}
 
 
 def _losses(config: MethodConfig) -> list[str]:
@@ -233,7 +209,7 @@ class IPO(DPO):
     name = "rl: ipo"
     tag = "ipo"
     title = "identity preference optimization (IPO)"
-    summary = PreferenceMethod.summary
+    summary = Method.summary
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from PreferenceMethod.conflicts(self, config)
@@ -269,6 +245,7 @@ class KTO(PreferenceMethod):
     data = "completions with a label"
     arguments = "trl:KTOConfig"
     trainer = "ebft.preferences.trainers:KTOTrainer"
+    own = {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"}
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -278,12 +255,6 @@ class KTO(PreferenceMethod):
                     f"{key}: 1 is not supported by rl: kto, which estimates its KL term with completions of other rows "
                     "of the batch. Set at least 2."
                 )
-
-    def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
-        return super().own_arguments(config) | {
-            "desirable_weight": config.kto_desirable_weight,
-            "undesirable_weight": config.kto_undesirable_weight,
-        }
 
 
 class ORPOKeys(BetaKeys):
@@ -308,7 +279,7 @@ class ORPO(PreferenceMethod):
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
         if config.orpo_alpha is not None and config.rl_beta not in (None, config.orpo_alpha):
-            yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one of them."
+            yield "orpo_alpha and rl_beta are two names of the same weight with rl: orpo. Keep one."
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         found = super().own_arguments(config)
@@ -334,7 +305,7 @@ class SimPO(PreferenceMethod):
     has_reference = False
     arguments = "ebft.preferences.experimental:cpo.CPOConfig"
     trainer = "ebft.preferences.experimental:CPOTrainer"
+    own = {name: name for name in ("simpo_gamma", "cpo_alpha")}
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
-        own = {"loss_type": "simpo", "simpo_gamma": config.simpo_gamma, "cpo_alpha": config.cpo_alpha}
-        return super().own_arguments(config) | own
+        return super().own_arguments(config) | {"loss_type": "simpo"}

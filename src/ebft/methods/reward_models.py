@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -16,7 +15,6 @@ from ebft.methods.method import EvaluationSampling, Method
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
     from ebft.methods.method import MethodConfig
-    from ebft.methods.views import RowView
     from ebft.models.causal_lm import HeadType
 
 CLASSES = 2  # of steps, such as wrong and correct
@@ -37,25 +35,20 @@ class Classifier(Method):
 
     can_be_compared = False
     generates_text = False
+    idle = ("ebft", "trl", "vllm", "evaluation")
+    unsupported = {
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "deepspeed"), "it is not tested there"),
+        **dict.fromkeys(("sample_packing", "group_by_length"), "a row has several sequences, or steps"),
+    }
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        for key in ("load_in_4bit", "load_in_8bit", "deepspeed", "sample_packing", "group_by_length"):
-            if getattr(config, key):
-                yield f"{key} is not supported with {self.name}. Remove it."
         file = config.model_name
         if is_gguf(file):
             yield f"{file} is a GGUF file, which is not supported with {self.name}. {as_folder(file)}"
-        if config.budget.generated_tokens is not None:
-            yield f"budget.generated_tokens has no effect with {self.name}, which samples no tokens. Remove it."
 
     def resolve(self, config: MethodConfig) -> None:
-        """One warning for what other methods read."""
-        idle = [name for name in ("trl", "vllm", "evaluation") if name in config.model_fields_set]
-        idle = ["ebft"] * bool(config.ebft.model_fields_set) + idle
-        idle += ["train_on_inputs"] * config.train_on_inputs
-        if idle:
-            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
+        self.warn_of_idle(config, *(["train_on_inputs"] if config.train_on_inputs else []))
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         raise ConfigError(
@@ -64,7 +57,7 @@ class Classifier(Method):
         )
 
 
-class RewardKeys(HeadKeys):
+class RewardModelKeys(HeadKeys):
     """The keys of `reward_model: true`."""
 
     center_rewards_coefficient: Annotated[float, Field(gt=0)] | None = Field(
@@ -79,15 +72,15 @@ class RewardModel(Classifier):
 
     name = "reward_model: true"
     tag = "reward-model"
+    title = "the Bradley-Terry loss as a reward model"
+    metrics = ("loss", "accuracy", "margin")
     rows = "comparisons"
-    keys = RewardKeys
+    view = "ComparisonView"
+    keys = RewardModelKeys
     offloads_activations = True
     class_ending = "ForSequenceClassification"
     pipeline_tag = "text-classification"
     arguments = "ebft.reward_models:RewardModelConfig"
-
-    def summary(self, config: MethodConfig) -> str:
-        return "the Bradley-Terry loss as a reward model"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -98,19 +91,6 @@ class RewardModel(Classifier):
         from ebft.models.causal_lm import SCORE
 
         return SCORE
-
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return ("loss", "accuracy", "margin")
-
-    def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
-        from ebft.data.reward_rows import load_comparisons
-
-        return load_comparisons(config, tokenizer)
-
-    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.methods.views import ComparisonView
-
-        return ComparisonView(tokenizer)
 
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         return {name: getattr(config, name) for name in ("center_rewards_coefficient", "activation_offloading")}
@@ -126,14 +106,14 @@ class ProcessRewardModel(Classifier):
 
     name = "process_reward_model: true"
     tag = "process-reward-model"
+    title = "the cross-entropy of the classes of steps as a process reward model"
+    metrics = ("loss", "accuracy")
     rows = "steps"
+    view = "StepView"
     keys = HeadKeys
     class_ending = "ForTokenClassification"
     pipeline_tag = "token-classification"
     arguments = "transformers:TrainingArguments"
-
-    def summary(self, config: MethodConfig) -> str:
-        return "the cross-entropy of the classes of steps as a process reward model"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
@@ -143,23 +123,12 @@ class ProcessRewardModel(Classifier):
     def head(self, config: MethodConfig) -> HeadType:
         from ebft.models.causal_lm import step_head
 
-        return step_head(self._classes(config))
-
-    def _classes(self, config: MethodConfig) -> int:
-        return CLASSES if config.num_labels is None else config.num_labels
-
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return ("loss", "accuracy")
+        return step_head(config.num_labels or CLASSES)
 
     def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         from ebft.data.reward_rows import load_steps
 
-        return load_steps(config, tokenizer, self._classes(config))
-
-    def row_view(self, config: MethodConfig, tokenizer: Any) -> Callable[[Any], RowView]:
-        from ebft.methods.views import StepView
-
-        return StepView(tokenizer)
+        return load_steps(config, tokenizer, config.num_labels or CLASSES)
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         from ebft.data.batches import DocumentCollator

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from string import Formatter
@@ -14,8 +12,8 @@ from pydantic import Field
 from ebft.config import rules
 from ebft.config.section import Section
 from ebft.config.trl import SamplingKeys
-from ebft.errors import DataError
-from ebft.methods.grpo import sampled_as
+from ebft.errors import DataError, doing
+from ebft.methods.grpo import sampled_as, whole_groups
 from ebft.methods.method import EvaluationSampling, Method, MethodConfig, class_at
 
 if TYPE_CHECKING:
@@ -62,7 +60,6 @@ class SDFTKeys(Section):
 
 _NOT_READ = {"generation_batch_size", "chat_template_kwargs", "vllm_guided_decoding_regex"}
 _SAMPLING = tuple(name for name in SamplingKeys.model_fields if name not in _NOT_READ)
-_UNSUPPORTED = ("deepspeed", "fsdp", "torch_compile", "group_by_length", "activation_offloading")
 
 
 class SDFT(Method):
@@ -70,20 +67,20 @@ class SDFT(Method):
 
     name = "rl: sdft"
     tag = "sdft"
+    title = "on-policy self-distillation (SDFT) from a teacher that reads the references"
+    metrics = ("loss",)
     rows = "prompts"
     keys = SDFTKeys
     copy_name = "teacher"
+    unsupported = dict.fromkeys(
+        ("deepspeed", "fsdp", "torch_compile", "group_by_length", "activation_offloading"), "it is not tested there"
+    )
+    idle = ("vllm",)
     arguments = "ebft.distillation:SDFTConfig"
     trainer = "ebft.distillation:SDFTTrainer"
 
-    def summary(self, config: MethodConfig) -> str:
-        return "on-policy self-distillation (SDFT) from a teacher that reads the references"
-
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        for key in _UNSUPPORTED:
-            if getattr(config, key):
-                yield f"{key} is not supported by {self.name}, where it is not tested. Remove it."
         if config.trl.use_vllm:
             yield f"trl.use_vllm: true is not supported by {self.name}, which samples with generate(). Remove it."
         if config.adapter and config.lora_model_dir is not None and config.sdft.teacher_model_kind == "base":
@@ -91,7 +88,11 @@ class SDFT(Method):
                 f"lora_model_dir: with {self.name}, the teacher would be the base model without this adapter. Merge it "
                 "(ebft merge-lora) and set base_model to the result, or set sdft.teacher_model_kind: live."
             )
-        yield from _template_problems(config.sdft.teacher_prompt_template)
+        template = config.sdft.teacher_prompt_template
+        with doing(f"reading sdft.teacher_prompt_template {template!r:.80}"):
+            fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
+        if {name for name, *_ in fields} != {PROMPT, CONTEXT} or any(spec or how for _, spec, how in fields):
+            yield f"sdft.teacher_prompt_template must contain {{{PROMPT}}} and {{{CONTEXT}}}, and no other braces."
         mode, alpha = config.sdft.distillation_mode, config.sdft.distillation_alpha
         if mode == "sampled_token" and alpha != 1:
             yield f"sdft.distillation_mode: {mode} needs sdft.distillation_alpha: 1, got {alpha:g}."
@@ -106,18 +107,14 @@ class SDFT(Method):
         rules.follow_samples(config.ebft, config.trl)
         read = rules.samples_in_effect(config.ebft, config.trl)
         idle = [f"ebft.{key}" for key in sorted(config.ebft.model_fields_set - read)]
-        idle += [
-            f"trl.{key}"
-            for key in sorted(config.trl.model_fields_set - {*_SAMPLING, "chat_template_kwargs", "use_vllm"})
-        ]
-        idle += ["vllm"] if "vllm" in config.model_fields_set else []
+        others = config.trl.model_fields_set - {*_SAMPLING, "chat_template_kwargs", "use_vllm"}
+        idle += [f"trl.{key}" for key in sorted(others)]
         idle += ["log_rollouts: all"] if config.log_rollouts == "all" else []
         idle += [f"{key}: true" for key in ("sample_packing", "train_on_inputs") if getattr(config, key)]
         mode = config.sdft.distillation_mode
         if mode != "topk_logits" and "distillation_topk" in config.sdft.model_fields_set:
             idle.append(f"sdft.distillation_topk with distillation_mode: {mode}")
-        if idle:
-            warnings.warn(f"{', '.join(idle)}: no effect with {self.name}.", stacklevel=2)
+        self.warn_of_idle(config, *idle)
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         size, steps, group = config.micro_batch_size, config.gradient_accumulation_steps, config.trl.num_generations
@@ -125,15 +122,12 @@ class SDFT(Method):
         if config.eval_batch_size is not None and config.eval_batch_size % group:
             yield (
                 f"eval_batch_size: {config.eval_batch_size} is not a multiple of trl.num_generations: {group}. Change "
-                "one of them."
+                "one."
             )
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:
         if machine.processes > 1:
             yield f"{self.name} is not supported with several processes, where it is not tested. Start one process."
-
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return ("loss",)
 
     def sampling(self, config: MethodConfig) -> EvaluationSampling:
         return sampled_as(config.trl)
@@ -153,7 +147,7 @@ class SDFT(Method):
             for number, row in enumerate(data):
                 if row.get("remaining_turns"):
                     raise DataError(
-                        f"{part} row {number} has several turns, of which {self.name} would train on the first. Use a "
+                        f"{part} row {number} has several turns, but {self.name} would train on the first alone. Use a "
                         "transform that returns one reply."
                     )
                 if not isinstance(row["prompt"], str) and row["prompt"][-1]["role"] != "user":
@@ -184,21 +178,7 @@ class SDFT(Method):
     def own_arguments(self, config: MethodConfig) -> dict[str, Any]:
         trl = config.trl
         found = {name: getattr(trl, name) for name in _SAMPLING} | config.sdft.model_dump()
-        if config.eval_batch_size is None:  # whole groups
-            found["per_device_eval_batch_size"] = (
-                math.ceil(config.micro_batch_size / trl.num_generations) * trl.num_generations
-            )
-        return found
+        return found | whole_groups(config)
 
     def build_trainer(self, config: MethodConfig, model: Any, tokenizer: Any, server: Any, **common: Any) -> Any:
         return class_at(self.trainer)(model, template_kwargs=config.chat_template_kwargs, **common)
-
-
-def _template_problems(template: str) -> Iterator[str]:
-    try:
-        fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
-    except ValueError as error:
-        yield f"sdft.teacher_prompt_template is not a format string ({error})."
-        return
-    if {PROMPT, CONTEXT} != {name for name, *_ in fields} or any(spec or conversion for _, spec, conversion in fields):
-        yield f"sdft.teacher_prompt_template must contain {{{PROMPT}}} and {{{CONTEXT}}}, and no other braces."

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from ebft.config.checks.processes import zero_stage
 from ebft.config.options import ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.errors import ModelError
 from ebft.methods.method import CROSS_ENTROPY, Method
+from ebft.methods.processes import zero_stage
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows
@@ -30,7 +30,7 @@ class SFTKeys(Section):
         None,
         description="Compute the cross-entropy of SFT from hidden states, in chunks of tokens with labels, so that the "
         "logits of all tokens are never in memory; values and gradients are the same. If unset, true, except with "
-        "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as that of a router.",
+        "torch_compile, DeepSpeed ZeRO-3, and models whose loss has other terms, such as the loss of a router.",
     )
     liger_rope: bool = Field(
         False, description="Use Liger's kernel for rotary embeddings (SFT; GPU, with the package liger-kernel)."
@@ -40,8 +40,7 @@ class SFTKeys(Section):
     liger_layer_norm: bool = Field(False, description="Use Liger's kernel for LayerNorm, see liger_rope.")
 
     eval_sample_packing: bool | None = Field(
-        None,
-        description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing.",
+        None, description="SFT: also pack held-out documents, with the same metrics. If unset, sample_packing."
     )
     batch_flattening: bool | Literal["auto"] = Field(
         False,
@@ -56,6 +55,8 @@ class SFT(Method):
 
     name = "SFT (rl is not set)"
     tag = "continual-pretraining"
+    title = "SFT with the cross-entropy loss"
+    metrics = ("loss", *CROSS_ENTROPY)
     rows = "tokens"
     view = "SFTView"
     keys = SFTKeys
@@ -64,21 +65,10 @@ class SFT(Method):
     reads_streams = True
     arguments = "transformers:TrainingArguments"
 
-    def summary(self, config: MethodConfig) -> str:
-        return "SFT with the cross-entropy loss"
-
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from super().conflicts(config)
-        if config.sample_packing and config.batch_flattening is True:
-            yield (
-                "batch_flattening joins the documents of a batch into one row, which sample_packing does in advance. "
-                "Remove one of them."
-            )
         if config.chunked_cross_entropy and config.torch_compile:
-            yield (
-                "chunked_cross_entropy is incompatible with torch_compile, which would compile it again in every step. "
-                "Remove one of them."
-            )
+            yield "chunked_cross_entropy is incompatible with torch_compile. Remove one."
 
     def problems(self, config: MethodConfig) -> Iterator[str]:
         if config.chunked_cross_entropy and zero_stage(config) == 3:
@@ -106,21 +96,10 @@ class SFT(Method):
 
     def resolve(self, config: MethodConfig) -> None:
         """One warning for the sections of other methods; transforms read `ebft.mask_thinking_ce` in SFT too."""
-        idle = [name for name in ("trl", "vllm") if name in config.model_fields_set]
-        if config.ebft.model_fields_set - set(option_names(ThinkingOption)):
-            idle.insert(0, "ebft")
-        if config.budget.generated_tokens is not None:
-            warnings.warn(
-                f"budget.generated_tokens: no effect with {self.name}, which does not sample tokens.", stacklevel=2
-            )
-        if idle:
-            warnings.warn(
-                f"{', '.join(idle)}: no effect with {self.name}. Set rl: ebft for energy-based fine-tuning.",
-                stacklevel=2,
-            )
-
-    def held_out_metrics(self, config: MethodConfig) -> tuple[str, ...]:
-        return ("loss", *CROSS_ENTROPY)
+        given = {"ebft": bool(config.ebft.model_fields_set - set(option_names(ThinkingOption)))}
+        given |= {name: name in config.model_fields_set for name in ("trl", "vllm")}
+        advice = " Set rl: ebft for energy-based fine-tuning." if any(given.values()) else ""
+        self.warn_of_idle(config, *(name for name, is_given in given.items() if is_given), advice=advice)
 
     def load_rows(self, config: MethodConfig, tokenizer: Any) -> LoadedRows:
         if not config.streaming:
@@ -176,14 +155,13 @@ class SFT(Method):
         return SFTTrainer(model=model, data_collator=collator, batch_flattening=config.batch_flattening, **common)
 
     def _kernels(self, config: MethodConfig) -> list[str]:
-        """The keys that ask for a kernel of Liger."""
         return [key for key in KERNELS if getattr(config, key)]
 
     def _may_be_in_chunks(self, config: MethodConfig) -> bool:
         return config.chunked_cross_entropy is not False and not config.torch_compile and zero_stage(config) != 3
 
 
-# Key -> what Liger calls it. Its kernel of gated layers has two names, of which a model has one.
+# Key -> what Liger calls it. Its kernel of gated layers has two names; a model has one.
 KERNELS = {
     "liger_rope": ("rope",),
     "liger_rms_norm": ("rms_norm",),

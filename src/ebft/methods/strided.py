@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ebft.config import rules
-from ebft.config.checks.processes import zero_stage
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions
 from ebft.config.section import option_names
 from ebft.methods.method import (
@@ -22,6 +21,7 @@ from ebft.methods.method import (
     pass_at,
     warn_of_unmet,
 )
+from ebft.methods.processes import zero_stage
 
 if TYPE_CHECKING:
     from ebft.machine import Machine
@@ -51,15 +51,13 @@ class Strided(Method):
 
     name = "strided mode"
     tag = "ebft"
+    title = f"energy-based fine-tuning (strided mode; {PAPER})"
     citation = CITATION
     healthy = HEALTHY
     rows = "tokens"
     samples_blocks = True
     phases = {"rollouts": "_sample", "features": "_embed", "log-probabilities": "_score"}
     arguments = "ebft.strided:StridedEBFTConfig"
-
-    def summary(self, config: MethodConfig) -> str:
-        return f"energy-based fine-tuning (strided mode; {PAPER})"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)

@@ -1,5 +1,5 @@
 """Energy-based fine-tuning in structured mode: full completions of prompts, rewarded by feature matching
-(`rl: ebft`, `ebft.mode: structured`). The rollouts, their options and their checks are those of GRPO."""
+(`rl: ebft`, `ebft.mode: structured`). The rollouts, their options and their checks are the same as in GRPO."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebft.config import rules
 from ebft.config.options import FeatureOptions, StridedOptions, StructuredOptions, ThinkingOption
 from ebft.config.section import Section, option_names
 from ebft.methods.grpo import FEATURE_MATCHING, GRPO
-from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Needs, pass_at, warn_of_unmet
+from ebft.methods.method import CROSS_ENTROPY, FEATURES, EvaluationSampling, Method, Needs, pass_at, warn_of_unmet
 from ebft.methods.strided import (
     CITATION,
     HEALTHY,
@@ -40,16 +40,15 @@ class Structured(GRPO):
 
     name = "structured mode (rl: ebft without ebft.mode: strided)"
     tag = "ebft"
+    title = f"energy-based fine-tuning (structured mode; {PAPER})"
+    summary = Method.summary
     citation = CITATION
     healthy = HEALTHY
-    keys = Section  # not those of NeMo Gym, whose rows have no references
+    keys = Section  # without NeMo Gym's, whose rows have no references
     needs_reference = True
     own_rewards = (FEATURE_MATCHING,)
     arguments = "ebft.structured:EBFTConfig"
     trainer = "ebft.structured:EBFTTrainer"
-
-    def summary(self, config: MethodConfig) -> str:
-        return f"energy-based fine-tuning (structured mode; {PAPER})"
 
     def conflicts(self, config: MethodConfig) -> Iterator[str]:
         yield from feature_conflicts(config)
@@ -71,7 +70,7 @@ class Structured(GRPO):
         if not (ebft.alignment_coef or ebft.diversity_coef or ebft.ce_coef or trl.reward_funcs or trl.beta):
             yield (
                 "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.ce_coef: 0: the loss is always 0, so "
-                "nothing is trained. Set one of them above 0, or add rewards (trl.reward_funcs)."
+                "nothing is trained. Set one above 0, or add rewards (trl.reward_funcs)."
             )
 
     def problems_here(self, config: MethodConfig, machine: Machine) -> Iterator[str]:

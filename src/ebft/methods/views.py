@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from os.path import commonprefix
@@ -19,7 +20,7 @@ from ebft.data.transforms.rows import IGNORE
 from ebft.strided.layout import Documents, StridedLayout
 from ebft.structured.trainer import labelled_reference
 
-LONGEST_RUN = 200  # characters of a run that are shown; all of its tokens are in those of the part
+LONGEST_RUN = 200  # characters of a run that are shown; the part has all of its tokens
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Block:
     reference: str
 
 
-class Run(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of a part, from position `start` to before `stop`, with the same role."""
 
     role: str
@@ -51,16 +52,16 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     """A sequence of tokens with its title, facts about it as (name, value), and the roles of its tokens."""
 
     title: str
     tokens: list[Token]
     facts: list[tuple[str, str]] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
-    roles: list[Run] = field(default_factory=list)
+    roles: list[TokenSpan] = field(default_factory=list)
 
-    def text(self, run: Run) -> str:
+    def text(self, run: TokenSpan) -> str:
         """The text of a run, shortened in its middle."""
         text = "".join(token.text for token in self.tokens[run.start : run.stop])
         return text if len(text) <= LONGEST_RUN else f"{text[: LONGEST_RUN // 2]} ... {text[-LONGEST_RUN // 2 :]}"
@@ -70,7 +71,7 @@ class Part:
 class RowView:
     """A row: its parts in order, and its other columns as (name, value)."""
 
-    parts: list[Part]
+    parts: list[RowPart]
     columns: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -83,22 +84,17 @@ class TokenTexts:
         self.special = {*tokenizer.all_special_ids, *added}
 
     def tokens(self, ids: Sequence[int], learned: Iterable[bool], anchors: Iterable[int] = ()) -> list[Token]:
-        """The tokens `ids`, of which those that are `learned` have a label; `anchors` are positions."""
-        starts = set(anchors)
+        """The tokens `ids`; the ones that are `learned` have a label, and `anchors` are positions."""
+        labels = [token if is_learned else IGNORE for token, is_learned in zip(ids, learned, strict=True)]
+        places = {position: position for position in anchors}
         return [
-            Token(
-                id=token,
-                text=text,
-                label=token if is_learned else IGNORE,
-                special=token in self.special,
-                anchor=position if position in starts else None,
-            )
-            for position, (token, text, is_learned) in enumerate(zip(ids, self.texts(ids), learned, strict=True))
+            Token(token, text, label, token in self.special, places.get(position))
+            for position, (token, text, label) in enumerate(zip(ids, self.texts(ids), labels))
         ]
 
     def joined(self, ids: Sequence[int]) -> str:
         """The text of consecutive tokens."""
-        return printable(self._decode(list(ids)))
+        return one_line(self._decode(list(ids)))
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token with its leading space; the tokenizer's own spelling if it is part of a character."""
@@ -109,13 +105,13 @@ class TokenTexts:
             pair = self._decode([ids[index - 1], ids[index]])
             texts.append(pair.removeprefix(alone[index - 1]) if pair.startswith(alone[index - 1]) else alone[index])
         spelled = self.tokenizer.convert_ids_to_tokens(list(ids))
-        return [printable(name if "\ufffd" in text else text) for text, name in zip(texts, spelled)]
+        return [one_line(name if "\ufffd" in text else text) for text, name in zip(texts, spelled)]
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def printable(value: Any) -> str:
+def one_line(value: Any) -> str:
     """A value as text on one line, with escapes for control characters."""
     text = value if isinstance(value, str) else repr(value)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -172,19 +168,18 @@ class StridedView(View):
             tokens = self.texts.tokens(ids, learned, anchors)
             turns = [turn for turn in documents.turns[number].tolist() if turn[1]]
             parts.append(
-                Part(
+                RowPart(
                     "document" if len(layout.spans) == 1 else f"document {number + 1} of {len(layout.spans)}",
                     tokens,
                     [*self._facts(turns, anchors), *counted(tokens, self.options.ce_coef)],
-                    [self._block(ids, *block) for block in zip(anchors, blocks)],
+                    [
+                        Block(start, self.texts.joined(ids[max(0, start - CONTEXT) : start]), self.texts.joined(block))
+                        for start, block in zip(anchors, blocks)
+                    ],
                     self.roles.of_document(document),
                 )
             )
         return RowView(parts)
-
-    def _block(self, ids: list[int], anchor: int, reference: list[int]) -> Block:
-        before = ids[max(0, anchor - CONTEXT) : anchor]
-        return Block(anchor, self.texts.joined(before), self.texts.joined(reference))
 
     def _facts(self, turns: list[list[int]], anchors: list[int]) -> list[tuple[str, str]]:
         options, prompt = self.options, turns[0][0]
@@ -213,23 +208,22 @@ class SFTView(View):
         learned[0] = False  # the loss compares labels with the predictions of the token before
         tokens = self.texts.tokens(batch["input_ids"][0].tolist(), learned.tolist())
         if "pieces" in row:  # of a stream
-            return RowView([Part("row", tokens, [("documents", f"{row['pieces']:,}"), *counted(tokens)])])
+            return RowView([RowPart("row", tokens, [("documents", f"{row['pieces']:,}"), *counted(tokens)])])
         documents = row.get("documents", [row])
         parts, start = [], 0
         for number, document in enumerate(documents, 1):
             title = f"document {number} of {len(documents)}" if "documents" in row else "row"
             part = tokens[start : start + len(document["input_ids"])]
             length = document["prompt_length"]
-            # The tokens before the last turn are a prompt if none of them is trained on.
+            # The tokens before the last turn are a prompt if none is trained on.
             is_trained = any(token.label != IGNORE for token in part[:length])
             facts = [("before the last turn" if is_trained else "prompt", f"{length:,} tokens"), *counted(part)]
-            parts.append(Part(title, part, facts, roles=self.roles.of_document(document)))
+            parts.append(RowPart(title, part, facts, roles=self.roles.of_document(document)))
             start += len(part)
         return RowView(parts)
 
 
 LONGEST = 400  # characters of a column that are shown
-_SHOWN = ("prompt", "remaining_turns")
 
 
 class PromptView(View):
@@ -261,13 +255,15 @@ class PromptView(View):
         kind = "text" if isinstance(row["prompt"], str) else f"{len(row['prompt'])} messages"
         facts = [("kind", kind), ("tokens", f"{len(prompt):,}"), *self.notes]
         roles = runs(["prompt"] * len(prompt))
-        parts = [Part("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts, roles=roles)]
+        parts = [RowPart("prompt", self.texts.tokens(prompt, [False] * len(prompt)), facts, roles=roles)]
         if compares or len(conversation.turns) > 1:
             parts += self._turns(conversation)
-        shown = _SHOWN + (("ground_truth",) if compares else ())
-        return RowView(parts, [(name, _short(value)) for name, value in row.items() if name not in shown])
+        shown = ("prompt", "remaining_turns", *(["ground_truth"] if compares else []))
+        columns = [(name, one_line(value)) for name, value in row.items() if name not in shown]
+        short = lambda text: text if len(text) <= LONGEST else text[:LONGEST] + "..."
+        return RowView(parts, [(name, short(text)) for name, text in columns])
 
-    def _turns(self, conversation: Conversation) -> list[Part]:
+    def _turns(self, conversation: Conversation) -> list[RowPart]:
         """A part for the reference of each turn, and for what is given before it."""
         ids, counts = labelled_reference(conversation, mask_thinking=self.mask_thinking)
         learned = [bool(count) and self.ce_coef is not None for count in counts]
@@ -278,12 +274,14 @@ class PromptView(View):
             if number > 1:
                 given = tokens[start : start + len(turn.lead_ids)]
                 roles = self.roles.of_gap(turn.lead_ids)
-                parts.append(Part(f"given before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles))
+                parts.append(
+                    RowPart(f"given before turn {number}", given, [("tokens", f"{len(given):,}")], roles=roles)
+                )
                 start += len(given)
             stop = len(tokens) if number == last else start + len(turn.reference_ids)
             title = "reference" if last == 1 else f"reference of turn {number}"
             roles = self.roles.of_completion([], ids[start:stop], "reference")
-            parts.append(Part(title, tokens[start:stop], self._facts(tokens[start:stop]), roles=roles))
+            parts.append(RowPart(title, tokens[start:stop], self._facts(tokens[start:stop]), roles=roles))
             start = stop
         return parts
 
@@ -291,11 +289,6 @@ class PromptView(View):
         if self.ce_coef is None:
             return [("tokens", f"{len(tokens):,}"), ("cross-entropy", "none with this method")]
         return counted(tokens, self.ce_coef)
-
-
-def _short(value: Any) -> str:
-    text = printable(value)
-    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
 
 class PreferenceView(View):
@@ -306,14 +299,14 @@ class PreferenceView(View):
         columns = [("label", str(row["label"]).lower())] if "label" in row else []
         return RowView([self._part(name, row["prompt_ids"], row[f"{name}_ids"]) for name in names], columns)
 
-    def _part(self, title: str, prompt: list[int], completion: list[int]) -> Part:
+    def _part(self, title: str, prompt: list[int], completion: list[int]) -> RowPart:
         scored = [False] * len(prompt) + [True] * len(completion)
         if not prompt:
             scored[0] = False  # nothing predicts the first token
         tokens = self.texts.tokens(prompt + completion, scored)
         roles = self.roles.of_completion(prompt, completion, "completion")
         facts = [("prompt", f"{len(prompt):,} tokens"), ("scored", f"{sum(scored):,} of {len(scored):,} tokens")]
-        return Part(title, tokens, facts, roles=roles)
+        return RowPart(title, tokens, facts, roles=roles)
 
 
 class ComparisonView(View):
@@ -326,13 +319,13 @@ class ComparisonView(View):
             parts[0].facts.append(("margin", f"{row['margin']:g}"))
         return RowView(parts)
 
-    def _part(self, name: str, ids: list[int], other: list[int]) -> Part:
+    def _part(self, name: str, ids: list[int], other: list[int]) -> RowPart:
         padding = self.texts.tokenizer.pad_token_id
         scored = max((index for index, token in enumerate(ids) if token != padding), default=0)
         text = self.texts.texts(ids)[scored]
         facts = [("length", f"{len(ids):,} tokens"), ("scored at", f"token {scored}, {text!r}")]
         roles = self.roles.of_pair(ids, other, f"{name} reply")
-        return Part(name, self.texts.tokens(ids, [False] * len(ids)), facts, roles=roles)
+        return RowPart(name, self.texts.tokens(ids, [False] * len(ids)), facts, roles=roles)
 
 
 class StepView(View):
@@ -344,7 +337,7 @@ class StepView(View):
         tokens = [replace(token, label=label) for token, label in zip(plain, labels, strict=True)]
         steps = [label for label in labels if label != IGNORE]
         facts = [("length", f"{len(ids):,} tokens"), ("classes of steps", ", ".join(map(str, steps)))]
-        return RowView([Part("row", tokens, facts, roles=role_steps(labels))])
+        return RowView([RowPart("row", tokens, facts, roles=role_steps(labels))])
 
 
 PROMPT, REFERENCE, END, BETWEEN, AFTER = "prompt", "reference", "end of turn", "between turns", "after the reference"
@@ -355,16 +348,14 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, A
     if tokenizer.chat_template is None:
         return None
     asked = [{"role": "user", "content": "?"}]
-    try:
+    with suppress(Exception):  # the template may not accept such a chat
         plain, whole = (
             tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=added, **(kwargs or {}))
             for added in (False, True)
         )
-    except Exception:  # the template does not accept such a chat, or fails in another way
-        return None
-    if not whole.startswith(plain):
-        return None
-    return f'Generation prompt of the chat template: "{printable(whole[len(plain) :])}"'
+        if whole.startswith(plain):
+            return f'Generation prompt of the chat template: "{one_line(whole[len(plain) :])}"'
+    return None
 
 
 class Roles:
@@ -373,11 +364,11 @@ class Roles:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._ends = tokenizer, Renderer(tokenizer).end_ids()
 
-    def of_document(self, document: Mapping[str, Any]) -> list[Run]:
+    def of_document(self, document: Mapping[str, Any]) -> list[TokenSpan]:
         """Roles of a row of `input_ids`, `labels` and `prompt_length`; raw text has the role text.
 
-        Turns that are trained on are references. Tokens without a label between two of them are between turns, unless
-        they are in the last one, such as a thinking block.
+        Turns that are trained on are references. Other tokens after the first of these turns are between turns, but
+        not in the last one, such as a thinking block.
         """
         ids, start = document["input_ids"], document["prompt_length"]
         trained = [label != IGNORE for label in document.get("labels", ids)]
@@ -389,17 +380,17 @@ class Roles:
 
     def of_completion(
         self, prompt: Sequence[int], completion: Sequence[int], name: str, before: str = PROMPT
-    ) -> list[Run]:
+    ) -> list[TokenSpan]:
         """Roles of the ids of a prompt, which are named `before`, and of a completion, which is named `name`."""
         names = self._names(completion, [True] * len(completion), 0, name)
         return runs([before] * len(prompt) + names)
 
-    def of_pair(self, ids: Sequence[int], other: Sequence[int], name: str) -> list[Run]:
+    def of_pair(self, ids: Sequence[int], other: Sequence[int], name: str) -> list[TokenSpan]:
         """Roles of one of two conversations that differ in their last reply, which is named `name`."""
         shared = len(commonprefix([list(ids), list(other)]))
         return self.of_completion(ids[:shared], ids[shared:], name, "in both texts")
 
-    def of_gap(self, ids: Sequence[int]) -> list[Run]:
+    def of_gap(self, ids: Sequence[int]) -> list[TokenSpan]:
         """Roles of what is given between two replies: the end of the first one, and what follows."""
         ended = next((index + 1 for index, token in enumerate(ids) if token in self._ends), 0)
         return runs([END] * ended + [BETWEEN] * (len(ids) - ended))
@@ -429,7 +420,7 @@ class Roles:
         return not self._tokenizer.decode([token]).strip()
 
 
-def role_steps(labels: Sequence[int]) -> list[Run]:
+def role_steps(labels: Sequence[int]) -> list[TokenSpan]:
     """Roles of a row whose labels are the classes of steps: each run ends with a label."""
     names, number, last = [], 1, max((index for index, label in enumerate(labels) if label != IGNORE), default=-1)
     for index, label in enumerate(labels):
@@ -439,11 +430,11 @@ def role_steps(labels: Sequence[int]) -> list[Run]:
     return runs(names)
 
 
-def runs(names: Sequence[str]) -> list[Run]:
+def runs(names: Sequence[str]) -> list[TokenSpan]:
     """Runs of tokens with the same name."""
     found, start = [], 0
     for name, group in groupby(names):
         stop = start + len(list(group))
-        found.append(Run(name, start, stop))
+        found.append(TokenSpan(name, start, stop))
         start = stop
     return found

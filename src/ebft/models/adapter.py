@@ -11,27 +11,15 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peft import (
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    prepare_model_for_kbit_training,
-)
+import peft
+from peft import LoraConfig, PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ebft.catalog import is_gguf, lasting_name
-from ebft.errors import ModelError, doing, prefixed, shortened, some_of
+from ebft.errors import ModelError, doing, prefixed, shortened, some_of, warn
 from ebft.files import ADAPTER_CONFIG
-from ebft.models.adapter_targets import (
-    excluded_from_linear,
-    excludes_names,
-    in_whole_models,
-    target_modules,
-    target_parameters,
-)
+from ebft.models import adapter_targets as targets
 from ebft.models.causal_lm import head_modules, task_type, unwrap_adapter
 from ebft.models.files import refuse_pointers
 from ebft.models.weight_files import WeightFiles, adapter_file
@@ -41,54 +29,51 @@ if TYPE_CHECKING:
     from ebft.config.keys.models import ModelSettings
 
 # Keys of a config, and the settings of a saved adapter that replace them.
-_SAVED_SETTINGS = {
-    "lora_r": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_target_modules": "target_modules",
-    "peft_use_dora": "use_dora",
-    "peft_use_rslora": "use_rslora",
-}
-
-_TARGETS = (
-    *("lora_target_modules", "lora_target_linear", "lora_target_linear_modules", "lora_target_parameters"),
-    "lora_modules_to_save",
-)
+_SAVED_SETTINGS = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+_SAVED_SETTINGS |= {"lora_target_modules": "target_modules"}
+_SAVED_SETTINGS |= {"peft_use_dora": "use_dora", "peft_use_rslora": "use_rslora"}
+_TARGETS = ("target_modules", "target_linear", "target_linear_modules", "target_parameters", "modules_to_save")
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelSettings) -> PreTrainedModel | PeftModel:
-    """`model` with the adapter of the config, or `model` itself if the config has none.
-
-    Adapter weights are always float32. `lora_model_dir` continues training a saved adapter, whose settings take
-    precedence. Raises ModelError if `lora_target_modules` or `lora_modules_to_save` match no module of the model.
-    """
+    """`model` with the adapter of the config, or `model` itself if the config has none. Adapter weights are always
+    float32. `lora_model_dir` continues training a saved adapter, whose settings take precedence. Raises ModelError if
+    `lora_target_modules` or `lora_modules_to_save` match no module of the model."""
     if config.adapter is None:
         return freeze_except(model, config.unfrozen_parameters)
     if config.load_in_4bit or config.load_in_8bit:
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     if config.lora_model_dir is not None:
         return _saved_adapter(model, config)
-    _check_saved_modules(model, config.lora_modules_to_save)
-    given = ", ".join(f"{key}: {getattr(config, key)}" for key in _TARGETS if getattr(config, key))
+    for wanted in config.lora_modules_to_save or []:  # suffixes of names; PEFT silently skips one that matches nothing
+        if not any(name.endswith(wanted) for name, _ in model.named_modules()):
+            known = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} - {""})
+            shown = ", ".join(part for part in known if not part.isdecimal())
+            raise ModelError(f"lora_modules_to_save: {wanted!r} matches no module. The modules are {shown}.")
+    given = ", ".join(f"lora_{key}: {value}" for key in _TARGETS if (value := getattr(config, f"lora_{key}")))
     with doing(f"attaching an adapter to the model with {given}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=UNMATCHED_RANK)
-        return get_peft_model(model, lora_config(model, config))
+        return peft.get_peft_model(model, lora_config(model, config))
 
 
 def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     """The PEFT config for the `lora_` keys; the head of a classifier is trained fully."""
-    heads = head_modules(model)
-    excluded = [*heads, *(excluded_from_linear(model, config) if config.lora_target_linear else ())]
+    heads, layers = head_modules(model), config.peft_layers_to_transform
+    depth = model.config.get_text_config().num_hidden_layers
+    missing = [index for index in ([layers] if isinstance(layers, int) else layers or []) if index >= depth]
+    if missing:  # which PEFT silently skips
+        raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
+    excluded = [*heads, *(targets.excluded_from_linear(model, config) if config.lora_target_linear else ())]
     return LoraConfig(
         task_type=task_type(model),
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
-        target_modules=target_modules(model, config),
-        target_parameters=target_parameters(model, config.lora_target_parameters),
+        target_modules=targets.target_modules(model, config),
+        target_parameters=targets.target_parameters(model, config.lora_target_parameters),
         use_dora=config.peft_use_dora,
         use_rslora=config.peft_use_rslora,
-        layers_to_transform=_layers_to_transform(model, config.peft_layers_to_transform),
+        layers_to_transform=layers,
         layers_pattern=config.peft_layers_pattern,
         init_lora_weights=config.peft_init_lora_weights,
         exclude_modules=excluded or None,
@@ -96,32 +81,8 @@ def lora_config(model: PreTrainedModel, config: ModelSettings) -> LoraConfig:
     )
 
 
-def _layers_to_transform(model: PreTrainedModel, wanted: int | list[int] | None) -> int | list[int] | None:
-    """The indices of `peft_layers_to_transform`. PEFT silently skips those that the model does not have."""
-    depth = model.config.get_text_config().num_hidden_layers
-    missing = [index for index in ([wanted] if isinstance(wanted, int) else wanted or []) if index >= depth]
-    if missing:
-        raise ModelError(f"peft_layers_to_transform: {missing[0]} is not a layer of the model, which has {depth}.")
-    return wanted
-
-
-def _check_saved_modules(model: PreTrainedModel, wanted: list[str] | None) -> None:
-    """PEFT treats the elements as suffixes of names, and silently skips one that matches nothing."""
-    names = [name for name, _ in model.named_modules()]
-    for given in wanted or []:
-        if not any(name.endswith(given) for name in names):
-            known = sorted({name.rpartition(".")[2] for name in names} - {""})
-            shown = ", ".join(part for part in known if not part.isdecimal())
-            raise ModelError(f"lora_modules_to_save: {given!r} matches no module. The modules are {shown}.")
-
-
 def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
     folder = str(config.lora_model_dir)
-    if not (Path(folder).expanduser() / ADAPTER_CONFIG).is_file():
-        raise ModelError(
-            f"lora_model_dir: {folder!r} does not contain an adapter (no {ADAPTER_CONFIG}). Give the folder of a saved "
-            "adapter, such as a checkpoint folder."
-        )
     with prefixed("lora_model_dir"), doing(f"continuing the adapter lora_model_dir: {folder}"):
         loaded = load_saved_adapter(model, folder, is_trainable=True)
     for key, name in _SAVED_SETTINGS.items():
@@ -129,11 +90,7 @@ def _saved_adapter(model: PreTrainedModel, config: ModelSettings) -> PeftModel:
         wanted, found = (set(value) if isinstance(value, list | set) else value for value in (wanted, found))
         if key in config.model_fields_set and wanted is not None and wanted != found:
             own = sorted(found) if isinstance(found, set) else found
-            warnings.warn(
-                f"{key}: {getattr(config, key)!r} has no effect: the adapter in lora_model_dir has {own!r}. Remove it, "
-                "or remove lora_model_dir to train a new adapter.",
-                stacklevel=3,
-            )
+            warn(f"{key}: {getattr(config, key)!r} has no effect: the adapter in lora_model_dir has {own!r}.")
     return loaded
 
 
@@ -149,36 +106,25 @@ def read_adapter_config(folder: Path) -> PeftConfig:
 
 
 def check_tensors(path: Path) -> dict[str, Tensor]:
-    """The names and shapes of the tensors of an adapter, on the meta device.
-
-    Raises ModelError if a weight is NaN or infinite (training diverged).
-    """
+    """The names and shapes of the tensors of an adapter, on the meta device. Raises ModelError if a weight is NaN or
+    infinite (training diverged)."""
     with WeightFiles([path]) as file:
         for name in file.weights:
             if not file.read(name).float().isfinite().all():  # absent for float8
-                raise ModelError(
-                    f"{path} contains NaN or infinite values ({name}), so the model would generate random text. Use "
-                    "an earlier checkpoint, or train again with a lower learning_rate"
-                )
+                raise ModelError(f"{path} contains NaN or infinite values ({name}). Use an earlier checkpoint")
     return file.weights
 
 
 def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = None, **options: Any) -> PeftModel:
-    """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`.
-
-    The embeddings are resized to the adapter's, with a row for each of the `tokens` of the tokenizer; without
-    the number, the embeddings of the model never shrink. Raises ModelError if the adapter is of another task or does
-    not fit the model in all its layers.
-    """
+    """`model` with the adapter in the folder `name`; `options` are passed to `PeftModel.from_pretrained`. The
+    embeddings get the size of the adapter's, with a row for each of the `tokens` of the tokenizer; without the number,
+    they never shrink. Raises ModelError if the adapter is of another task or does not fit in all its layers."""
     name = lasting_name(name)
     folder, stored = Path(name), {}
     if folder.is_dir():
         task, wanted = read_adapter_config(folder).task_type, task_type(model)
         if task != wanted and not {task, wanted}.isdisjoint(("SEQ_CLS", "TOKEN_CLS")):  # with another output layer
-            raise ModelError(
-                f"{folder} is an adapter with task_type: {task}, but the model, a {type(model).__name__}, has another "
-                f"output layer: {wanted}. Train a new adapter; one of a language model can be merged (ebft merge-lora)"
-            )
+            raise ModelError(f"{folder} is an adapter of {task}, but the model has another output layer: {wanted}")
         path = adapter_file(folder)
         stored = check_tensors(path)
         _fit_to_adapter(model, path, stored, tokens)
@@ -189,10 +135,7 @@ def load_saved_adapter(model: PreTrainedModel, name: str, tokens: int | None = N
     for warning in caught:
         message = str(warning.message)
         if "missing adapter keys" in message:
-            raise ModelError(
-                f"the adapter in {name!r} does not fit the base model or is incomplete: its weights lack tensors that "
-                f"its {ADAPTER_CONFIG} describes ({shortened(message)})"
-            )
+            raise ModelError(f"the adapter in {name!r} is incomplete or of another base model: {shortened(message)}")
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     _check_all_used(loaded, name, stored)
     return loaded
@@ -208,18 +151,13 @@ def _check_all_used(model: PeftModel, name: str, stored: Collection[str]) -> Non
     # PEFT converts names of other releases. A second time, loading changes nothing, but returns the names.
     left = set(model.load_adapter(name, "default", is_trainable=not model.active_peft_config.inference_mode)[1]) - own
     if left:
-        raise ModelError(
-            f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}. Use it with "
-            "the model that it was trained on"
-        )
+        raise ModelError(f"the adapter in {name!r} has tensors that belong to no part of the model: {some_of(left, 3)}")
 
 
 def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrainedModel:
     """`model`, in which only the parameters with a name that matches one of `patterns` from the start are trained.
-
-    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a
-    multimodal model. Raises ModelError for a pattern that matches none.
-    """
+    None: all parameters stay trained. A parameter has names in the model, in its checkpoints, and in a multimodal
+    model. Raises ModelError for a pattern that matches none."""
     if patterns is None:
         return model
     names, stored = [name for name, _ in model.named_parameters()], stored_names(model)
@@ -227,7 +165,7 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
     for pattern in patterns:
         with doing(f"reading the regular expression {pattern!r:.200} of unfrozen_parameters"):
             found = [name for name in names if re.match(pattern, name)]
-            if not found or not excludes_names(pattern):
+            if not found or not targets.excludes_names(pattern):
                 found += _by_other_names(stored, pattern, found)
         if not found:
             raise ModelError(
@@ -242,23 +180,18 @@ def freeze_except(model: PreTrainedModel, patterns: list[str] | None) -> PreTrai
 
 
 def _by_other_names(stored: dict[str, list[str]], pattern: str, found: Collection[str]) -> list[str]:
-    """The parameters, except those `found`, whose names elsewhere match the pattern from the start.
-
-    `stored`: the names of their parts in checkpoints. Raises ModelError if only some of the parts of one match.
-    """
+    """The parameters, without the `found` ones, whose names in checkpoints, all of their parts, match the pattern."""
     keys = {name: [name, *own] for name, own in stored.items() if name not in found}
-    aliases = in_whole_models(key for own in keys.values() for key in own)
+    aliases = targets.in_whole_models(key for own in keys.values() for key in own)
     matched = {name for alias, name in aliases.items() if re.match(pattern, alias)}
     chosen = [name for name, own in stored.items() if name in keys and (name in matched or matched.issuperset(own))]
     for name in keys.keys() - {*chosen}:
         if parts := matched.intersection(stored[name]):
-            raise ModelError(
-                f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, parts of {name}. Name this one."
-            )
+            raise ModelError(f"unfrozen_parameters: {pattern!r} matches {some_of(parts, 2)}, parts of {name}")
     return chosen
 
 
-_SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, and of those with LoRA
+_SAVED_AS = (".weight", ".base_layer.weight")  # of layers that are saved whole, or have LoRA
 
 
 def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | None:
@@ -268,10 +201,8 @@ def saved_rows(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> int | N
 
 
 def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list[str], list[str]]:
-    """The embedding and output layer that the `weights` of an adapter have, and those that they lack, by last parts.
-
-    Of layers that share their weight, one is enough.
-    """
+    """The embedding and output layer that the `weights` of an adapter have, and those that they lack, by last parts. Of
+    layers that share their weight, one is enough."""
     found: tuple[list[str], list[str]] = [], []
     for names in _embedding_layers(model):
         is_saved = any(key in weights for key in _keys(names))
@@ -281,22 +212,19 @@ def saved_layers(model: PreTrainedModel, weights: Collection[str]) -> tuple[list
 
 def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
     """Warn if PEFT will save the embeddings with the adapter, and raise ModelError if it will save one layer only.
-
     `size`: their rows in the base model, from which they were resized. If LoRA adapts one of two layers, PEFT saves
-    this one only, and the new rows of the other one, which are random, would be lost.
-    """
+    this one only, and the new rows of the other one, which are random, would be lost."""
     rows = _rows(unwrap_adapter(model))
     if rows == size:
         return
     with warnings.catch_warnings():  # which are repeated when the adapter is saved
         warnings.simplefilter("ignore")
-        present, missing = saved_layers(unwrap_adapter(model), get_peft_model_state_dict(model))
+        present, missing = saved_layers(unwrap_adapter(model), peft.get_peft_model_state_dict(model))
     what = f"the embeddings were resized from {size} to {rows} rows for the tokenizer"
     if present and not missing:
-        warnings.warn(
+        warn(
             f"{key}: {what}, so that the adapter is saved with them and fits only a base model with {rows} rows. The "
-            "commands of ebft resize it. Before using the adapter elsewhere, merge it: ebft merge-lora.",
-            stacklevel=3,
+            "commands of ebft resize it. Before using the adapter elsewhere, merge it: ebft merge-lora."
         )
     if missing and (rows > size or present):  # otherwise, they are the first rows of the base model
         names = " and ".join(missing)
@@ -308,22 +236,18 @@ def check_saves_resized(model: PeftModel, size: int, key: str) -> None:
 
 
 def _fit_to_adapter(model: PreTrainedModel, path: Path, stored: Mapping[str, Tensor], tokens: int | None) -> None:
-    """Resize the embeddings to the ones `stored` with an adapter; at least `tokens` rows, or as many as the model has.
-
-    Raises ModelError if the file has too few rows, or only one of two layers that were resized.
-    """
+    """Resize the embeddings to the ones `stored` with an adapter, if those have all layers and enough rows."""
     rows = saved_rows(model, stored)
     if rows is None:
         return
     own = _rows(model)
     least = own if tokens is None else tokens
     if rows < least:
-        raise ModelError(
-            f"{path} has embeddings of {rows} rows, but the tokenizer and the keys of the vocabulary need {least}. Use "
-            "the keys that the adapter was trained with"
-        )
+        raise ModelError(f"{path} has embeddings of {rows} rows, but the tokenizer needs {least}")
     present, missing = saved_layers(model, stored)
-    if missing and rows != _original_rows(model):
+    name = model.config.name_or_path  # the vocabulary of a GGUF file is not resized
+    own_size = lambda: type(model.config).from_pretrained(name).get_text_config().vocab_size
+    if missing and rows != (own if is_gguf(name) else own_size()):
         raise ModelError(not_whole(path, rows, present, missing))
     if rows != own:
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -361,11 +285,3 @@ def _inner(layer: nn.Module) -> nn.Module:
 
 def _keys(names: list[str]) -> list[str]:
     return [f"base_model.model.{name}{ending}" for name in names for ending in _SAVED_AS]
-
-
-def _original_rows(model: PreTrainedModel) -> int | None:
-    """The size of the vocabulary in config.json of the model; None for GGUF files, whose vocabulary is not resized."""
-    name = model.config.name_or_path
-    if is_gguf(name):
-        return _rows(model)
-    return type(model.config).from_pretrained(name).get_text_config().vocab_size

@@ -8,7 +8,6 @@ parameters, in all layers. It then adapts no linear layer of the same name.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import PreTrainedModel
 
-from ebft.errors import ModelError, shortened
+from ebft.errors import ModelError, shortened, warn
 from ebft.transformers_internals import Conv1D
 
 if TYPE_CHECKING:
@@ -31,10 +30,8 @@ _PARTS_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[str]:
-    """What `lora_target_modules` and `lora_target_linear` select, for PEFT.
-
-    Raises ModelError for an element that selects nothing, or that PEFT would take for something else.
-    """
+    """What `lora_target_modules` and `lora_target_linear` select, for PEFT. Raises ModelError for an element that
+    selects nothing, or that PEFT would take for something else."""
     wanted = config.lora_target_modules
     if config.lora_target_linear:
         return _all_linear_and(model, config, wanted if isinstance(wanted, list) else [])
@@ -47,10 +44,8 @@ def target_modules(model: PreTrainedModel, config: ModelSettings) -> str | list[
 
 
 def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -> str | list[str]:
-    """What `lora_target_modules` selects; `is_alone`: no other key selects anything.
-
-    Where PEFT takes names for fused experts, it takes the last parts of an expression only, and experts of all layers.
-    """
+    """What `lora_target_modules` selects; `is_alone`: no other key selects anything. Where PEFT takes names for fused
+    experts, it takes the last parts of an expression only, and experts of all layers."""
     parts, stacks = names_of_experts(model), _stacks(model)
     selected = _present(model, wanted, parts, is_alone)
     found = list(dict.fromkeys(name for names in selected.values() for name in names))
@@ -70,41 +65,32 @@ def _selected(model: PreTrainedModel, wanted: str | list[str], is_alone: bool) -
 
 
 def _present(model: PreTrainedModel, wanted: str | list[str], parts: list[str], is_alone: bool) -> dict[str, list[str]]:
-    """The elements of `lora_target_modules` that select something, with the names; the others are in a warning.
-
-    Raises ModelError if none does and the list `is_alone`.
-    """
+    """The elements of `lora_target_modules` that select something, with the names; the others are in a warning. Raises
+    ModelError if none does and the list `is_alone`."""
     elements = [wanted] if isinstance(wanted, str) else wanted
     selected = {given: _matching(model, given, isinstance(wanted, str), parts) for given in elements}
     missing = [given for given, names in selected.items() if not names]
     if missing:
         names = ", ".join(map(repr, missing))
-        unmatched = (
-            f"lora_target_modules: {names} matches no module. The linear layers are {', '.join(linear_names(model))}"
-        )
+        unmatched = f"lora_target_modules: {names} matches no module. The linear layers are {_last_parts(model)}"
         if (is_alone or isinstance(wanted, str)) and len(missing) == len(elements):
             experts = _short(fused_experts(model))
             fused = f". The fused experts are adapted with lora_target_parameters: {experts}" if experts else ""
             raise ModelError(f"{unmatched}{fused}.")
-        warnings.warn(f"{unmatched}. The other modules are adapted.", stacklevel=2)
+        warn(f"{unmatched}. The other modules are adapted.")
     return {given: names for given, names in selected.items() if names}
 
 
 def _linear_layers(model: PreTrainedModel, expressions: list[str]) -> list[str]:
-    """The names of the linear layers that `lora_target_linear_modules` selects.
-
-    An expression may also name them as in a multimodal model, whose text model is trained alone.
-    """
-    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+    """The names of the linear layers that `lora_target_linear_modules` selects. An expression may also name them as in
+    a multimodal model, whose text model is trained alone."""
+    names = _linear(model)
     aliases = in_whole_models(names)
     key, chosen = "lora_target_linear_modules", dict[str, None]()
     for expression in expressions:
         found = [alias for alias in aliases if re.fullmatch(rf"(.*\.)?(?:{expression})", alias)]
         if not found:
-            raise ModelError(
-                f"{key}: {expression!r} matches no linear layer. Their last parts are "
-                f"{', '.join(linear_names(model))}, and the first name is {names[0]}."
-            )
+            raise ModelError(f"{key}: {expression!r} matches no linear layer; they end with {_last_parts(model)}.")
         chosen |= dict.fromkeys(aliases[alias] for alias in found)
     parts = names_of_experts(model)
     for name in chosen:
@@ -124,9 +110,14 @@ def excludes_names(expression: str) -> bool:
     return "(?!" in expression or "(?<!" in expression
 
 
-def linear_names(model: PreTrainedModel) -> list[str]:
-    """Last parts of the names of all linear layers, such as q_proj and down_proj, sorted."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, _LINEAR)})
+def _linear(model: PreTrainedModel) -> list[str]:
+    """The names of all linear layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
+
+
+def _last_parts(model: PreTrainedModel) -> str:
+    """Last parts of the names of all linear layers, such as q_proj and down_proj, for messages."""
+    return ", ".join(sorted({name.rpartition(".")[2] for name in _linear(model)}))
 
 
 def fused_experts(model: torch.nn.Module) -> list[str]:
@@ -158,9 +149,8 @@ def adapted_routers(model: PreTrainedModel, config: ModelSettings) -> list[str]:
     wanted = config.lora_target_modules if isinstance(config.lora_target_modules, list) else []
     return [
         name
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR)
-        and any(name == router or name.startswith(f"{router}.") for router in routers)
+        for name in _linear(model)
+        if any(name == router or name.startswith(f"{router}.") for router in routers)
         and not any(name == given or name.endswith(f".{given}") for given in wanted)
     ]
 
@@ -170,42 +160,34 @@ def excluded_from_linear(model: PreTrainedModel, config: ModelSettings) -> list[
     kind = model.config.model_type
     refused = [name for name, _ in model.named_modules() if name.endswith(_OF_KERNELS) and kind in _MAMBA]
     if refused:
-        warnings.warn(
+        warn(
             f"lora_target_linear: true: the {len(refused)} layers {_OF_KERNELS[1:]} are not adapted, since PEFT "
             f"refuses them in models of the type {kind}, whose kernels read their weights directly. The other linear "
-            "layers are adapted.",
-            stacklevel=2,
+            "layers are adapted."
         )
     return [*adapted_routers(model, config), *refused]
 
 
 def target_parameters(model: PreTrainedModel, wanted: list[str] | None) -> list[str] | None:
     """The suffixes of `lora_target_parameters`. PEFT only warns of one that matches nothing."""
-    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    linear = {f"{name}.weight" for name in _linear(model)}
     names = {name: parameter.dim() for name, parameter in model.named_parameters() if name not in linear}
     for given in wanted or []:
         matching = [dims for name, dims in names.items() if name == given or name.endswith(f".{given}")]
         if not matching or not {*matching} <= {2, 3}:
             experts = _short(fused_experts(model))
-            known = f"Those of experts are {', '.join(experts)}" if experts else "The model has no fused experts"
+            known = f"The fused experts are {', '.join(experts)}" if experts else "The model has no fused experts"
             problem = "matches no parameter outside of linear layers" if not matching else "matches a vector"
-            raise ModelError(
-                f"lora_target_parameters: {given!r} {problem}. {known}; adapt linear layers with lora_target_modules."
-            )
+            raise ModelError(f"lora_target_parameters: {given!r} {problem}. {known}.")
     return wanted
 
 
 def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[str]) -> str | list[str]:
-    """All linear layers except the output layer and routers, and `wanted`, which may name fused experts.
-
-    PEFT takes the names of some models' experts for the experts only, so that linear layers of these names are left.
-    """
+    """All linear layers except the output layer and routers, and `wanted`, which may name fused experts. PEFT takes the
+    names of some models' experts for the experts only, so that linear layers of these names are left."""
     output, routers, parts = model.get_output_embeddings(), adapted_routers(model, config), names_of_experts(model)
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, _LINEAR) and module is not output and name not in routers
-    }
+    others = [name for name in _linear(model) if model.get_submodule(name) is not output and name not in routers]
+    linear = {name.rpartition(".")[2] for name in others}
     others = [
         given
         for given, names in _present(model, wanted, parts, is_alone=False).items()
@@ -219,18 +201,16 @@ def _all_linear_and(model: PreTrainedModel, config: ModelSettings, wanted: list[
 
 def _linear_like(model: PreTrainedModel, parts: Iterable[str]) -> list[str]:
     """The names of linear layers whose last part is the name of experts."""
-    names = [name for name, module in model.named_modules() if isinstance(module, _LINEAR)]
-    return [name for name in names if name.rpartition(".")[2] in parts]
+    return [name for name in _linear(model) if name.rpartition(".")[2] in parts]
 
 
 def _warn_of_skipped(key: str, parts: list[str], skipped: list[str]) -> None:
     """Warn of linear layers that have the name of experts and are not adapted."""
     if skipped:
         taken = [part for part in parts if part in {name.rpartition(".")[2] for name in skipped}]
-        warnings.warn(
+        warn(
             f"{key}: in this model, PEFT takes the names {', '.join(taken)} for the fused experts, and for no linear "
-            f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted.",
-            stacklevel=2,
+            f"layers: {shortened(', '.join(_short(skipped)), 200)} are not adapted."
         )
 
 
@@ -248,10 +228,8 @@ def _of_all_layers(model: PreTrainedModel, given: str) -> str:
 
 
 def _matching(model: PreTrainedModel, given: str, is_expression: bool, parts: Sequence[str] = ()) -> list[str]:
-    """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects.
-
-    An expression may also name them as in a multimodal model, whose text model is trained alone.
-    """
+    """The names of the modules, and of the `parts` of experts, that an element of `lora_target_modules` selects. An
+    expression may also name them as in a multimodal model, whose text model is trained alone."""
     # PEFT treats a string as one regular expression, and the elements of a list as suffixes of names.
     pattern = given if is_expression else rf"(.*\.)?{re.escape(given)}"
     names = [

@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from torch import distributed, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.errors import ModelError
 from ebft.models.files import TASKS
@@ -27,10 +22,8 @@ PLAIN = {torch.Tensor, torch.nn.Parameter}  # types of weights that are numbers 
 
 
 def end_token_ids(model: nn.Module, known: Iterable[int] = ()) -> set[int]:
-    """Return all tokens that end a text: the tokens of the generation config, and the `known` ones.
-
-    The tokenizer and its chat template have others: `ebft.data.conversation.Renderer.end_ids`.
-    """
+    """Return all tokens that end a text: the tokens of the generation config, and the `known` ones. The tokenizer and
+    its chat template have others: `ebft.data.conversation.Renderer.end_ids`."""
     generation_config = unwrap_adapter(model).generation_config
     declared = generation_config.eos_token_id if generation_config is not None else None
     declared = [declared] if isinstance(declared, int) else declared or []
@@ -61,10 +54,7 @@ def backbone_name(causal_lm: PreTrainedModel) -> str:
         return causal_lm.base_model_prefix
     names = [name for name, child in causal_lm.named_children() if isinstance(child, PreTrainedModel)]
     if len(names) != 1:
-        raise ModelError(
-            f"{type(causal_lm).__name__} does not have the layout of a causal LM in transformers (one decoder and one "
-            f"head): its decoders are {names or 'none'}. Load it with AutoModelForCausalLM"
-        )
+        raise ModelError(f"{type(causal_lm).__name__} is no causal LM with one decoder: it has {names or 'none'}")
     return names[0]
 
 
@@ -85,6 +75,15 @@ def decoder_layers(causal_lm: PreTrainedModel) -> nn.ModuleList:
     return getattr(*layers_at(causal_lm))
 
 
+def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
+    depth = causal_lm.config.get_text_config().num_hidden_layers
+    for module in backbone_of(causal_lm).modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                return module, name
+    raise ModelError(f"{type(causal_lm).__name__} does not keep its {depth} decoder layers in a ModuleList")
+
+
 @contextmanager
 def first_layers(causal_lm: PreTrainedModel, count: int) -> Iterator[nn.ModuleList]:
     """Context manager in which the decoder consists of its first `count` layers only, and then its final norm."""
@@ -95,18 +94,6 @@ def first_layers(causal_lm: PreTrainedModel, count: int) -> Iterator[nn.ModuleLi
         yield owner._modules[name]
     finally:
         owner._modules[name] = layers
-
-
-def _find_layers(causal_lm: PreTrainedModel) -> tuple[nn.Module, str]:
-    depth = causal_lm.config.get_text_config().num_hidden_layers
-    for module in backbone_of(causal_lm).modules():
-        for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == depth:
-                return module, name
-    raise ModelError(
-        f"{type(causal_lm).__name__} does not keep its {depth} decoder layers in a ModuleList, so features cannot be "
-        "extracted from them. EBFT supports decoder-only models with the layout of transformers"
-    )
 
 
 @contextmanager
@@ -187,13 +174,13 @@ class HeadType:
     num_labels: int | None = None
 
 
-LANGUAGE = HeadType(AutoModelForCausalLM)
-SCORE = HeadType(AutoModelForSequenceClassification, 1)
+LANGUAGE = HeadType(transformers.AutoModelForCausalLM)
+SCORE = HeadType(transformers.AutoModelForSequenceClassification, 1)
 
 
 def step_head(num_labels: int) -> HeadType:
     """The head that classifies tokens; those that end a step are trained on."""
-    return HeadType(AutoModelForTokenClassification, num_labels)
+    return HeadType(transformers.AutoModelForTokenClassification, num_labels)
 
 
 def task_type(model: nn.Module) -> str:
@@ -208,8 +195,5 @@ def head_modules(model: PreTrainedModel) -> list[str]:
         return []
     found = [name for name, child in model.named_children() if isinstance(child, nn.Linear)]
     if len(found) != 1:
-        raise ModelError(
-            f"{type(model).__name__} does not have the layout of a decoder with one linear layer: its linear layers "
-            f"are {', '.join(found) or 'none'}. Use a decoder-only model"
-        )
+        raise ModelError(f"{type(model).__name__} is no decoder with one linear layer: it has {found or 'none'}")
     return found

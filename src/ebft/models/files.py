@@ -31,10 +31,8 @@ def refuse_classifier(folder: Path, use: str = "it cannot generate text") -> Non
 
 
 def reward_problem(name: str, values: dict[str, Any] | None = None) -> str | None:
-    """Why the model in a folder, or with the `values` of config.json, cannot give rewards, as a message.
-
-    None if it can, and for what is not a folder.
-    """
+    """Why the model in a folder, or with the `values` of config.json, cannot give rewards, as a message. None if it
+    can, and for what is not a folder."""
     folder = Path(name).expanduser()
     if values is None and not exists(folder):
         return None
@@ -61,9 +59,7 @@ def refuse_pointers(folder: Path) -> None:
     """Raise ModelError for a folder with a file that Git LFS has not downloaded."""
     found = next((path for path in sorted(folder.glob("*")) if is_pointer(path)), None)
     if found is not None:
-        raise ModelError(
-            f"{found} is a pointer of Git LFS to a file that is not on this machine. Run `git lfs pull` in its folder."
-        )
+        raise ModelError(f"{found} is a pointer of Git LFS. Run `git lfs pull` in its folder.")
 
 
 _HEADS = ("lm_head", "embed_out")  # names of output layers in transformers

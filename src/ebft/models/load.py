@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +16,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, GenerationConfig, Mxfp4Config, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import as_folder, base_name, is_gguf
-from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened
+from ebft.errors import ConfigError, ModelError, doing, prefixed, shortened, warn
 from ebft.models.adapter import attach_adapter, check_saves_resized
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.pretrained import GENERATION_CONFIG, find_model, pretrained_config, pretrained_model
@@ -40,10 +39,8 @@ def load_model(
     head: HeadType = LANGUAGE,
     tell: Callable[[str, Any], Any] = lambda hook, model: None,
 ) -> PreTrainedModel | PeftModel:
-    """The model to train: the base model with a head, and with an adapter if the config sets one.
-
-    `tell` is called with the names of plugins' hooks and the model, when it is built and when it has its adapter.
-    """
+    """The model to train: the base model with a head, and with an adapter if the config sets one. `tell` is called with
+    the names of plugins' hooks and the model, when it is built and when it has its adapter."""
     config = usable_quantisation(config)
     base = load_base_model(config, tokenizer, head)
     if config.adapter is None and base.can_generate() and base.generation_config is not None:
@@ -52,12 +49,9 @@ def load_model(
     if config.adapter is not None:
         tell("pre_lora_load", base)
     model = attach_adapter(base, config)
-    if (
-        config.quantize_moe_experts
-        and quantises(base)
-        and not quantise_experts(model, **config.bnb_config_kwargs.four_bit)
-    ):
-        warnings.warn("quantize_moe_experts has no effect: the model has no fused experts.", stacklevel=2)
+    is_four_bit = config.quantize_moe_experts and quantises(base)
+    if is_four_bit and not quantise_experts(model, **config.bnb_config_kwargs.four_bit):
+        warn("quantize_moe_experts has no effect: the model has no fused experts.")
     size = load_model_config(config).get_text_config().vocab_size
     if config.lora_model_dir is None:  # a saved adapter may have the rows
         _warn_of_tokens_without_embedding(config, tokenizer, size)
@@ -73,13 +67,16 @@ def load_model(
 def load_base_model(
     config: ModelSettings, tokenizer: PreTrainedTokenizerBase, head: HeadType = LANGUAGE
 ) -> PreTrainedModel:
-    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary.
-
-    The head of a classifier starts from random values unless the weights have one. Raises ModelError if the model
-    cannot be found or loaded.
-    """
+    """The model `base_model`, with embeddings resized to the tokenizer's vocabulary. The head of a classifier starts
+    from random values unless the weights have one. Raises ModelError if the model cannot be found or loaded."""
     name, model_config = find_base_model(config), load_model_config(config)
-    _check_growth(config, model_config, tokenizer)
+    file, size = base_name(config.base_model, config.gguf_file), model_config.get_text_config().vocab_size
+    # New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with.
+    if config.adapter is not None and is_gguf(file) and len(tokenizer) > size:
+        raise ModelError(
+            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
+            f"would not be saved with an adapter of a GGUF file. {as_folder(file)}"
+        )
     if head.num_labels is not None:
         model_config.num_labels = head.num_labels
         model_config.classifier_dropout = 0.0  # of the head for tokens: as TRL trained process reward models
@@ -111,10 +108,7 @@ def load_base_model(
 
 
 def _make_saveable(found: GenerationConfig, name: str) -> None:
-    """Change settings without effect, with which transformers does not save a generation config, with one warning.
-
-    Models that were published before it refused this set a temperature without do_sample, for example.
-    """
+    """Change settings without effect, with which transformers does not save a generation config, with one warning."""
     unused, before = _without_effect(found), found.to_dict()
     if found.do_sample is None and found.temperature != 0 and not {*_OF_SAMPLING}.isdisjoint(unused):
         found.do_sample = True
@@ -127,11 +121,7 @@ def _make_saveable(found: GenerationConfig, name: str) -> None:
         if value != before.get(key) and before.get(key) is not False
     ]
     if changes:
-        warnings.warn(
-            f"The {GENERATION_CONFIG} of {name} has settings without effect, which transformers does not save. It is "
-            f"saved with {', '.join(changes)}.",
-            stacklevel=3,
-        )
+        warn(f"The {GENERATION_CONFIG} of {name} has settings without effect. It is saved with {', '.join(changes)}.")
 
 
 def _without_effect(found: GenerationConfig) -> list[str]:
@@ -166,10 +156,8 @@ def load_model_config(config: ModelSettings) -> Any:
 
 
 def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest: int | None) -> None:
-    """Raise ConfigError if a document is longer than the model's number of positions.
-
-    `longest` is the number of tokens of the longest one; None if it is not known, so that it may be `sequence_len`.
-    """
+    """Raise ConfigError if a document is longer than the model's number of positions. `longest` is the number of tokens
+    of the longest one; None if it is not known, so that it may be `sequence_len`."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)  # absent: no limit
     if limit is None or sequence_len <= limit or (longest is not None and longest <= limit):
         return
@@ -180,40 +168,22 @@ def check_sequence_len(sequence_len: int, model_config: Any, name: str, longest:
     )
 
 
-def _check_growth(config: ModelSettings, model_config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """New embeddings are saved with an adapter only if PEFT finds the config.json of the base model to compare with."""
-    name = base_name(config.base_model, config.gguf_file)
-    if config.adapter is None or not is_gguf(name):
-        return
-    size = model_config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ModelError(
-            f"special_tokens: the tokenizer has {len(tokenizer)} tokens, but the GGUF model has {size}. The new ones "
-            f"would not be saved with an adapter of a GGUF file. {as_folder(name)}"
-        )
-
-
 def _warn_of_untrained_tokens(
     config: ModelSettings, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, size: int
 ) -> None:
-    """Warn if the adapter leaves the embeddings of added tokens, or their rows of the output layer, frozen.
-
-    `size` is the vocabulary of the base model.
-    """
+    """Warn if the adapter leaves the rows of added tokens frozen; `size` is the vocabulary of the base model."""
     special = config.special_tokens.additional_special_tokens or []
     added = [*(config.tokens or []), *(token for token in special if tokenizer.convert_tokens_to_ids(token) >= size)]
     causal_lm = unwrap_adapter(model)
-    layers = [
-        layer for layer in (causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()) if layer is not None
-    ]
+    both = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    layers = [layer for layer in both if layer is not None]
     names = {id(module): name.rpartition(".")[2] for name, module in causal_lm.named_modules()}
     frozen = [names[id(layer)] for layer in layers if not any(own.requires_grad for own in layer.parameters())]
     if added and frozen:
-        warnings.warn(
+        warn(
             f"{'tokens' if config.tokens else 'special_tokens.additional_special_tokens'}: the adapter does not train "
             f"{' and '.join(frozen)}, so the rows of new tokens such as {added[0]} keep their initial values. Set "
-            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}].",
-            stacklevel=3,
+            f"lora_modules_to_save: [{', '.join(names[id(layer)] for layer in layers)}]."
         )
 
 
@@ -225,11 +195,10 @@ def _warn_of_tokens_without_embedding(config: ModelSettings, tokenizer: PreTrain
     new = [token for token, index in tokenizer.get_vocab().items() if index >= size and token not in given]
     if new:
         shown = f"{', '.join(map(repr, sorted(new)[:3]))}{', ...' if len(new) > 3 else ''}"
-        warnings.warn(
+        warn(
             f"{'tokenizer_config' if config.tokenizer_config else 'base_model'}: the tokenizer has {len(tokenizer)} "
             f"tokens, but the model has embeddings of {size}. {len(new)} tokens ({shown}) get new embeddings, which "
-            "are untrained. If this is the tokenizer of another model, use the model's own.",
-            stacklevel=3,
+            "are untrained. If this is the tokenizer of another model, use the model's own."
         )
 
 
@@ -246,11 +215,8 @@ def _fit_vocabulary(config: ModelSettings, model: PreTrainedModel, tokenizer: Pr
 
 _IDLE = 0.9  # free part of the memory of a GPU that no program uses; drivers and displays take some
 # What implementations require besides a CUDA device.
-_PACKAGES = {
-    "flash_attention_2": is_flash_attn_2_available,
-    "flash_attention_3": is_flash_attn_3_available,
-    "flex_attention": lambda: True,
-}
+_PACKAGES = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+_PACKAGES |= {"flex_attention": lambda: True}
 
 
 def usable_attention(wanted: str | None) -> str | None:
@@ -261,18 +227,14 @@ def usable_attention(wanted: str | None) -> str | None:
         return wanted
     package = "the package kernels" if is_on_hub else "its package"
     lacking = f"{package} is not installed" if has_cuda else "no CUDA device is available"
-    warnings.warn(
-        f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.", stacklevel=2
-    )
+    warn(f"attn_implementation: {wanted} cannot be used ({lacking}): the model's default is used.")
     return None
 
 
 def spare_gpu(taken: int | None, needed: int) -> str | None:
     """Return a GPU other than number `taken` that is idle and has `needed` free bytes, such as cuda:1; None if none is.
-
     Idle GPUs have nearly all of their memory free, so a GPU of a vLLM server or of another run is not one. None if
-    there are several training processes, since each has a GPU.
-    """
+    there are several training processes, since each has a GPU."""
     count = torch.cuda.device_count()
     if taken is None or count < 2 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return None
@@ -286,11 +248,8 @@ ENOUGH = 0.25
 
 
 def weights_dtype(config: ModelSettings) -> torch.dtype:
-    """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32.
-
-    `bf16: auto` means bfloat16 if the GPU supports it. `fp16` is mixed precision: its weights stay float32, since
-    float16 gradients cannot be unscaled.
-    """
+    """The dtype set by `torch_dtype`, otherwise by `bf16`, otherwise float32. `bf16: auto` means bfloat16 if the GPU
+    supports it. `fp16` is mixed precision: its weights stay float32, since float16 gradients cannot be unscaled."""
     if config.torch_dtype is not None:
         return getattr(torch, config.torch_dtype)
     has_bf16 = config.bf16 == "auto" and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
@@ -298,17 +257,14 @@ def weights_dtype(config: ModelSettings) -> torch.dtype:
 
 
 def warn_of_lost_steps(model: nn.Module, learning_rate: float) -> None:
-    """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are.
-
-    A weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding.
-    """
+    """Warn if trained 16-bit weights are too coarse for updates of the size of the learning rate, as Adam's are. A
+    weight w in bfloat16 has 8 significant bits: changes smaller than |w| / 512 are lost to rounding."""
     share = share_that_moves(model, learning_rate)
     if share is not None and share < ENOUGH:
-        warnings.warn(
+        warn(
             f"learning_rate: {learning_rate:g} is too small for 16-bit weights: an update of that size changes "
             f"{share:.1%} of the weights, and others are rounded back to their old values. Set torch_dtype: float32, "
-            "which preserves small updates, or adapter: lora, whose weights are float32.",
-            stacklevel=2,
+            "which preserves small updates, or adapter: lora, whose weights are float32."
         )
 
 
@@ -330,30 +286,23 @@ def _dequantised(config: ModelSettings, model_config: Any) -> Mxfp4Config | None
     if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
         return Mxfp4Config(dequantize=True)
     if config.model_quantization_config is not None:
-        warnings.warn(
+        warn(
             f"model_quantization_config: {config.model_quantization_config} has no effect: the weights of "
-            f"{config.base_model} are not stored in MXFP4.",
-            stacklevel=3,
+            f"{config.base_model} are not stored in MXFP4."
         )
     return None
 
 
 def usable_quantisation(config: Settings) -> Settings:
-    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes.
-
-    Raises ModelError if there is a GPU.
-    """
+    """`config`, without quantisation and with a warning on a machine without a GPU and without bitsandbytes. Raises
+    ModelError if there is a GPU."""
     if not _is_quantised(config) or importlib.util.find_spec("bitsandbytes") is not None:
         return config
     key = "load_in_4bit" if config.load_in_4bit else "load_in_8bit"
     if torch.cuda.is_available():
         raise ModelError(f"{key} requires the package bitsandbytes: pip install 'ebft[qlora]'")
     dtype = str(weights_dtype(config)).removeprefix("torch.")
-    warnings.warn(
-        f"{key} has no effect: the package bitsandbytes is not installed (pip install 'ebft[qlora]'), so the "
-        f"weights are {dtype}.",
-        stacklevel=2,
-    )
+    warn(f"{key} has no effect: bitsandbytes is missing (pip install 'ebft[qlora]'). Weights are {dtype}.")
     return config.model_copy(update=_UNQUANTISED)
 
 

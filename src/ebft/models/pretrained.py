@@ -7,35 +7,22 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import transformers
 from peft import PeftType, get_peft_model
 from torch import nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    set_seed,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ebft.catalog import is_gguf, lasting_name, locate
-from ebft.errors import ModelError, doing, shortened
+from ebft.errors import ModelError, doing, shortened, warn
 from ebft.files import exists
 from ebft.models.causal_lm import LANGUAGE, HeadType, unwrap_adapter
 from ebft.models.files import refuse_pointers
-from ebft.models.weights import (
-    load_complete,
-    load_gguf_config,
-    load_gguf_model,
-    load_gguf_tokenizer,
-)
+from ebft.models.weights import load_complete, load_gguf_config, load_gguf_model, load_gguf_tokenizer
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -51,23 +38,17 @@ def find_model(name: str, key: str) -> str:
             f"{key}: {name} contains {files[0].name} but no config.json, so it is a GGUF model. In a config, add "
             f"gguf_file: {files[0].name}; elsewhere, give the path of the file"
         )
-    if Path(found).is_file() and not is_gguf(found):
-        raise ModelError(f"{key}: {found} is a file. Set {key} to the folder of a model, or to its name on the Hub.")
-    if Path(found).is_dir() and key.startswith("base_model") and not exists(Path(found, "config.json")):
-        raise ModelError(f"{key}: {found} is not the folder of a model: it has no config.json.")
     refuse_pointers(Path(found))
     return found
 
 
 def pretrained_config(name: str, **options: Any) -> Any:
-    """The transformers configuration of the model `name`, or of its text model if it is multimodal.
-
-    `options` are passed to `from_pretrained`.
-    """
+    """The transformers configuration of the model `name`, or of its text model if it is multimodal. `options` are
+    passed to `from_pretrained`."""
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_config(name)
-    return text_model_config(AutoConfig.from_pretrained(name, **options))
+    return text_model_config(transformers.AutoConfig.from_pretrained(name, **options))
 
 
 def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
@@ -76,7 +57,7 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
     is_multimodal = text is not found and len(found.sub_configs) > 1 and not text.is_encoder_decoder
     # Multimodal models with these text models do not scale logits, but the text model alone does.
     scales = any(hasattr(text, name) for name in ("logit_scale", "logits_scaling"))
-    if not is_multimodal or scales or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not is_multimodal or scales or type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return found
     text = copy.deepcopy(text)
     text.tie_word_embeddings = found.tie_word_embeddings
@@ -90,10 +71,8 @@ def text_model_config(found: PreTrainedConfig) -> PreTrainedConfig:
 def pretrained_model(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`.
-
-    Raises ModelError for incomplete or damaged weights.
-    """
+    """The model `name` with a head, which its weights may lack; `options` are passed to `from_pretrained`. Raises
+    ModelError for incomplete or damaged weights."""
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_model(name, **options)
@@ -108,7 +87,7 @@ def pretrained_tokenizer(name: str, **options: Any) -> PreTrainedTokenizerBase:
     name = lasting_name(name)
     if is_gguf(name):
         return load_gguf_tokenizer(name)
-    return AutoTokenizer.from_pretrained(name, **options)
+    return transformers.AutoTokenizer.from_pretrained(name, **options)
 
 
 _RATE = re.compile("drop|jitter")  # in names of attributes
@@ -121,9 +100,7 @@ REWRITE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[str, Any] | None = None) -> nn.Module:
     """The model, loaded if it is a name, with a new adapter (initialised with `seed`) if `peft_config` is given.
-
-    `options` are passed to `from_pretrained` for a name.
-    """
+    `options` are passed to `from_pretrained` for a name."""
     if isinstance(model, str):
         with doing(f"loading the model {model}"):
             model = pretrained_model(find_model(model, "model"), **(options or {}))
@@ -133,19 +110,17 @@ def load(model: Any, peft_config: Any = None, seed: int = 0, options: Mapping[st
         return model
     if hasattr(model, "disable_adapter"):
         raise ModelError("the model already has an adapter, so peft_config cannot add one")
-    set_seed(seed)
+    transformers.set_seed(seed)
     return get_peft_model(model, peft_config)
 
 
 def disable_dropout(model: nn.Module) -> None:
     """Set the dropout rates and the router noise of the model to 0, with one warning if an adapter has dropout.
-
-    `rates_as_loaded` restores them for a comparison.
-    """
+    `rates_as_loaded` restores them for a comparison."""
     lora_dropout, rates = 0.0, unwrap_adapter(model).__dict__.setdefault("rates_as_loaded", [])
     for name, module in model.named_modules():
         if type(module).__name__ in _SAMPLING_ROUTERS:
-            module.register_forward_pre_hook(_in_eval_mode)
+            module.register_forward_pre_hook(lambda router, _: setattr(router, "training", False))
             continue
         found = ["p"] if isinstance(module, nn.Dropout) else []
         # Models that call F.dropout, or add noise to their router, store the rate as a float on the module.
@@ -157,23 +132,13 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, attribute, 0.0)
                 lora_dropout = max(lora_dropout, rate if "lora_dropout" in name else 0.0)
     if lora_dropout > 0:
-        warnings.warn(
-            f"lora_dropout: {lora_dropout} is not applied: rollouts are sampled without dropout, so the training "
-            "forward pass does not use it either. Set disable_dropout: false to train with dropout",
-            stacklevel=4,
-        )
-
-
-def _in_eval_mode(router: nn.Module, args: Any) -> None:
-    router.training = False
+        warn(f"lora_dropout: {lora_dropout} is not applied, as rollouts are sampled without; see disable_dropout")
 
 
 @contextmanager
 def rates_as_loaded(causal_lm: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the model has the rates that `disable_dropout` set to 0.
-
-    They have no effect in eval mode, unless a model uses a rate for something else.
-    """
+    """Context manager in which the model has the rates that `disable_dropout` set to 0. They have no effect in eval
+    mode, unless a model uses a rate for something else."""
     rates = causal_lm.__dict__.get("rates_as_loaded", [])
     for module, attribute, value in rates:
         setattr(module, attribute, value)
@@ -190,22 +155,12 @@ def check_adapter(model: nn.Module) -> None:
         return
     kind = model.active_peft_config
     if kind.is_prompt_learning or kind.peft_type == PeftType.ADAPTION_PROMPT:
-        raise ModelError(
-            f"{type(kind).__name__} adds virtual tokens before the prompt, which EBFT does not support. "
-            "Use an adapter of the layers, such as LoraConfig"
-        )
+        raise ModelError(f"{type(kind).__name__} adds virtual tokens before the prompt, which is not supported")
     if kind.peft_type == PeftType.ADALORA:
-        warnings.warn(
-            "AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r, and the loss "
-            "has no term for orthogonality. Use LoraConfig if no callback of yours calls it",
-            stacklevel=4,
-        )
+        warn("AdaLoraConfig: the trainer does not call update_and_allocate, so all ranks stay at init_r")
     changed = getattr(kind, "init_lora_weights", True)
     if isinstance(changed, str) and changed.startswith(REWRITE_BASE):
-        raise ModelError(
-            f"init_lora_weights={changed!r} modifies the base weights, so the model with its adapter disabled is not "
-            "the base model, which must be the feature network. Use the default initialisation"
-        )
+        raise ModelError(f"init_lora_weights={changed!r} modifies the base weights, which the feature network has")
     own = (model.base_model.prefix, "modules_to_save", "trainable_tokens")
     stray = [n for n, p in model.named_parameters() if p.requires_grad and not any(mark in n for mark in own)]
     if stray:

@@ -18,10 +18,8 @@ PACKED = torch.uint8
 
 
 def quantise_experts(model: nn.Module, **options: Any) -> int:
-    """Quantise the frozen fused experts of a model in place, with `options` of `quantize_4bit`; return their number.
-
-    To be called with the adapter attached: PEFT takes the shapes of experts when it adapts them.
-    """
+    """Quantise the frozen fused experts of a model in place, with `options` of `quantize_4bit`; return their number. To
+    be called with the adapter attached: PEFT takes the shapes of experts when it adapts them."""
     from bitsandbytes.functional import quantize_4bit
 
     # PEFT adds to a parameter before its module runs, in wrappers around it; the outermost is first.

@@ -12,22 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import utils
 from accelerate.state import PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-)
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import CheckpointException, load
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import FSDPModule, StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -49,10 +39,8 @@ def is_partitioned(model: nn.Module) -> bool:
 
 
 def load_whole() -> None:
-    """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts.
-
-    Otherwise it partitions them while they are loaded, before the model can be copied and its passes checked.
-    """
+    """Make `from_pretrained` load whole weights with ZeRO-3, which then partitions them when training starts. Otherwise
+    it partitions them while they are loaded, before the model can be copied and its passes checked."""
     unset_hf_deepspeed_config()
 
 
@@ -66,10 +54,8 @@ def check_whole(model: nn.Module) -> None:
 
 
 def keep_head(causal_lm: PreTrainedModel) -> None:
-    """Make ZeRO-3 gather the output layer for each forward pass of the model; no effect on other models.
-
-    Processes apply it to different numbers of chunks, also in backward, which must not communicate.
-    """
+    """Make ZeRO-3 gather the output layer for each forward pass of the model; no effect on other models. Processes
+    apply it to different numbers of chunks, also in backward, which must not communicate."""
     if is_partitioned(causal_lm):
         import deepspeed
 
@@ -88,36 +74,32 @@ def saves_parts(accelerator: Any) -> bool:
     return plugin is not None and plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
 
 
-def shard_on_cpu(accelerator: Any, plugin: FullyShardedDataParallelPlugin) -> None:
+def shard_on_cpu(accelerator: Any, plugin: utils.FullyShardedDataParallelPlugin) -> None:
     """Make an accelerator shard models over processes on CPU, where accelerate ignores its plugin for FSDP."""
     state = accelerator.state
-    if state.distributed_type != DistributedType.MULTI_CPU:
+    if state.distributed_type != utils.DistributedType.MULTI_CPU:
         return
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     state.fsdp_plugin = plugin
-    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    state.distributed_type = PartialState().distributed_type = utils.DistributedType.FSDP
 
 
 def load_on_first_process(args: Any) -> None:
-    """Make `load_complete` keep weights on the first process of each machine only, if the arguments ask for it.
-
-    The others have zeros until the model is sharded, when they receive their parts.
-    """
+    """Make `load_complete` keep weights on the first process of each machine only, if the arguments ask for it. The
+    others have zeros until the model is sharded, when they receive their parts."""
     if args.fsdp and (args.fsdp_plugin_args or {}).get("cpu_ram_efficient_loading"):
-        enable_fsdp_ram_efficient_loading()
+        utils.enable_fsdp_ram_efficient_loading()
 
 
 def load_on_every_process() -> None:
     """Make `load_complete` keep weights on every process from here on: only the policy receives them later."""
-    disable_fsdp_ram_efficient_loading()
+    utils.disable_fsdp_ram_efficient_loading()
 
 
 def check_version(accelerator: Any, compares_weights: bool = False) -> None:
     """Raise ConfigError for FSDP1, and if weights that only the first process has loaded are used before training.
-
-    `compares_weights`: whether they are compared with the weights of a server.
-    """
+    `compares_weights`: whether they are compared with the weights of a server."""
     plugin = _plugin(accelerator)
     if plugin is None:
         return
@@ -127,17 +109,12 @@ def check_version(accelerator: Any, compares_weights: bool = False) -> None:
             "outermost module, which FSDP1 does not allow. Remove version from fsdp_config, or set it to 2."
         )
     if plugin.cpu_ram_efficient_loading and compares_weights:
-        raise ConfigError(
-            "a vLLM server is incompatible with cpu_ram_efficient_loading, with which only the first process has the "
-            "weights before training. Set cpu_ram_efficient_loading: false in fsdp_config."
-        )
+        raise ConfigError("a vLLM server is incompatible with cpu_ram_efficient_loading. Set it to false.")
 
 
 def keep_output_dtype(accelerator: Any) -> None:
-    """Keep FSDP2 from rounding log-probabilities, which are computed in float32, to the dtype of mixed precision.
-
-    Must be called before the model is sharded. Layers are not affected, because they compute in this dtype already.
-    """
+    """Keep FSDP2 from rounding log-probabilities, which are computed in float32, to the dtype of mixed precision. Must
+    be called before the model is sharded. Layers are not affected, because they compute in this dtype already."""
     plugin = _plugin(accelerator)
     if plugin is not None and plugin.fsdp_version == 2 and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
@@ -155,20 +132,16 @@ def reshard(model: nn.Module) -> None:
 
 
 def whole_trained_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """Gather the trained parameters, by name, on the first process; {} on others. None if the model is not sharded.
-
-    All processes must call this together.
-    """
+    """Gather the trained parameters, by name, on the first process; {} on others. None if the model is not sharded. All
+    processes must call this together."""
     if not is_sharded(model):
         return None
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    return get_model_state_dict(model, options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    return dcp.get_model_state_dict(model, options=options)
 
 
 WHOLE_OPTIMIZER = "optimizer.pt"
-_SAME = (
-    "Resume with the base model, tokens and adapter of the run that saved it, or start a new run in another output_dir."
-)
+_SAME = "Resume with the base model, tokens and adapter of the run that saved it, or start a new run."
 _MODEL, _ADAPTER = "model*.safetensors", "adapter_model*.safetensors"
 
 
@@ -178,14 +151,17 @@ def is_in_parts(folder: Path) -> bool:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_checkpoint_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a checkpoint, or its adapters, into the model. Raises ModelError if weights are missing."""
     reshard(model)
     if is_in_parts(folder):
         _load_parts({"model": _weights_of(model)}, folder / WEIGHTS)
         return
     if not isinstance(model, PeftModel):
-        _copy(_converted(model, folder), _weights_of(model), folder, optional=_tied(model))
+        # Second names of weights that have two are not in files.
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in model.named_parameters()}
+        _copy(_converted(model, folder), _weights_of(model), folder, optional=tied)
         return
     for name in model.peft_config:
         inside = folder / name
@@ -197,9 +173,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 def has_other_names(model: nn.Module, folder: Path) -> bool:
     """Whether a checkpoint has a full model under the names of files, which differ from those in the model.
-
-    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes.
-    """
+    transformers converts such weights, for example of experts, when it loads a model, but not when it resumes."""
     if isinstance(model, PeftModel):
         return False
     return not _files(folder, _MODEL).weights.keys() <= model.state_dict().keys()
@@ -246,9 +220,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, folder: Path) -> None
     reshard(model)
     if (folder / OPTIMIZER).is_dir():
         inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer  # of accelerate's wrapper
-        state = {"optimizer": get_optimizer_state_dict(model, inner)}
+        state = {"optimizer": dcp.get_optimizer_state_dict(model, inner)}
         _load_parts(state, folder / OPTIMIZER)
-        set_optimizer_state_dict(model, inner, state["optimizer"])
+        dcp.set_optimizer_state_dict(model, inner, state["optimizer"])
         return
     state = torch.load(folder / WHOLE_OPTIMIZER, map_location="cpu", weights_only=True, mmap=True)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -274,12 +248,6 @@ def _load_parts(state: dict[str, Any], folder: Path) -> None:
         load(state, storage_reader=ShardedReader(folder), no_dist=not distributed.is_initialized())
     except CheckpointException as error:  # is no Exception; its message has the tracebacks of all processes
         raise ModelError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}") from error
-
-
-def _tied(model: nn.Module) -> set[str]:
-    """The second names of weights that have two, which are not in files."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return names - {name for name, _ in model.named_parameters()}
 
 
 def _files(folder: Path, pattern: str) -> WeightFiles:

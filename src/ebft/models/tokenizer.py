@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +13,7 @@ from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from ebft.data.rendering import rendered_examples, split_by_template, warn_of_split_markers
-from ebft.errors import ModelError, doing, shortened
+from ebft.errors import ModelError, doing, shortened, warn
 from ebft.models.load import find_base_model
 from ebft.models.pretrained import find_model, pretrained_tokenizer
 
@@ -23,12 +22,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of `tokenizer_config` or `base_model`, with a padding token.
-
-    `added_tokens_overrides` replaces texts of added tokens. `special_tokens` that are not in the vocabulary are added
-    to it (`load_model` resizes the embeddings). Without a padding token, the end-of-sequence token is used, with a
-    warning. Raises ModelError if there is no tokenizer.
-    """
+    """The tokenizer of `tokenizer_config` or `base_model`, with a padding token. `added_tokens_overrides` replaces
+    texts of added tokens. `special_tokens` that are not in the vocabulary are added to it (`load_model` resizes the
+    embeddings). Without a padding token, the end-of-sequence token is used, with a warning. Raises ModelError if there
+    is no tokenizer."""
     key = "tokenizer_config" if config.tokenizer_config else "base_model"
     name = find_model(config.tokenizer_config, key) if config.tokenizer_config else find_base_model(config)
     with doing(f"loading the tokenizer of {key}: {shortened(name)}"):
@@ -44,32 +41,18 @@ def load_tokenizer(config: ModelSettings) -> PreTrainedTokenizerBase:
         tokenizer.add_special_tokens(special)
     if config.tokens:
         tokenizer.add_tokens(config.tokens)
-    _ensure_pad_token(tokenizer)
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ModelError("The tokenizer has no eos_token. Set pad_token and eos_token in special_tokens.")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        warn(f"The tokenizer has no padding token: {tokenizer.eos_token!r} is used. See special_tokens.pad_token.")
     apply_chat_template_choice(tokenizer, config.chat_template)
     return tokenizer
 
 
-def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    if tokenizer.pad_token is not None:
-        return
-    if tokenizer.eos_token is None:
-        raise ModelError(
-            "The tokenizer has neither a padding token nor an end-of-sequence token. Set special_tokens.pad_token and "
-            "special_tokens.eos_token."
-        )
-    tokenizer.pad_token = tokenizer.eos_token
-    warnings.warn(
-        f"The tokenizer has no padding token: the end-of-sequence token {tokenizer.eos_token!r} is used for padding. "
-        "Set special_tokens.pad_token to use another one.",
-        stacklevel=3,
-    )
-
-
 def with_overrides(tokenizer: PreTrainedTokenizerBase, texts: dict[int, str]) -> PreTrainedTokenizerBase:
-    """The tokenizer with other texts for some of its added tokens, by id; the vocabulary keeps its size.
-
-    Raises ModelError for ids and texts that do not belong together afterwards, such as a text that is a token already.
-    """
+    """The tokenizer with other texts for some of its added tokens, by id; the vocabulary keeps its size. Raises
+    ModelError for ids and texts that do not belong together afterwards, such as a text that is a token already."""
     with doing("reading added_tokens_overrides"), TemporaryDirectory(prefix="ebft-tokenizer-") as folder:
         old = {str(tokenizer.added_tokens_decoder[token]): text for token, text in texts.items()}
         tokenizer.save_pretrained(folder)
@@ -129,18 +112,21 @@ def named_template(name: str) -> str:
 
 
 def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str | None) -> None:
-    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text.
-
-    None keeps the tokenizer's template, and so does `tokenizer_default`, which requires that there is one;
-    `tokenizer_default_fallback_NAME` uses the template NAME if there is none. Raises ModelError for any other value.
-    """
+    """Set the tokenizer's chat template to `choice`: one of `NAMES`, a file, or Jinja text. None keeps the tokenizer's
+    template, and so does `tokenizer_default`, which requires that there is one; `tokenizer_default_fallback_NAME` uses
+    the template NAME if there is none. Raises ModelError for any other value."""
     if choice is None:
         return
     own = tokenizer.chat_template
     if choice.startswith(FALLBACK):
         choice = choice.removeprefix(FALLBACK) if own is None else KEEP
     if choice in NAMES:
-        _use_named(tokenizer, choice)
+        template = named_template(choice)
+        if own is not None and rendered_examples(tokenizer, own) == rendered_examples(tokenizer, template):
+            return  # the same for chats; the tokenizer's may also support tools
+        if own is not None:
+            warn(f"chat_template: {choice} replaces the template of the tokenizer, which has another; {KEEP} keeps it.")
+        _replace(tokenizer, choice, template)
     elif choice == KEEP or _OF_MODELS.fullmatch(choice):
         if own is None:
             raise ModelError(
@@ -148,26 +134,12 @@ def apply_chat_template_choice(tokenizer: PreTrainedTokenizerBase, choice: str |
                 f"Use the tokenizer of such a model (tokenizer_config), one of {', '.join(NAMES)}, or a file."
             )
         if choice != KEEP:
-            warnings.warn(f"chat_template: {choice}: the template of the tokenizer is used.", stacklevel=2)
+            warn(f"chat_template: {choice}: the template of the tokenizer is used.")
     else:
         with doing(f"using chat_template: {choice!r:.100}"):
             template = _custom(choice)
             Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
             _replace(tokenizer, choice, template)
-
-
-def _use_named(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Set the template `name`, unless the tokenizer's own is the same for chats; it may also support tools."""
-    template, own = named_template(name), tokenizer.chat_template
-    if own is not None:
-        if rendered_examples(tokenizer, own) == rendered_examples(tokenizer, template):
-            return
-        warnings.warn(
-            f"chat_template: {name} replaces the template of the tokenizer, which has another format. Set "
-            f"chat_template: {KEEP} to keep it.",
-            stacklevel=3,
-        )
-    _replace(tokenizer, name, template)
 
 
 def _replace(tokenizer: PreTrainedTokenizerBase, choice: str, template: str) -> None:

@@ -45,10 +45,8 @@ def adapter_file(folder: Path) -> Path:
 
 
 class WeightFiles:
-    """The weights in files; single ones are read while it is open as a context manager.
-
-    `files`: for each file, its weights on the meta device, in the order of the file.
-    """
+    """The weights in files; single ones are read while it is open as a context manager. `files`: for each file, its
+    weights on the meta device, in the order of the file."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.files: dict[Path, dict[str, Tensor]] = {}
@@ -56,7 +54,13 @@ class WeightFiles:
         self._stack = ExitStack()
         for path in paths:
             with doing(f"reading {path}"):
-                self.files[path] = self._header(path)
+                if path.suffix == ".bin":
+                    self._open[path] = _unpickled(path)
+                    like = lambda weight: torch.empty_like(weight, device="meta")
+                    self.files[path] = {key: like(weight) for key, weight in self._open[path].items()}
+                    continue
+                with safe_open(path, framework="pt") as file:
+                    self.files[path] = _on_meta(file)
         self._path_of = {key: path for path, weights in self.files.items() for key in weights}
 
     @property
@@ -80,22 +84,17 @@ class WeightFiles:
         file = self._open[path]
         return file[key].detach() if isinstance(file, dict) else file.get_tensor(key)
 
-    def _header(self, path: Path) -> dict[str, Tensor]:
-        """The weights in a file, on the meta device, in the order of the file."""
-        if path.suffix == ".bin":
-            self._open[path] = _unpickled(path)
-            return {key: torch.empty_like(weight, device="meta") for key, weight in self._open[path].items()}
-        with safe_open(path, framework="pt") as file, torch.device("meta"):
-            dtypes: dict[str, torch.dtype] = {}
-            return {key: _meta(file, key, dtypes) for key in file.offset_keys()}
 
-
-def _meta(file: Any, key: str, dtypes: dict[str, torch.dtype]) -> Tensor:
-    view = file.get_slice(key)
-    shape, name = view.get_shape(), view.get_dtype()
-    if name not in dtypes:  # the dtype of an empty slice: safetensors has names of its own for dtypes
-        dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
-    return torch.empty(shape, dtype=dtypes[name], device="meta")
+def _on_meta(file: Any) -> dict[str, Tensor]:
+    """The weights in an open file, on the meta device, in the order of the file."""
+    found, dtypes = {}, dict[str, torch.dtype]()
+    for key in file.offset_keys():
+        view = file.get_slice(key)
+        shape, name = view.get_shape(), view.get_dtype()
+        if name not in dtypes:  # the dtype of an empty slice: safetensors has names of its own for dtypes
+            dtypes[name] = (view[:0] if shape else file.get_tensor(key)).dtype
+        found[key] = torch.empty(shape, dtype=dtypes[name], device="meta")
+    return found
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
@@ -106,8 +105,7 @@ def refuse_parts(folder: Path) -> None:
     """Raise ModelError for a checkpoint that FSDP2 has saved in parts, without other weights."""
     if (folder / WEIGHTS).is_dir() and first_weights(folder, (*MODEL_WEIGHTS, *ADAPTER_WEIGHTS)) is None:
         raise ModelError(
-            f"{folder} is a checkpoint that FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use the "
-            "folder that it prints"
+            f"{folder} is what FSDP2 has saved in parts. Run `ebft merge-sharded {folder}`, and use its result"
         )
 
 

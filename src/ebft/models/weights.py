@@ -14,20 +14,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import is_fsdp_enabled
 
-from ebft.errors import ModelError, doing, some_of
+from ebft.errors import ModelError, doing, some_of, warn
 from ebft.models.causal_lm import LANGUAGE, HeadType, head_modules
 from ebft.models.files import refuse_classifier
 from ebft.models.quantised_experts import is_packed
@@ -41,13 +35,11 @@ _UNTIED = "so we will NOT tie them"  # in a warning of transformers
 def load_complete(
     name: str, head: HeadType = LANGUAGE, *, may_lack_head: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The model `name`, with every tensor from its weight files; `options` are passed to `from_pretrained`.
-
-    With `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
+    """The model `name`, with every tensor from its weight files; `options` are passed to `from_pretrained`. With
+    `may_lack_head`, weights without the head of a classifier are accepted: it starts from random values. Raises
     ModelError for other tensors that are missing or have another shape. Tensors that the model does not have give a
     warning, unless they are the head that is replaced. With the configuration of the text model of a multimodal one,
-    its text model is loaded alone.
-    """
+    its text model is loaded alone."""
     if head is LANGUAGE:
         refuse_classifier(Path(name))
     stored: dict[str, Tensor] = {}
@@ -63,17 +55,13 @@ def load_complete(
         others = {key for key in found["unexpected_keys"] if not _TEXT.search(key)}
         found["unexpected_keys"] -= others
         stored = {own_name(key): tensor for key, tensor in stored.items() if key not in others}
-        warnings.warn(
+        warn(
             f"{name}: the text model of a multimodal model is loaded, {type(model).__name__}, without {len(others)} "
-            "tensors of its other parts.",
-            stacklevel=4,
+            "tensors of its other parts."
         )
     sizes = [f"{key} ({tuple(given)} instead of {tuple(own)})" for key, given, own in found["mismatched_keys"]]
     if sizes:
-        raise ModelError(
-            f"the weights of {name} do not have the shapes of the model: {some_of(sizes)}. Correct config.json, or use "
-            "the weights that belong to it"
-        )
+        raise ModelError(f"the weights of {name} do not have the shapes of the model: {some_of(sizes)}")
     own = tuple(f"{module}." for module in head_modules(model))
     starts_head = may_lack_head and any(key.startswith(own) for key in found["missing_keys"])
     if starts_head:
@@ -88,21 +76,19 @@ def load_complete(
         )
     if found["unexpected_keys"]:
         count = len(found["unexpected_keys"])
-        warnings.warn(
+        warn(
             f"{name}: the weights contain {count} tensor{'s' * (count > 1)} that {type(model).__name__} with this "
-            f"config.json does not use: {some_of(found['unexpected_keys'])}.",
-            stacklevel=4,
+            f"config.json does not use: {some_of(found['unexpected_keys'])}."
         )
     _check_types(model, stored)
     _check_values(model)
     if any(_UNTIED in message for message in reported):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
-        warnings.warn(
+        warn(
             f"{name}: config.json has tie_word_embeddings: true, but the weights contain an output layer that differs "
             "from the embeddings. Both are used, and the trained model is saved with tie_word_embeddings: false. "
-            "Servers such as vLLM may use the embeddings for both: set it to false in config.json.",
-            stacklevel=4,
+            "Servers such as vLLM may use the embeddings for both: set it to false in config.json."
         )
     if is_fsdp_enabled() and not PartialState().is_local_main_process:
         _free_weights(model)
@@ -165,10 +151,7 @@ def _check_values(model: PreTrainedModel) -> None:
             continue
         low, high = own.aminmax()  # without a copy; both are NaN if a value is
         if not (low.isfinite() and high.isfinite()):
-            raise ModelError(
-                f"the weights contain NaN or infinite values ({key}), so the model would compute NaN. Use other "
-                "weights, such as an earlier checkpoint"
-            )
+            raise ModelError(f"the weights contain NaN or infinite values ({key}). Use other weights")
         if own is embeddings and low == high and own.dim() == 2 and len(own) > 1:  # of one dimension: partitioned
             raise ModelError(f"the embeddings of all tokens are equal ({low:.4g}). Use trained weights")
 
@@ -208,7 +191,7 @@ def load_gguf_config(name: str) -> Any:
     """The transformers configuration in the GGUF file `name`."""
     folder, file = _place(name)
     with doing(f"reading {name}"):
-        config = AutoConfig.from_pretrained(folder, gguf_file=file)
+        config = transformers.AutoConfig.from_pretrained(folder, gguf_file=file)
     forget_title(config)
     return config
 
@@ -217,7 +200,7 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
     """The dense model in the GGUF file `name`: exactly the file's weights, rounded to the `dtype` of `options`."""
     options.setdefault("config", load_gguf_config(name))
     # By default, transformers may keep the blocks quantised, which can be neither trained nor saved.
-    dense = GgufConfig(dequantize=True)
+    dense = transformers.GgufConfig(dequantize=True)
     folder, file = _place(name)
     with doing(f"reading {name}"):
         model = load_complete(folder, gguf_file=file, quantization_config=dense, **options)
@@ -228,15 +211,13 @@ def load_gguf_model(name: str, **options: Any) -> PreTrainedModel:
 
 
 def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer in the GGUF file `name`, including its chat template.
-
-    It has exactly the file's tokens, and splits text and adds a beginning-of-sequence token as the file specifies.
-    """
+    """The tokenizer in the GGUF file `name`, including its chat template. It has exactly the file's tokens, and splits
+    text and adds a beginning-of-sequence token as the file specifies."""
     with doing(f"reading {name}"), TemporaryDirectory() as alone:
         # transformers prefers a tokenizer.json in the same folder, which may be of another model.
         link = Path(alone) / Path(name).name
         link.symlink_to(Path(name).absolute())
-        loaded = AutoTokenizer.from_pretrained(alone, gguf_file=str(link))
+        loaded = transformers.AutoTokenizer.from_pretrained(alone, gguf_file=str(link))
         metadata, _ = read_gguf_metadata(name)
     backend = json.loads(loaded.backend_tokenizer.to_str())
     # transformers adds GPT-2's <|endoftext|> to every byte-level vocabulary, even if the model does not have it.
@@ -244,7 +225,7 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
     backend["added_tokens"] = [token for token in backend["added_tokens"] if token["id"] < count]
     backend["pre_tokenizer"] = _splitting(backend["pre_tokenizer"], metadata.get("tokenizer.ggml.pre"), name)
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token")
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
         chat_template=loaded.chat_template,
         **{key: token for key, token in loaded.special_tokens_map.items() if key.endswith("_token")},
@@ -253,21 +234,12 @@ def load_gguf_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _splitting(used: dict | None, kind: str | None, name: str) -> dict | None:
-    """The pre-tokenizer with which the merges of the vocabulary were learned.
-
-    If transformers does not know `kind`, it splits like GPT-2, which for some models gives different tokens around
-    spaces and digits.
-    """
+    """The pre-tokenizer with which merges were learned: transformers splits like GPT-2 if it does not know `kind`."""
     if used is None or used["type"] != "ByteLevel" or kind is None or kind in _LIKE_GPT2:
         return used
     if kind in _SINGLE_DIGITS:
         return {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, used]}
-    warnings.warn(
-        f"{name} uses the pre-tokenizer {kind!r}, which is not supported: text is split like GPT-2, and some tokens "
-        "may differ from those that the model was trained on. Set tokenizer_config to the model's original tokenizer "
-        "to avoid this.",
-        stacklevel=4,
-    )
+    warn(f"{name} uses the pre-tokenizer {kind!r}, which is not supported: tokens may differ; set tokenizer_config.")
     return used
 
 

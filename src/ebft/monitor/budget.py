@@ -41,10 +41,7 @@ class Budget:
         self._documents, self._generated_tokens, self.meter.flops = 0.0, 0, 0
 
     def add(self, documents: float = 0, generated_tokens: int = 0, flops: int = 0) -> None:
-        """Add to the amounts of this rank; `flops` only for computation that the meter does not count.
-
-        `documents` may be fractional if the samples of a prompt are shared between ranks.
-        """
+        """Add to the amounts of this rank: documents may be fractional; `flops` that the meter does not count."""
         self._documents += documents
         self._generated_tokens += generated_tokens
         self.meter.flops += flops
@@ -155,13 +152,18 @@ class FlopMeter:
         if not self._counting:
             return
         inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        flops = 2 * weight_size(module) * _rows(module, inputs)
+        rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
+        if _experts(module):  # each row is multiplied by the weights of each expert that is chosen for it
+            chosen = [value for value in inputs[1:] if not value.is_floating_point()]
+            rows *= chosen[0].shape[-1] if chosen else 1
+        flops = 2 * weight_size(module) * rows
         self.flops += 0 if isinstance(output, Tensor) and is_reused(output) else flops
-        outputs = [value for value in (output, *(output if isinstance(output, tuple) else ())) if _has_gradient(value)]
-        if outputs:
+        found = output if isinstance(output, tuple) else (output,)
+        with_gradient = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
+        if with_gradient:
             weights = (weight for weight in module.parameters(recurse=False) if weight.dim() > 1)
             trained = any(weight.requires_grad for weight in weights)
-            outputs[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
+            with_gradient[0].register_hook(lambda _: self._add(flops * (inputs[0].requires_grad + trained)))
 
     _count.only_observes = True  # see ebft/prefix/forward.py
 
@@ -207,10 +209,7 @@ def forward_flops(model: nn.Module, tokens: int, scored: int) -> int:
 
 
 def weight_size(module: nn.Module) -> int:
-    """Return the number of weight elements that a row is multiplied with; 0 for modules without matrix products.
-
-    Declared sizes are used if available, because quantised and sharded weights have fewer elements.
-    """
+    """The number of weights that a row is multiplied with, as declared: quantised ones have fewer elements."""
     if isinstance(module, nn.Linear):
         return module.in_features * module.out_features
     if isinstance(module, Conv1D):
@@ -222,16 +221,3 @@ def _experts(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights (experts, ., .) of a module that stores all of its experts in one tensor."""
     stacked = [weight for weight in module.parameters(recurse=False) if weight.dim() == 3]
     return stacked if type(module).__name__.endswith("Experts") else []
-
-
-def _rows(module: nn.Module, inputs: list[Tensor]) -> int:
-    """Return the number of rows in a forward pass, multiplied by the number of experts per row for experts."""
-    rows = inputs[0].numel() // max(1, inputs[0].shape[-1])
-    if not _experts(module):
-        return rows
-    chosen = [value for value in inputs[1:] if not value.is_floating_point()]
-    return rows * chosen[0].shape[-1] if chosen else rows
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

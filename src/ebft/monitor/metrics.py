@@ -26,7 +26,7 @@ Number = Tensor | float
 
 
 def read_numbers(numbers: Iterable[Number]) -> list[float]:
-    """Return numbers as floats; of those that are tensors of a device, all are read together, in one wait for it."""
+    """Return numbers as floats; all tensors of a device are read together, in one wait for it."""
     found = list(numbers)
     places: dict[torch.device, dict[torch.dtype, list[int]]] = defaultdict(lambda: defaultdict(list))
     for place, number in enumerate(found):
@@ -164,10 +164,7 @@ class HeldOutRows:
 
 
 def held_out_batches(rows: int, size: int, rank: int, processes: int) -> tuple[list[list[int]], list[int]]:
-    """Return the batches of a process, and for each the number of processes that have the same one.
-
-    All processes have the same number of batches. Rows that do not fill a batch of each are evaluated by all processes.
-    """
+    """The batches of a process, and how many processes have the same one: all evaluate the rows left over."""
     whole = rows // (size * processes)
     starts = [(batch * processes + rank) * size for batch in range(whole)]
     rest = range(whole * size * processes, rows, size)
@@ -247,19 +244,16 @@ class ConsoleMetrics(TrainerCallback):
         if evaluates and state.is_world_process_zero and not sys.stderr.isatty():
             tqdm.write("evaluating held-out rows ...", file=sys.stderr)
 
-    def _times(self, state: Any) -> str:
-        """The time since training began, and the time left at the same speed, evaluations included."""
-        if self._began is None:
-            return ""
-        elapsed, steps = time.monotonic() - self._began[0], state.global_step - self._began[1]
-        left = state.max_steps - state.global_step
-        remaining = f", {duration(elapsed / steps * left)} left" if steps > 0 and left > 0 else ""
-        return duration(elapsed) + remaining
-
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
             return
-        line = format_logs(logs, state.global_step, state.max_steps, self._times(state))
+        times = ""
+        if self._began is not None:  # the time since training began, and the time left at the same speed
+            elapsed, steps = time.monotonic() - self._began[0], state.global_step - self._began[1]
+            left = state.max_steps - state.global_step
+            remaining = f", {duration(elapsed / steps * left)} left" if steps > 0 and left > 0 else ""
+            times = duration(elapsed) + remaining
+        line = format_logs(logs, state.global_step, state.max_steps, times)
         if line:
             tqdm.write("\n".join(map(printable, line.split("\n"))))  # does not interfere with a progress bar
 
@@ -276,20 +270,22 @@ _CONTINUED = "    | "
 
 
 def format_logs(logs: dict[str, float], step: int, max_steps: int, times: str = "") -> str | None:
-    """Return the console text of a log of training or evaluation, or None for a log without metrics of either.
-
-    Lines are broken between terms. `times` is the last term of a log of training.
-    """
+    """The lines of a log of training, which end with `times`, or of an evaluation; None for other logs."""
     logs = {name: value for name, value in logs.items() if value is not None}  # TRL: no reward in this interval
     for held_out, loss_prefix, term_prefix in ((True, "eval_", "eval_"), (False, "", "ebft/")):
         terms = [_term(logs[term_prefix + term[1]], *term) for term in _TERMS if term_prefix + term[1] in logs]
-        losses, has_features = _losses(logs, loss_prefix), bool(terms)
+        keys, has_features = ("loss", "ce_loss", "accuracy", "grad_norm"), bool(terms)
+        losses = [f"{key} {logs[loss_prefix + key]:.4f}" for key in keys if loss_prefix + key in logs]
         compared = [(logs[loss_prefix + term[1]], *term) for term in _OF_PREFERENCES if loss_prefix + term[1] in logs]
         terms += [_term(*term) for term in compared]
         if held_out and "eval_reward" in logs:
             # The policy loss is always about 0, so it is not informative.
             losses = [loss for loss in losses if not loss.startswith("loss ")]
-        terms += _rewards(logs, loss_prefix)
+        names = [key for key in logs if key.startswith(f"{loss_prefix}rewards/") and key.endswith("/mean")]
+        parts = {key.removeprefix(f"{loss_prefix}rewards/").removesuffix("/mean"): logs[key] for key in names}
+        if parts and list(parts) != ["feature_matching"]:  # which is the reward then
+            terms += [f"total reward {logs[key]:+.3f} ^" for key in (loss_prefix + "reward",) if key in logs]
+            terms += [f"{name} {value:+.3f}" for name, value in parts.items() if name != "feature_matching"]
         if terms or losses:
             # Not titled reward: held-out features are not whitened, and the feature-matching loss is unbiased.
             title = "ebft reward" if has_features else "preference" if compared else "reward" if terms else "loss"
@@ -314,18 +310,3 @@ def _in_lines(terms: list[str]) -> str:
 
 def _term(value: float, label: str, metric: str, spec: str, wanted: str) -> str:
     return f"{label} {round(value, 3) + 0.0:{spec}} {wanted}"  # + 0.0 avoids -0.000
-
-
-def _rewards(logs: dict[str, float], prefix: str) -> list[str]:
-    """Return the total reward and its parts, unless the feature-matching reward is the only one."""
-    names = [key for key in logs if key.startswith(f"{prefix}rewards/") and key.endswith("/mean")]
-    parts = {key.removeprefix(f"{prefix}rewards/").removesuffix("/mean"): logs[key] for key in names}
-    if not parts or list(parts) == ["feature_matching"]:
-        return []
-    total = [f"total reward {logs[prefix + 'reward']:+.3f} ^"] if prefix + "reward" in logs else []
-    return total + [f"{name} {value:+.3f}" for name, value in parts.items() if name != "feature_matching"]
-
-
-def _losses(logs: dict[str, float], prefix: str) -> list[str]:
-    keys = ("loss", "ce_loss", "accuracy", "grad_norm")
-    return [f"{key} {logs[prefix + key]:.4f}" for key in keys if prefix + key in logs]

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 import socket
 import sys
 import time
@@ -26,21 +25,8 @@ from typing import Any, Literal
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
+from ebft import run_files as files
 from ebft.files import write_text
-from ebft.run_files import (
-    EVALUATION,
-    HEALTH,
-    METRICS,
-    PREVIOUS,
-    REPORT,
-    ROLLOUTS,
-    RUN,
-    START,
-    parse,
-    rank_of,
-    read_object,
-    rollout_files,
-)
 
 State = Literal["running", "finished", "stopped", "failed"]
 # Among the `stateful_callbacks` of a trainer state: the evaluation of this step was not finished when it was saved.
@@ -71,14 +57,14 @@ class RunFiles(TrainerCallback):
             "max_steps": None,
         }
         self.description = description
-        self._path = self._folder / RUN
+        self._path = self._folder / files.RUN
         self._last_update = 0.0
         self._has_failed = False
 
     def start(self) -> None:
         """Write run.json or, if the folder has files of an earlier run, start.json."""
         self._run["started"] = time.time()
-        self._path = self._folder / (START if has_records(self._folder) else RUN)
+        self._path = self._folder / (files.START if has_records(self._folder) else files.RUN)
         self._update()
 
     def describe(self, **facts: Any) -> None:
@@ -87,7 +73,7 @@ class RunFiles(TrainerCallback):
 
     def end(self, state: State, error: str | None = None) -> bool:
         """Write the final state of the run. Returns False if the run.json of an earlier run was left unchanged."""
-        is_unchanged = self._path.name == START
+        is_unchanged = self._path.name == files.START
         if is_unchanged and state == "finished":
             self._try(self._path.unlink, True)
             return False
@@ -98,12 +84,9 @@ class RunFiles(TrainerCallback):
         return not is_unchanged
 
     def restore(self, state: Any) -> None:
-        """Take the progress from the trainer state of a run that has no more steps to train.
-
-        The run.json of one that was finished before is left unchanged.
-        """
+        """Take the progress from the state of a run that is complete; a finished run's run.json is left unchanged."""
         self._run |= {"global_step": state.global_step, "max_steps": state.max_steps}
-        if (read_object(self._folder / RUN) or {}).get("state") != "finished":
+        if (files.read_object(self._folder / files.RUN) or {}).get("state") != "finished":
             self._use_run_file()
 
     def begin(self, state: Any, previous: Path | None = None) -> None:
@@ -115,10 +98,11 @@ class RunFiles(TrainerCallback):
         if state.global_step > 0:
             self._run["resumed_from_step"] = state.global_step
             is_evaluated = PENDING_EVALUATION not in state.stateful_callbacks
-            for name in (METRICS, HEALTH):
+            for name in (files.METRICS, files.HEALTH):
                 self._try(remove_from_step, self._folder / name, state.global_step + 1, is_evaluated)
-            self._try(set_aside, self._folder, [self._folder / EVALUATION])  # of the model that is trained further
-        elif self._path.name == START:
+            of_model = self._folder / files.EVALUATION  # which is trained further
+            self._try(set_aside, self._folder, [of_model])
+        elif self._path.name == files.START:
             self._try(set_run_aside, self._folder, previous)
         self._use_run_file()
 
@@ -131,14 +115,14 @@ class RunFiles(TrainerCallback):
         if logs:
             values = {name: _as_json(value) for name, value in logs.items() if name not in ("step", "time")}
             line = json.dumps({"step": state.global_step, "time": round(time.time(), 3), **values}, allow_nan=False)
-            self._try(_append, self._folder / METRICS, line)
+            self._try(_append, self._folder / files.METRICS, line)
         self._run["global_step"] = state.global_step
         self._update()
 
     def _use_run_file(self) -> None:
-        self._path = self._folder / RUN
+        self._path = self._folder / files.RUN
         self._update()
-        self._try((self._folder / START).unlink, True)
+        self._try((self._folder / files.START).unlink, True)
 
     def _update(self) -> None:
         self._last_update = time.monotonic()
@@ -223,9 +207,6 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, int | str | None) else str(value)
 
 
-_STEP_FIRST = re.compile(rb'\{"step": (\d+)[,}]')  # as all files are written
-
-
 def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     """Remove the lines of `step` and later ones from a JSON Lines file, and lines that cannot be read.
 
@@ -233,13 +214,18 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
     file is replaced as a whole, and deleted if no line remains. A missing file is not an error; others raise OSError.
     """
     part = path.with_name(f"{path.name}.part")
+
+    def is_before(line: bytes, step: int) -> bool:
+        value = (files.parse(line) or {}).get("step")
+        return line.endswith(b"\n") and isinstance(value, int | float) and value < step
+
     try:
         lines, counts = path.open("rb"), {True: 0, False: 0}
     except FileNotFoundError:
         return
     with lines, part.open("wb") as remaining:
         for line in lines:
-            is_kept = line.endswith(b"\n") and _is_before(line, step - (not is_evaluated and b'"eval_' in line))
+            is_kept = is_before(line, step - (not is_evaluated and b'"eval_' in line))
             counts[is_kept] += 1
             if is_kept:
                 remaining.write(line)
@@ -251,14 +237,6 @@ def remove_from_step(path: Path, step: int, is_evaluated: bool = True) -> None:
         path.unlink()
 
 
-def _is_before(line: bytes, step: int) -> bool:
-    found = _STEP_FIRST.match(line)
-    if found:
-        return int(found[1]) < step
-    value = (parse(line) or {}).get("step")
-    return isinstance(value, int | float) and value < step
-
-
 def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -> Path | None:
     """Move existing `paths` of `folder` to `target`, by default a new `previous/1`, `previous/2`, ... inside `folder`.
 
@@ -268,7 +246,7 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
     found = [path for path in paths if path.exists()]
     if not found:
         return None
-    target = target or _new_previous(folder / PREVIOUS)
+    target = target or _new_previous(folder / files.PREVIOUS)
     moved: list[tuple[Path, Path]] = []
     try:
         for path in found:
@@ -285,15 +263,16 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
 
 def set_run_aside(folder: Path, target: Path | None = None) -> None:
     """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
-    names = (METRICS, RUN, HEALTH, REPORT, EVALUATION)
-    set_aside(folder, [*(folder / name for name in names), *rollout_files(folder)], target)
+    names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
+    set_aside(folder, [*(folder / name for name in names), *files.rollout_files(folder)], target)
 
 
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
-    if any((folder / name).is_file() for name in (METRICS, HEALTH, EVALUATION)) or rollout_files(folder):
+    records = (folder / name for name in (files.METRICS, files.HEALTH, files.EVALUATION))
+    if any(path.is_file() for path in records) or files.rollout_files(folder):
         return True
-    run = read_object(folder / RUN) or {}
+    run = files.read_object(folder / files.RUN) or {}
     return run.get("state") == "finished" or bool(run.get("global_step"))
 
 
@@ -309,7 +288,7 @@ def _new_previous(parent: Path) -> Path:
         return parent / str(number)
 
 
-class RolloutLog:
+class RolloutLog(TrainerCallback):
     """Appends entries to `rollouts.jsonl`, one JSON object per line; process r > 0 to `rollouts-rank<r>.jsonl`.
 
     A file of 64 MiB is renamed to `rollouts.jsonl.1`, and so on; the three newest of these are kept. The folder is
@@ -319,9 +298,8 @@ class RolloutLog:
     """
 
     def __init__(self, folder: str | Path, rank: int = 0, max_bytes: int = 64 * 2**20, *, processes: int = 1) -> None:
-        self.path = Path(folder) / (ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
-        self._rank, self._processes = rank, processes
-        self._max_bytes = max_bytes
+        self.path = Path(folder) / (files.ROLLOUTS if rank == 0 else f"rollouts-rank{rank}.jsonl")
+        self._rank, self._processes, self._max_bytes = rank, processes, max_bytes
         self._handler: _Handler | None = None
         self._has_failed = False
 
@@ -330,9 +308,7 @@ class RolloutLog:
         try:
             if self._handler is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._handler = _Handler(
-                    self.path, maxBytes=self._max_bytes, backupCount=3, encoding="utf-8", delay=True
-                )
+                self._handler = _Handler(self.path, "a", self._max_bytes, backupCount=3, encoding="utf-8", delay=True)
             for row in rows:
                 line = json.dumps(row, ensure_ascii=False, default=str)
                 self._handler.emit(logging.LogRecord("", logging.INFO, "", 0, line, (), None))
@@ -345,20 +321,23 @@ class RolloutLog:
             self._handler.close()
             self._handler = None
 
-    def continue_from(self, step: int) -> None:
-        """Remove the entries of steps after `step`; at step 0, move the files to a folder in `previous` instead.
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.continue_from(state.global_step)
 
-        The main process does so too with the files of processes that an earlier run had in addition.
-        """
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        files = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
+
+    def continue_from(self, step: int) -> None:
+        """Remove entries after `step`; at step 0, move the files away, also of processes that the run no longer has."""
+        self.close()
+        paths = [self.path, *self.path.parent.glob(f"{self.path.name}.[0-9]*")]
         if self._rank == 0:
-            files += [path for path in rollout_files(self.path.parent) if rank_of(path) >= self._processes]
+            paths += [path for path in files.rollout_files(self.path.parent) if files.rank_of(path) >= self._processes]
         try:
             if step == 0:
-                set_aside(self.path.parent, files)
+                set_aside(self.path.parent, paths)
             else:
-                for path in files:
+                for path in paths:
                     remove_from_step(path, step + 1)
         except OSError as error:
             self._warn(error)
@@ -385,7 +364,7 @@ class ScoredRollouts:
         self._log = None
         if self._logs_all or (args.log_rollouts == "few" and args.process_index == 0):
             self._log = RolloutLog(args.output_dir, args.process_index, processes=args.world_size)
-            trainer.add_callback(_ContinueLog(self._log))
+            trainer.add_callback(self._log)
 
     def __call__(self, rollouts: Callable[[], Iterable[dict[str, Any]]], rewards: Tensor) -> None:
         """Pass on the entries that `rollouts()` yields; it is not called if nobody receives them."""
@@ -395,7 +374,11 @@ class ScoredRollouts:
         is_whole = self._logs_all or self.hooks
         entries = list(rollouts() if is_whole else islice(rollouts(), _FEW_ENTRIES))
         if is_logged:
-            self._log.write(entries if self._logs_all else map(_with_few_blocks, entries[:_FEW_ENTRIES]))
+            logged = entries if self._logs_all else [dict(entry) for entry in entries[:_FEW_ENTRIES]]
+            for entry in () if self._logs_all else logged:  # a few blocks of the document, evenly spread
+                if blocks := entry.get("blocks"):
+                    entry["blocks"] = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
+            self._log.write(logged)
         for hook in self.hooks:
             hook(copy.deepcopy(entries), rewards.clone())
 
@@ -411,24 +394,6 @@ class ScoredRollouts:
 
 
 _FEW_STEPS, _FEW_ENTRIES, _FEW_BLOCKS = 100, 2, 4
-
-
-def _with_few_blocks(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry with at most four of the blocks of its document, evenly spread."""
-    blocks = entry.get("blocks", [])
-    few = blocks[:: max(1, math.ceil(len(blocks) / _FEW_BLOCKS))]
-    return entry | {"blocks": few} if blocks else entry
-
-
-class _ContinueLog(TrainerCallback):
-    def __init__(self, log: RolloutLog) -> None:
-        self._log = log
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log.continue_from(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._log.close()
 
 
 class _Handler(RotatingFileHandler):

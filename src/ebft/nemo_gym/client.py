@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import time
 import weakref
 from collections.abc import Iterator
@@ -147,7 +146,14 @@ class GymClient:
         Lost connections and 5xx are retried up to `ATTEMPTS` times; a timeout or another status is not. `are_runs`:
         whether the URLs belong to agents.
         """
-        return self._loop.run(self._post_all(requests, are_runs))
+        timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
+
+        async def post_all() -> list[Any]:
+            return await asyncio.gather(
+                *(self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
+            )
+
+        return self._loop.run(post_all())
 
     def cancel(self) -> None:
         """Cancel all pending requests; the threads that wait for them raise CancelledError."""
@@ -156,11 +162,6 @@ class GymClient:
     def close(self) -> None:
         """Cancel all requests and stop the client's thread; can be called repeatedly."""
         self._loop.close(self._http.aclose, CONNECT_TIMEOUT)
-
-    async def _post_all(self, requests: list[tuple[str, dict[str, Any]]], are_runs: bool) -> list[Any]:
-        timeout, key = (self.run_timeout, "run") if are_runs else (self.timeout, "verify")
-        sent = (self._post(url, body, timeout, f"nemo_gym_{key}_timeout") for url, body in requests)
-        return await asyncio.gather(*sent)
 
     async def _post(self, url: str, body: dict[str, Any], timeout: float, key: str) -> Any:
         reason = ""
@@ -216,8 +217,8 @@ _SERVER_POLL = 0.2
 def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
     """Start the servers, wait for the head server, and stop them at the end of the block.
 
-    Nothing is started if a head server already responds, and on all processes except rank 0. Raises ConfigError if
-    NeMo Gym is not installed, and ServerError, with the end of the log, if it exits or is not up in time.
+    Nothing is started if a head server already responds, and on all processes except rank 0. Raises ServerError, with
+    the end of the log, if NeMo Gym exits, such as if it is not installed, or is not up in time.
     """
     if not (keys.nemo_gym_enabled and keys.nemo_gym_auto_start) or not is_main_process():
         yield
@@ -231,7 +232,17 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
         log = ServerLog(Path(output_dir) / LOG)
         process = start_supervisor(start_command(keys), log, cwd=Path(keys.nemo_gym_dir).expanduser())
         try:
-            _await_head(process, client, keys.nemo_gym_server_timeout, log)
+            deadline, timeout = time.monotonic() + keys.nemo_gym_server_timeout, keys.nemo_gym_server_timeout
+            while not client.is_up():
+                if process.poll() is not None:
+                    code = process.poll()
+                    raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {code}). {log.tail()}")
+                if time.monotonic() > deadline:
+                    raise ServerError(
+                        f"NeMo Gym was not up at {client.head} within {timeout:g} s (nemo_gym_server_timeout). "
+                        f"{log.tail()}"
+                    )
+                time.sleep(_SERVER_POLL)
             yield
         finally:
             end_supervisor(process)
@@ -242,26 +253,7 @@ def started_servers(keys: NemoGymKeys, output_dir: str) -> Iterator[None]:
 def start_command(keys: NemoGymKeys) -> list[str]:
     """The command that starts the servers."""
     program = Path(keys.nemo_gym_dir).expanduser() / ".venv" / "bin" / "ng_run"
-    if not program.is_file():
-        raise ConfigError(
-            f"nemo_gym_auto_start: {program} does not exist. Install NeMo Gym in nemo_gym_dir (clone "
-            "https://github.com/NVIDIA-NeMo/Gym and run `uv venv && uv sync` there), or start its servers yourself and "
-            "set nemo_gym_auto_start: false."
-        )
     command = [str(program), f"+config_paths=[{','.join(keys.nemo_gym_config_paths)}]", "+skip_venv_if_present=true"]
     if keys.nemo_gym_head_port != DEFAULT_PORT:
         command += [f"+head_server.host={HOST}", f"+head_server.port={keys.nemo_gym_head_port}"]
     return command
-
-
-def _await_head(process: subprocess.Popen, client: GymClient, timeout: float, log: ServerLog) -> None:
-    deadline = time.monotonic() + timeout
-    while not client.is_up():
-        if process.poll() is not None:
-            raise ServerError(f"ng_run exited before NeMo Gym was up (exit code {process.poll()}). {log.tail()}")
-        if time.monotonic() > deadline:
-            raise ServerError(
-                f"NeMo Gym was not up at {client.head} within {timeout:g} s. Increase nemo_gym_server_timeout if it "
-                f"needs more time. {log.tail()}"
-            )
-        time.sleep(_SERVER_POLL)

@@ -17,7 +17,7 @@ from ebft.config.keys.nemo_gym import ENVIRONMENT, VERIFY
 from ebft.errors import ConfigError, RolloutError, doing
 from ebft.nemo_gym.client import Failure, GymClient, Server, Servers
 from ebft.structured.generation import REWARD
-from ebft.structured.rollouts.server import POLICY, AgentSampling
+from ebft.structured.rollouts.server import POLICY
 from ebft.structured.rollouts.turns import Rollout
 
 FAILED = "nemo_gym/failed"  # metric: fraction of completions without a reward
@@ -132,38 +132,17 @@ def response_of(completion: str | list[dict[str, Any]], model_name: str = POLICY
         calls = message.get("tool_calls") or []
         if message.get("content") or not calls:
             text = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
-            output.append(
-                {
-                    "id": f"msg_{len(output)}",
-                    "type": "message",
-                    "role": "assistant",
-                    "status": "completed",
-                    "content": [text],
-                }
-            )
+            message_item = {"id": f"msg_{len(output)}", "type": "message", "role": "assistant", "content": [text]}
+            output.append(message_item | {"status": "completed"})
         for call in calls:
             function = call.get("function", call)
             arguments = function.get("arguments", {})
-            output.append(
-                {
-                    "id": f"fc_{len(output)}",
-                    "call_id": call.get("id") or f"call_{len(output)}",
-                    "type": "function_call",
-                    "name": function["name"],
-                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments),
-                    "status": "completed",
-                }
-            )
-    return {
-        "id": "resp_ebft",
-        "object": "response",
-        "created_at": 0,
-        "model": model_name,
-        "output": output,
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    }
+            as_text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            ids = {"id": f"fc_{len(output)}", "call_id": call.get("id") or f"call_{len(output)}"}
+            item = {"type": "function_call", "name": function["name"], "arguments": as_text, "status": "completed"}
+            output.append(ids | item)
+    required = {"id": "resp_ebft", "object": "response", "created_at": 0, "parallel_tool_calls": True}
+    return {**required, "model": model_name, "output": output, "tool_choice": "auto", "tools": []}
 
 
 @dataclass(frozen=True)
@@ -187,19 +166,19 @@ class GymAgents:
         self._failures = Failures("their completions are left out of the loss")
         self._has_warned = False
 
-    def run(self, rows: list[dict[str, Any]], sampling: AgentSampling) -> list[Rollout]:
+    def run(self, rows: list[dict[str, Any]], params: dict[str, Any]) -> list[Rollout]:
         agents = [self._servers.agent(row["nemo_gym_server"]) for row in rows]
-        bodies = [request_body(row["nemo_gym_row"], sampling) for row in rows]
-        answers = self._client.post_all(
-            [(agent.url + _PATH, body) for agent, body in zip(agents, bodies)], are_runs=True
-        )
+        bodies = [request_body(row["nemo_gym_row"], params) for row in rows]
+        requests = [(agent.url + _PATH, body) for agent, body in zip(agents, bodies)]
         found = [
             answer if isinstance(answer, Failure) else self._rollout(answer, agent)
-            for answer, agent in zip(answers, agents)
+            for answer, agent in zip(self._client.post_all(requests, are_runs=True), agents)
         ]
         self._failures.report(found, agents, _PATH)
         prompt_ids = next(rollout.prompt_ids for rollout in found if isinstance(rollout, Rollout))
-        return [left_out(prompt_ids) if isinstance(rollout, Failure) else rollout for rollout in found]
+        # Without sampled tokens; the trainer requires at least one token.
+        left_out = lambda: Rollout(list(prompt_ids), [prompt_ids[-1]], [0], [0.0])
+        return [left_out() if isinstance(rollout, Failure) else rollout for rollout in found]
 
     def cancel(self) -> None:
         self._client.cancel()
@@ -209,7 +188,7 @@ class GymAgents:
         calls = model_calls(answer, agent)
         if not calls:
             return Failure("the model returned no tokens; the conversation may exceed the server's max_model_len")
-        parts = joined(calls)
+        parts = joined_calls(calls)
         if len(parts) > 1 and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -223,20 +202,12 @@ class GymAgents:
         return rollout
 
 
-def request_body(line: str, sampling: AgentSampling) -> dict[str, Any]:
+def request_body(line: str, params: dict[str, Any]) -> dict[str, Any]:
     """The body of a request to `/run`: the row, with how to sample in its `responses_create_params`."""
     row = json.loads(line)
-    params = row["responses_create_params"]
-    limit = params.get("max_output_tokens")
-    return row | {
-        "responses_create_params": params
-        | {
-            "model": sampling.version,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "max_output_tokens": sampling.max_tokens if limit is None else min(limit, sampling.max_tokens),
-        }
-    }
+    own = row["responses_create_params"]
+    limits = [limit for limit in (own.get("max_output_tokens"), params["max_output_tokens"]) if limit is not None]
+    return row | {"responses_create_params": own | params | {"max_output_tokens": min(limits)}}
 
 
 def model_calls(answer: dict[str, Any], agent: Server) -> list[Call]:
@@ -272,7 +243,7 @@ def _is_reply(item: dict[str, Any]) -> bool:
     return any(part.get("text") if isinstance(part, dict) else part for part in content)
 
 
-def joined(calls: list[Call]) -> list[Rollout]:
+def joined_calls(calls: list[Call]) -> list[Rollout]:
     """Join consecutive calls to rollouts: a new one starts where the context is not an exact continuation.
 
     Tokens that a context adds to the previous one and its reply are given, such as the results of tools. Every sampled
@@ -289,16 +260,8 @@ def joined(calls: list[Call]) -> list[Rollout]:
     return rollouts
 
 
-def left_out(prompt_ids: list[int]) -> Rollout:
-    """A rollout without sampled tokens; the trainer requires at least one token."""
-    return Rollout(list(prompt_ids), [prompt_ids[-1]], [0], [0.0])
-
-
 def check_agents(servers: Servers, names: list[str], max_turns: int | None = None) -> None:
-    """Raise ConfigError if the model server of an agent requests another model, or returns no token ids.
-
-    Also if an agent may hold a conversation of more than `max_turns` replies.
-    """
+    """Raise ConfigError if an agent's model server requests another model, or it may take more than `max_turns`."""
     for agent in dict.fromkeys(servers.agent(name).name for name in names):
         steps = servers.by_name[agent].settings.get("max_steps")
         if max_turns is not None and not (isinstance(steps, int) and 0 < steps <= max_turns):
@@ -310,8 +273,6 @@ def check_agents(servers: Servers, names: list[str], max_turns: int | None = Non
         model = servers.model(servers.by_name[agent])
         if model is None or "return_token_id_information" not in model.settings:
             continue  # another kind of model server; its responses are checked
-        if model.settings["return_token_id_information"] is not True:
-            raise ConfigError(f"{_ADVICE}: {model.name}, which the agent {agent} uses, does not have it.")
         if model.settings.get("model") != POLICY:
             raise ConfigError(
                 f"The model server {model.name} of NeMo Gym, which the agent {agent} uses, requests the model "

@@ -20,7 +20,7 @@ from ebft.prefix.forward import run_wrapped, take_programs
 class PreparedBatches(KeepsMetrics):
     """Mixin for CPOTrainer and ORPOTrainer with rows `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
-    scores_prompts: ClassVar[bool]  # whether the cross-entropy is that of chosen texts with their prompts
+    scores_prompts: ClassVar[bool]  # whether the cross-entropy of chosen texts includes their prompts
     loss_name = "eval_loss"
     loss_items = "nll_loss"
     of_step = ("nll_loss",)
@@ -36,7 +36,7 @@ class PreparedBatches(KeepsMetrics):
         eval_dataset: Dataset | None = None,
         **kwargs: Any,
     ) -> None:
-        args.remove_unused_columns = False  # of the columns, transformers knows only those of the model's forward
+        args.remove_unused_columns = False  # transformers knows the columns of the model's forward only
         super().__init__(
             model,
             args=args,

@@ -65,7 +65,7 @@ class DPOTrainer(HasReference, trl.DPOTrainer):
 
     @property
     def loss_items(self) -> str | None:
-        """Tokens of chosen completions, of which the loss `sft` is a mean."""
+        """Tokens of chosen completions; the loss `sft` is a mean over them."""
         return "logits/chosen" if "sft" in self.loss_types else None
 
     def more_statistics(self) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class KTOTrainer(HasReference, trl.KTOTrainer):
         return counts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; the margin is that of the means over all rows, not the mean over batches."""
+        """Log; the margin is the difference of the means over all rows, not the mean over batches."""
         found = self.logged("train" if self.model.training else "eval")
         chosen, rejected = (found.get(f"rewards/{side}") for side in ("chosen", "rejected"))
         if chosen and rejected:
@@ -205,7 +205,7 @@ def spare_completions(dataset: Dataset) -> list[list[int]]:
 
 
 def without_router_loss(model: nn.Module) -> None:
-    """Let a mixture of experts return no load-balancing loss, which TRL would add to those of preference methods."""
+    """Let a mixture of experts return no load-balancing loss, which TRL would add to the other losses."""
     config = unwrap_adapter(model).config
     for settings in (config, config.get_text_config()):
         if hasattr(settings, "output_router_logits"):

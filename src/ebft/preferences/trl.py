@@ -196,7 +196,7 @@ def score_tokens(
 ) -> FusedCausalLMOutput:
     """Return the log-probabilities of `labels` (B, S) and `statistics`, (B, S - 1) each, 0 without a label.
 
-    Must be called inside the forward of the outermost module. `inputs` are those of the model's forward.
+    Must be called inside the forward of the outermost module. `inputs` are the arguments of the model's forward.
     """
     states = backbone_of(causal_lm)(**inputs | {"use_cache": False})[0][:, :-1]
     targets = labels[:, 1:].to(states.device)

@@ -103,7 +103,7 @@ _FEWEST_FEATURES = 32
 class ActivationReuse:
     """Products of linear layers by their weight, from the passes that sampled the rollouts of a layout.
 
-    The training forward pass reads the documents' tokens, followed by those of each step; `most` limits the latter.
+    The training forward pass reads the documents' tokens, then the tokens of each step; `most` limits the latter.
     """
 
     def __init__(self, document_tokens: int, most: int):
@@ -216,7 +216,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
 def keep_freed_memory() -> None:
     """Let glibc reuse freed memory instead of returning it to the operating system, if training runs on CPU.
 
-    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many of them from
+    A training step allocates and frees temporaries of tens of megabytes. By default glibc requests many blocks from
     the operating system each time, and every page is zeroed when it is first used. Memory that was used once then
     stays with the process, whose peak can be higher if the sizes change from step to step. Applies to the whole
     process. Environment variables MALLOC_MMAP_MAX_, MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ that are set take

@@ -293,7 +293,7 @@ def has_linear_head(causal_lm: PreTrainedModel) -> bool:
 class _GivenStates(nn.Module):
     """Replaces the backbone, and any submodule of it, while the head is applied to precomputed states.
 
-    Its other attributes, such as the factor of the logits in Falcon-H1, are those of the backbone.
+    Its other attributes, such as the factor of the logits in Falcon-H1, are the backbone's.
     """
 
     def __init__(self, backbone: nn.Module) -> None:

@@ -1,6 +1,6 @@
-"""What makes passes on an accelerator cheaper with equal results: fewer kernels, each of which takes time to launch.
+"""What makes passes on an accelerator cheaper with equal results: fewer kernels, since each takes time to launch.
 
-`fuse(module)` lets norms and rotary embeddings of the form that Llama's have, as those of most families, run in one and
+`fuse(module)` lets norms and rotary embeddings of the form that Llama's have, as most families have, run in one and
 four kernels instead of six to eight and ten. `cheap_adapters(model)` adds LoRA adapters to the weights, or else to the
 layer's product, for as long as no gradient is needed. On CPU, where small operations cost little, modules and weights
 are left as they are.
@@ -33,7 +33,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def fuse(module: nn.Module) -> None:
-    """Let a norm or an attention layer use fewer kernels on accelerators, if its code is that of Llama's."""
+    """Let a norm or an attention layer use fewer kernels on accelerators, if its code is Llama's."""
     forward = type(module).forward
     if "forward" in module.__dict__ or not isinstance(forward, FunctionType):
         return
@@ -115,7 +115,9 @@ def cheap_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
     instead of four. Layers with other functions than plain LoRA are left as they are: DoRA, a bias, dropout that is
     not switched off, and weights that are quantised or sharded.
     """
-    layers = [] if torch.is_grad_enabled() or not is_accelerator(causal_lm.device) else _plain_layers(causal_lm)
+    layers: list[LoraLinear] = []
+    if not torch.is_grad_enabled() and is_accelerator(causal_lm.device) and not is_sharded(causal_lm):
+        layers = [module for module in causal_lm.modules() if type(module) is LoraLinear and _is_plain(module)]
     dtypes = {weight.dtype for layer in layers for weight in _weights(layer)}
     is_exact = dtypes == {torch.float32} and not torch.is_autocast_enabled(causal_lm.device.type)
     size = sum(layer.base_layer.weight.nbytes for layer in layers)
@@ -171,14 +173,9 @@ def _adding(layer: LoraLinear) -> Callable[..., Tensor]:
     return forward
 
 
-def _plain_layers(causal_lm: PreTrainedModel) -> list[LoraLinear]:
-    if is_sharded(causal_lm):
-        return []
-    return [module for module in causal_lm.modules() if type(module) is LoraLinear and _is_plain(module)]
-
-
 def _is_plain(layer: LoraLinear) -> bool:
     base, names = layer.base_layer, _names(layer)
+    drops = [layer.lora_dropout[name] for name in names]
     if not names or layer.disable_adapters or layer.merged or layer.fan_in_fan_out or type(base) is not nn.Linear:
         return False
     return (
@@ -186,12 +183,8 @@ def _is_plain(layer: LoraLinear) -> bool:
         and len({each.device for each in _weights(layer)}) == 1
         and "forward" not in layer.__dict__
         and not any(name in layer.lora_variant or layer.lora_bias.get(name) for name in names)
-        and not any(_drops(layer.lora_dropout[name]) for name in names)
+        and not any(drop.training and not isinstance(drop, nn.Identity) for drop in drops)
     )
-
-
-def _drops(dropout: nn.Module) -> bool:
-    return dropout.training and not isinstance(dropout, nn.Identity)
 
 
 def _names(layer: LoraLinear) -> list[str]:

@@ -128,7 +128,7 @@ def all_grad_logits(
     truncation: Truncation | None = None,
     is_entropy: bool = False,
 ) -> Tensor:
-    """Return the gradients (R, V) of the logits, given those of the log-probabilities (R, K), or entropies (R, 1)."""
+    """Return the gradients (R, V) of the logits from gradients of log-probabilities (R, K), or entropies (R, 1)."""
     result = torch.empty_like(logits)
     for rows in tiles(logits):
         softmax = Softmax(logits[rows], temperature, truncation, tokens[rows])
@@ -149,7 +149,7 @@ def grad_of_logits(probabilities: Tensor, tokens: Tensor, grad: Tensor, temperat
 class Slopes(NamedTuple):
     """Gradients (E, D) of log-probabilities with respect to hidden states (R, D), one for each distinct token of a row.
 
-    index (R, K): which of them is that of each token. row (E,): the row that each belongs to, in order.
+    index (R, K): the place of each token among the E. row (E,): the row that each belongs to, in order.
     """
 
     values: Tensor
@@ -252,11 +252,11 @@ class Linear(NamedTuple):
 
 
 class OfLinearHead(torch.autograd.Function):
-    """Precomputed log-probabilities (R, K) of a linear head, of which backward runs one block of tokens at a time.
+    """Precomputed log-probabilities (R, K) of a linear head, whose backward runs one block of tokens at a time.
 
     The logits of a block suffice for its probabilities, since log_sums (R, 1), the log-sum-exp of logits / temperature
     over the vocabulary, are known. The gradient of a block's weights is thus computed at once, and is no sum over
-    chunks of rows, which would be read and written for each of them.
+    chunks of rows, which would be read and written for each chunk.
     """
 
     @staticmethod
@@ -528,7 +528,7 @@ def _choose(
         log_sums.append(softmax.log_sum_exp())
         if slopes is None:
             continue
-        if grad_logits is None:  # room for all tokens, of which the distinct ones are used
+        if grad_logits is None:  # room for all tokens; the distinct ones are used
             grad_logits = logits.new_empty(of_tile.shape[1] * len(logits), logits.shape[1], dtype=slopes)
         row, column, number = distinct_tokens(of_tile, None if several is None else max(0, several - first))
         probabilities = softmax.probabilities if len(row) == len(of_tile) else softmax.probabilities[row]

@@ -54,7 +54,7 @@ def compare(
     tolerances: tuple[float, float] = TOLERANCES,
     compared_with: str = "those of the plain model",
 ) -> None:
-    """Raise ModelError if the differences, in nats for log-probabilities, exceed those of the order of summation.
+    """Raise ModelError if the differences, in nats for log-probabilities, exceed what the order of summation causes.
 
     The error names `what` differs from what, and ends with the `cause`. `tolerances`: in full and in lower precision.
     """

@@ -81,7 +81,7 @@ def _invert(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 def _select(weights: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Invert the cumulative sum of weights (..., V) at noise (..., K) in [0, 1).
 
-    Returns the selected indices (..., K), of which none has weight 0, the noise times the sum, and the cumulative sum.
+    Returns the selected indices (..., K), none with weight 0, the noise times the sum, and the cumulative sum.
     """
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise * cumulative[..., -1:]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import update_wrapper
 from itertools import islice
 from typing import Any
@@ -16,7 +14,6 @@ from ebft.config.user_code import user_code
 from ebft.errors import RewardError
 
 _ATOMS = (int, float, str, bool)
-_SHOWN = 80  # characters of a prompt in messages
 
 
 def _each(wrap: Callable[[Any], Any], reward_funcs: Any) -> Any:
@@ -24,12 +21,18 @@ def _each(wrap: Callable[[Any], Any], reward_funcs: Any) -> Any:
 
 
 def checked_functions(reward_funcs: Any) -> Any:
-    """The reward functions such that errors and invalid rewards raise RewardError; models are returned unchanged."""
+    """The reward functions such that errors and invalid rewards raise RewardError.
+
+    Models are returned unchanged, and so are rewards of this package, which trainers recognise by their class.
+    """
     return _each(_checked, reward_funcs)
 
 
 def _checked(function: Any) -> Any:
-    if not callable(function) or _is_model(function):
+    from torch import nn  # not imported in worker processes
+
+    is_ours = any(of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__)
+    if not callable(function) or isinstance(function, nn.Module) or is_ours:
         return function
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
@@ -67,54 +70,28 @@ def _own(value: Any) -> Any:
     return [_own(each) for each in value]
 
 
-def _is_model(function: Any) -> bool:
-    """Whether this is a reward model, or a reward of this package, which trainers recognise by its class."""
-    from torch import nn  # not imported in worker processes
-
-    return isinstance(function, nn.Module) or any(
-        of.__module__.partition(".")[0] == "ebft" for of in type(function).__mro__
-    )
-
-
 def rewards_of(function: Callable, found: Any, prompts: list) -> list[float | None]:
     """The rewards that a function returned, one per completion. Raises RewardError if they cannot be used.
 
     A reward is a finite number, or None if the function does not apply; NaN is neither.
     """
-    name = name_of(function)
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    if isinstance(found, str | bytes | bytearray | Mapping | Set) or not isinstance(found, Iterable):
+    name = f"The reward function {name_of(function)}"
+    if isinstance(found, bytes | Mapping | Set):
+        raise RewardError(f"{name} returned a {type(found).__name__}; it must return a list in the completions' order.")
+    rewards = list(islice(found, len(prompts) + 1))  # a generator may have no end
+    if len(rewards) != len(prompts):
+        count = f"more than {len(prompts)}" if len(rewards) > len(prompts) else len(rewards)
         raise RewardError(
-            f"The reward function {name} returned {_described(found)}; it must return a list with one number, or None "
-            "for no reward, per completion, in their order."
+            f"{name} returned {count} rewards for {len(prompts)} completions. It must return one per "
+            "completion, or None for no reward."
         )
-    found = list(islice(found, len(prompts) + 1))  # a generator may have no end
-    if len(found) != len(prompts):
-        count = f"more than {len(prompts)}" if len(found) > len(prompts) else len(found)
-        raise RewardError(
-            f"The reward function {name} returned {count} rewards for {len(prompts)} completions. It must return one "
-            "per completion, or None for no reward."
-        )
-    return [_reward(name, value, index, prompts[index]) for index, value in enumerate(found)]
-
-
-def _reward(name: str, value: Any, index: int, prompt: Any) -> float | None:
-    if value is None:
-        return None
-    if hasattr(value, "item"):  # a scalar of NumPy or PyTorch
-        with suppress(ValueError, RuntimeError):  # of more than one element
-            value = value.item()
-    if isinstance(value, numbers.Real) and math.isfinite(value):
-        return float(value)
-    raise RewardError(
-        f"The reward function {name} returned {_described(value)} for completion {index} (prompt "
-        f"{prompt!r:.{_SHOWN}}). Rewards must be finite numbers, or None for no reward."
-    )
-
-
-def _described(value: Any) -> str:
-    return repr(value)[:_SHOWN] if isinstance(value, float | str | None) else f"a {type(value).__name__}"
+    for index, value in enumerate(rewards):
+        if value is not None and (isinstance(value, str) or not math.isfinite(value)):
+            raise RewardError(
+                f"{name} returned {value!r:.80} for completion {index} (prompt {prompts[index]!r:.80}). Rewards must "
+                "be finite numbers, or None for no reward."
+            )
+    return [None if value is None else float(value) for value in rewards]
 
 
 def name_of(function: Callable) -> str:
@@ -124,10 +101,7 @@ def name_of(function: Callable) -> str:
 
 
 def run_in_chunks(reward_funcs: Any, groups: int, group_size: Callable[[], int]) -> Any:
-    """Return the reward functions such that plain functions are called with at most `groups` prompt groups at a time.
-
-    Models, callable objects and coroutine functions are returned unchanged.
-    """
+    """Return the reward functions such that plain ones are called with at most `groups` prompt groups at a time."""
     return _each(lambda function: _in_chunks(function, groups, group_size), reward_funcs)
 
 
@@ -138,7 +112,7 @@ def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any
     def call(**given: Any) -> list[float | None]:
         rewards: list[float | None] = []
         logged: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for columns, others in split(given, groups * group_size()):
+        for columns, others in chunks(given, groups * group_size()):
             size = len(columns["prompts"])
             if "log_metric" in others:
                 note = lambda name, value, size=size: logged[name].append((value, size))
@@ -151,8 +125,8 @@ def _in_chunks(function: Any, groups: int, group_size: Callable[[], int]) -> Any
     return update_wrapper(call, function)
 
 
-def split(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
-    """Yield the lists of all completions among the arguments, `size` completions at a time, and the other arguments."""
+def chunks(given: dict[str, Any], size: int) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
+    """Yield the lists of all completions among the arguments, `size` completions at a time; and the other arguments."""
     count = len(given["prompts"])
     is_column = lambda value: isinstance(value, list | tuple) and len(value) == count
     columns = {name: list(value) for name, value in given.items() if is_column(value)}

@@ -7,7 +7,6 @@ process seconds and half a gigabyte.
 from __future__ import annotations
 
 import inspect
-import math
 import multiprocessing
 import os
 import pickle
@@ -15,7 +14,6 @@ import signal
 import sys
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,21 +23,13 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from queue import SimpleQueue
 from typing import Any
 
-from ebft.errors import ConfigError, RewardError
-from ebft.reward_functions.calls import call_function, name_of, split
+from ebft.errors import ConfigError, doing
+from ebft.reward_functions.calls import call_function, chunks, name_of
 
 NAME = "ebft reward function"  # of the processes
-_DEATHS = 8  # calls after which a function whose process always ended is an error
 _GUARD = 'If training is started by a script, guard its code with `if __name__ == "__main__":`.'
 Rewards = list[float | None]
 RewardFunction = Callable[..., Rewards]
-
-
-class Ended(Exception):
-    """The process of a call ended. `was_called`: False if it could not import the function."""
-
-    def __init__(self, exit_code: int | None, was_called: bool) -> None:
-        self.exit_code, self.was_called = exit_code, was_called
 
 
 class _Worker(SpawnContext):
@@ -51,6 +41,7 @@ class _Worker(SpawnContext):
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
         self._process: SpawnProcess | None = None
+        self.has_called = False  # whether it could import a function
 
     def Process(self, **options: Any) -> SpawnProcess:
         """Return the process of the pool, which calls this."""
@@ -58,20 +49,13 @@ class _Worker(SpawnContext):
         return self._process
 
     def call(self, timeout: float | None, function: RewardFunction, columns: dict[str, list]) -> Rewards:
-        """Return the rewards. Raises TimeoutError after `timeout` seconds, without imports, and Ended after a crash."""
+        """Return the rewards. Raises TimeoutError after `timeout` seconds, without imports; and BrokenProcessPool."""
         if self._process is None or not self._process.is_alive():
             self.stop()
             self._pool = ProcessPoolExecutor(1, self, initializer=_begin)
-        is_ready = False
-        try:
-            self._pool.submit(name_of, function).result()
-            is_ready = True
-            return self._pool.submit(call_function, function, columns).result(timeout)
-        except TimeoutError:
-            self.stop()
-            raise
-        except BrokenProcessPool:
-            raise Ended(self.stop(), is_ready) from None
+        self._pool.submit(name_of, function).result()
+        self.has_called = True
+        return self._pool.submit(call_function, function, columns).result(timeout)
 
     def stop(self) -> int | None:
         """Kill the process and the programs that it started, and return its exit code."""
@@ -89,16 +73,16 @@ class _Worker(SpawnContext):
 
 def _begin() -> None:
     """Begin the life of a process, which ends with the one that started it."""
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os.killpg(0, signal.SIGKILL)
+
     # A separate group, so that programs that it starts can be ended with it. Ctrl-C in a terminal is not sent to it,
     # but schedulers send SIGINT to all processes of a job. The programs do not inherit a handler.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, lambda *_: None)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os.killpg(0, signal.SIGKILL)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 class RewardWorkers:
@@ -106,8 +90,7 @@ class RewardWorkers:
 
     Each process calls the function in its main thread, where `signal.alarm` can be used. A call that takes longer than
     `timeout` seconds ends its process, and so does a crash; the process is replaced. A group whose call timed out, or
-    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where,
-    and so does a function that crashed in each of its first 8 calls.
+    crashed twice, has no reward (None), with a warning. Exceptions of a function raise RewardError, which says where.
     """
 
     def __init__(self, count: int, timeout: float | None, group_size: Callable[[], int]) -> None:
@@ -117,9 +100,7 @@ class RewardWorkers:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="ebft-rewards")
-        self._has_called = False
         self._warned: set[str] = set()
-        self._deaths: Counter[str] = Counter()  # by function, until a call returns
 
     def close(self) -> None:
         """Stop the processes and what they call."""
@@ -129,76 +110,54 @@ class RewardWorkers:
     def parallel(self, function: Any) -> Any:
         """Return a reward function that calls `function` in the processes.
 
-        Models, names of models, callable objects and coroutine functions are returned unchanged. Raises ConfigError
-        for a function that cannot be sent to another process.
+        Models, names of models, callable objects and coroutine functions are returned unchanged.
         """
         if not inspect.isfunction(function) or inspect.iscoroutinefunction(function):
             return function
-        try:
+        with doing(f"sending {name_of(function)} to a process that imports it (reward_num_workers)"):
             pickle.dumps(function)
-        except (pickle.PicklingError, AttributeError) as error:
-            raise ConfigError(
-                f"reward_num_workers: {function.__qualname__} cannot be called in another process ({error}). Define it "
-                "at the top level of a module, or set reward_num_workers: 1."
-            ) from error
 
         def call(**given: Any) -> Rewards:
-            return self._call(function, given)
+            # Arguments that are not lists of all completions are not passed on.
+            groups, interrupted = [columns for columns, _ in chunks(given, self._group_size())], threading.Event()
+            try:
+                found = list(self._threads.map(partial(self._try_twice, function, interrupted), groups))
+            except BaseException:
+                interrupted.set()
+                self.close()  # what still runs has no taker
+                raise
+            sizes = [len(group["prompts"]) for group in groups]
+            given_up = lambda why, size: self._without(function, why, size) if isinstance(why, str) else why
+            return [reward for rewards in map(given_up, found, sizes) for reward in rewards]
 
         return update_wrapper(call, function)
 
-    def _call(self, function: RewardFunction, given: dict[str, Any]) -> Rewards:
-        """Call the function on all groups. Arguments that are not lists of all completions are not passed on."""
-        groups = [columns for columns, _ in split(given, self._group_size())]
-        try:
-            found = list(self._threads.map(partial(self._try_twice, function), groups))
-        except BaseException:
-            self.close()  # what still runs has no taker
-            raise
-        return [reward for group, result in zip(groups, found) for reward in self._rewards(function, group, result)]
-
-    def _try_twice(self, function: RewardFunction, group: dict[str, list]) -> Rewards | TimeoutError | Ended:
+    def _try_twice(self, function: RewardFunction, interrupted: threading.Event, group: dict) -> Rewards | str:
         """Return the rewards of a group, or why there are none."""
-        worker, name = self._idle.get(), name_of(function)
+        worker, reason = self._idle.get(), ""
         try:
             for _ in range(2):
                 try:
-                    rewards = worker.call(self._timeout, function, group)
-                    self._has_called, self._deaths[name] = True, -math.inf
-                    return rewards
-                except TimeoutError as error:
-                    self._has_called = True
-                    return error
-                except Ended as error:
-                    ended = error
-                    self._has_called |= error.was_called
-                    self._deaths[name] += error.was_called
-            return ended
+                    return worker.call(self._timeout, function, group)
+                except TimeoutError:
+                    worker.stop()
+                    return f"took longer than {self._timeout:g} s (reward_timeout)"
+                except BrokenProcessPool:
+                    reason = f"ended its process twice (exit code {worker.stop()})"
+                    if interrupted.is_set():
+                        break
         finally:
             self._idle.put(worker)
+        return reason
 
-    def _rewards(self, function: RewardFunction, group: dict[str, list], result: Any) -> Rewards:
-        size, name = len(group["prompts"]), function.__qualname__
-        if isinstance(result, list):
-            return result
-        if isinstance(result, TimeoutError):
-            return self._without(name, f"took longer than {self._timeout:g} s (reward_timeout)", size)
-        if not self._has_called:
+    def _without(self, function: RewardFunction, reason: str, size: int) -> Rewards:
+        name = function.__qualname__
+        if not any(worker.has_called for worker in self._workers):
             raise ConfigError(
-                f"reward_num_workers: the processes for {name} end with exit code {result.exit_code} before they can "
-                f"call it, since each has to import it from {function.__module__}; they have printed why. {_GUARD} A "
-                "function of a notebook, or of code without a file, must be moved to a module."
+                f"reward_num_workers: {name} {reason} before a call, since each process has to import it from "
+                f"{function.__module__}; they have printed why. {_GUARD} A function of a notebook, or of code without "
+                "a file, must be moved to a module."
             )
-        deaths = self._deaths[name_of(function)]
-        if deaths >= _DEATHS:
-            raise RewardError(
-                f"The reward function {name_of(function)} ended its process in each of its {deaths} calls so far (exit "
-                f"code {result.exit_code}; a negative one is a signal), so that it gave no reward. Call it with known "
-                "completions in a separate script."
-            )
-        return self._without(name, f"ended its process twice (exit code {result.exit_code})", size)
-
-    def _without(self, name: str, reason: str, size: int) -> Rewards:
         if name not in self._warned:
             self._warned.add(name)
             warnings.warn(

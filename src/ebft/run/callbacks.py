@@ -7,7 +7,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,12 @@ from torch.profiler import profile
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 
-from ebft.config.schema import RunConfig
 from ebft.errors import cause, doing
 from ebft.files import STATE, json_object
 from ebft.monitor.budget import stop_training
 from ebft.printed import say
 from ebft.processes import SIGNALS, has_failed, is_main_process, passed_on, signal_handler
+from ebft.run.config.schema import RunConfig
 from ebft.trainer import OverTrainer
 
 _ALLOCATIONS = 1_000_000  # of a profiled step that its snapshot has
@@ -117,13 +117,11 @@ class EarlyStopping(EarlyStoppingCallback):
             stop_training(args, state, control, f"{evaluations} (early_stopping_patience)")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        best = f"checkpoint-{state.best_global_step}"
-        if state.best_global_step is None or not args.load_best_model_at_end:
-            return
-        if Path(state.best_model_checkpoint or "").name != best:
+        best = state.best_global_step if args.load_best_model_at_end else None
+        if best is not None and Path(state.best_model_checkpoint or "").name != f"checkpoint-{best}":
             warnings.warn(
-                f"The best evaluation was that of step {state.best_global_step}, but no checkpoint was saved there, so "
-                "the result is not the best model. Set save_steps to eval_steps.",
+                f"The best evaluation was at step {best}, but no checkpoint was saved there, so the result is not "
+                "the best model. Set save_steps to eval_steps.",
                 stacklevel=2,
             )
 
@@ -163,41 +161,8 @@ def _counted(callbacks: dict[str, Any]) -> int:
     return callbacks.get(EarlyStopping.__name__, {}).get("attributes", {}).get("early_stopping_patience_counter", 0)
 
 
-_held = threading.local()  # the signals that a thread had blocked before it forks
-
-
-def _before_fork() -> None:
-    _held.mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGHUP]
-    )  # Python would drop it in a new process
-
-
-def _after_fork() -> None:
-    with suppress(StopRequested):  # of the parent, which has noted the request
-        signal.pthread_sigmask(signal.SIG_SETMASK, _held.mask)
-
-
-def _after_fork_in_child() -> None:
-    """Give processes that user code forks, such as workers of a multiprocessing.Pool, the handlers of Python."""
-    defaults = {
-        signal.SIGINT: signal.default_int_handler,
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_IGN,
-    }
-    for number, default in defaults.items():  # a step may need the process until it is saved
-        if getattr(signal.getsignal(number), "__func__", None) is StopOnSignal._on_signal:
-            signal.signal(number, default)
-    _after_fork()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
-
-
 class TrainingInterrupted(KeyboardInterrupt):
-    """Training was interrupted by a signal; the message contains the checkpoint and how to resume.
-
-    `signal_number` is SIGINT (Ctrl-C) or SIGTERM (sent by job schedulers, for example).
-    """
+    """Training was interrupted by `signal_number`; the message contains the checkpoint and how to resume."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -217,6 +182,7 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self.command = command
+        self._process = os.getpid()
         self.requested = False
         self.signal_number: int = signal.SIGINT
         self.is_saving_model = False  # set while the final model is saved
@@ -234,16 +200,19 @@ class StopOnSignal(TrainerCallback):
         """Stop as after signal `number`, which another process received; may be called from any thread."""
         self.requested, self.signal_number = True, number
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Context manager in which signals are handled."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python delivers signals to the main thread only
-            return
-        with signal_handler(SIGNALS, self._on_signal):
-            yield
+    def listening(self) -> AbstractContextManager[None]:
+        """Context manager in which signals are handled; Python delivers them to the main thread only."""
+        is_main = threading.current_thread() is threading.main_thread()
+        return signal_handler(SIGNALS, self._on_signal) if is_main else nullcontext()
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # forked by user code, and a step may need it after SIGHUP until it is saved
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
         if self.requested:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

@@ -2,21 +2,20 @@
 
 import json
 import math
+import re
 import shlex
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.load import YAMLError, parse_yaml
-from ebft.config.schema import RunConfig
-from ebft.errors import ConfigError, SaveError, cause, save_remedy
+from ebft.errors import ConfigError, doing
 from ebft.files import CHECKSUMS, STATE, checksum, json_object
 from ebft.monitor.run_files import RunFiles, has_records, set_aside
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import MARK, cards, final_files, final_step, listed, write_mark
 from ebft.run.resume_compat import check_same_run
 from ebft.run_files import DERIVED, PREVIOUS
@@ -25,12 +24,8 @@ from ebft.trainer.checkpoints import step_in_name
 _RESUME = "resume_from_checkpoint"
 
 
-@dataclass(frozen=True)
-class Found:
-    """What an earlier run left behind: its newest weights, and the newest checkpoint that training can resume from.
-
-    `newest` may be a checkpoint without optimizer state or, if `is_final`, the final model in `output_dir`.
-    """
+class Found(NamedTuple):
+    """What an earlier run left: its newest weights (the final model if `is_final`), and what can be resumed."""
 
     newest: Path | None = None
     resumable: Path | None = None
@@ -61,9 +56,23 @@ def find_checkpoints(config: RunConfig) -> Found:
     """
     output_dir = Path(config.output_dir)
     if config.resume_from_checkpoint is not None:
-        named = _named(Path(config.resume_from_checkpoint), output_dir)
+        named = Path(config.resume_from_checkpoint)
+        try:
+            check_complete(named)
+        except DamagedError as error:
+            raise ConfigError(
+                f"resume_from_checkpoint: {named} is not a complete checkpoint: {error}. The newest complete one in "
+                f"output_dir ({output_dir}) is {next(_complete(output_dir), None)}."
+            ) from error
         found = Found(named, named if has_optimizer_state(named) else None)
-        _warn_of_another_folder(named, output_dir)
+        is_own = output_dir.resolve() in (named.resolve(), named.resolve().parent)
+        if not is_own and (has_records(output_dir) or newest_checkpoint(output_dir) is not None):
+            warnings.warn(
+                f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
+                "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of "
+                f"the checkpoint. Set output_dir to {named.parent} or to a new folder.",
+                stacklevel=2,
+            )
     elif config.auto_resume_from_checkpoints:
         found = _newest_of(output_dir)
     else:
@@ -101,10 +110,7 @@ def newest_checkpoint(output_dir: Path, last_step: float = math.inf) -> Path | N
 
 
 def checkpoint_hint(folder: Path, use: str) -> str:
-    """For messages about a folder without a final model: its newest checkpoint, and how to use it; empty if none.
-
-    `use` has `{}` in place of the folder of the checkpoint.
-    """
+    """For messages about a folder without a final model: `use`, with its newest checkpoint for `{}`; or empty."""
     newest = newest_checkpoint(folder) if folder.is_dir() else None
     if newest is None:
         return ""
@@ -119,10 +125,7 @@ def step_of(checkpoint: Path) -> int:
 def how_to_resume(
     config: RunConfig, step: int, resumed: str | Path | None, command: Sequence[str] | None = None
 ) -> str:
-    """The message for a run that was stopped at `step`, after it was resumed from the checkpoint `resumed`, if any.
-
-    `command`: the words of the command that started the run, without a launcher; None for a run started otherwise.
-    """
+    """The message for a run stopped at `step`, which `command` had started and, if any, resumed from `resumed`."""
     newest = newest_checkpoint(Path(config.output_dir), last_step=step)  # later ones are from another run
     newest = newest or (None if resumed is None else Path(resumed))
     if newest is None:
@@ -141,16 +144,9 @@ def how_to_resume(
     words = [word for word in command if word.partition("=")[0].strip() != _RESUME]
     if not is_found:
         end = words.index("--") if "--" in words else len(words)  # options for a launcher follow
-        words.insert(end, f"{_RESUME}={_as_yaml(str(newest))}")
+        is_plain = re.fullmatch(r"[\w./-]+", str(newest))  # as YAML
+        words.insert(end, f"{_RESUME}={newest if is_plain else json.dumps(str(newest))}")
     return f"Stopped at step {step}. Resume with: {shlex.join(words)}"
-
-
-def _as_yaml(text: str) -> str:
-    """A text as the value of an override."""
-    try:
-        return text if parse_yaml(text) == text else json.dumps(text)
-    except YAMLError:
-        return json.dumps(text)
 
 
 def _newest_of(output_dir: Path) -> Found:
@@ -186,39 +182,11 @@ def _complete(
             yield folder
 
 
-def _warn_of_another_folder(named: Path, output_dir: Path) -> None:
-    """Warn if a run continues from another folder than its own, and its own contains a run already."""
-    if named.resolve().parent == output_dir.resolve() or named.resolve() == output_dir.resolve():
-        return
-    if has_records(output_dir) or newest_checkpoint(output_dir) is not None:
-        warnings.warn(
-            f"resume_from_checkpoint: {named} is not in output_dir: {output_dir}, which contains another run. The "
-            "files of both runs would be mixed: metrics and checkpoints of the other run remain up to the step of the "
-            f"checkpoint. Set output_dir to {named.parent} or to a new folder.",
-            stacklevel=3,
-        )
-
-
-def _named(folder: Path, output_dir: Path) -> Path:
-    problem = "is not a folder"
-    if folder.is_dir():
-        try:
-            check_complete(folder)
-            return folder
-        except DamagedError as error:
-            problem = f"is not a complete checkpoint: {error}"
-    newest = next(_complete(output_dir), None)
-    advice = f"output_dir ({output_dir}) has no complete checkpoint."
-    if newest is not None:
-        advice = f"The newest complete one in output_dir is {newest}."
-    raise ConfigError(f"resume_from_checkpoint: {folder} {problem}. {advice}")
-
-
 class PreviousRun(TrainerCallback):
     """Sets the files of an earlier run aside once training begins: a run that fails before that leaves them unchanged.
 
     It must be the first callback of `trainer`, on all processes, so that no file of the new run is moved. `files` are
-    None on other processes. Raises SaveError if the output folder cannot be written.
+    None on other processes.
     """
 
     def __init__(self, config: RunConfig, trainer: Trainer, files: RunFiles | None) -> None:
@@ -228,31 +196,22 @@ class PreviousRun(TrainerCallback):
         self._trainer, self._files = trainer, files
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        previous = None
+        previous, output_dir = None, self._output_dir
         if args.should_save:
-            try:
+            with doing(f"moving the files of an earlier run to {output_dir / PREVIOUS}"):
                 if state.global_step == 0:
                     previous = self._set_earlier_aside()
                 else:
-                    if self._named is not None:
-                        self._set_later_aside(self._named)
+                    if self._named is not None:  # a later run would return to the checkpoints after it
+                        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # of an earlier run
+                        found, step = checkpoint_folders(output_dir), step_of(self._named)
+                        later = [each for each in found if step_in_name(each) >= step]
+                        later = [each for each in later if not each.samefile(self._named)]
+                        self._move(f"Training resumes from {self._named}, so later checkpoints", later)
                     self._move("Models of the run before it was resumed", self._derived())
-            except OSError as error:
-                raise SaveError(
-                    f"The files of an earlier run in {self._output_dir} cannot be moved to {PREVIOUS}: {cause(error)}. "
-                    f"{save_remedy(self._output_dir / PREVIOUS, error)}, or set another output_dir."
-                ) from error
         if self._files is not None:
             self._files.begin(state, previous)
         self._trainer.accelerator.wait_for_everyone()
-
-    def _set_later_aside(self, named: Path) -> None:
-        """Move the checkpoints after the one that training resumes from, to which a later run would else return."""
-        output_dir = self._output_dir
-        write_mark(output_dir, None, listed(output_dir), cards(output_dir))  # the model is an earlier run's
-        found, step = checkpoint_folders(output_dir), step_of(named)
-        later = [folder for folder in found if step_in_name(folder) >= step and not folder.samefile(named)]
-        self._move(f"Training resumes from {named}, so later checkpoints", later)
 
     def _set_earlier_aside(self) -> Path | None:
         """Move the checkpoints and the final model of an earlier run, which would be taken for this run's."""
@@ -269,14 +228,11 @@ class PreviousRun(TrainerCallback):
         target = set_aside(self._output_dir, [*folders, *final])
         if target is not None:
             names = [*(folder.name for folder in folders), *(["the final model"] if final else [])]
-            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=3)
+            warnings.warn(f"{what} were moved to {target}: {', '.join(names)}", stacklevel=2)
         return target
 
     def _derived(self) -> list[Path]:
-        """Merged and quantised models in the output folder that were made from the model of an earlier run.
-
-        A run whose base model is such a folder keeps it, since its adapter belongs to it.
-        """
+        """Merged and quantised models of an earlier run, without the base model: an adapter belongs to it."""
         folders = [each for name in DERIVED if ((each := self._output_dir / name) / "config.json").is_file()]
         return [each for each in folders if not each.is_symlink() and each.resolve() != self._base_model.resolve()]
 

@@ -4,15 +4,12 @@ Those in the tables below are known to be created, without other packages. For a
 imported, and they are created for one weight.
 """
 
-import difflib
-from collections.abc import Iterable
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, MissingPackageError, doing
+from ebft.run.config.schema import RunConfig
 
-# The optimizers of transformers; first PyTorch's and its own, with the numbers in optim_args that
-# they read.
+# Optimizers of PyTorch and transformers, with the numbers in optim_args that they read.
 _PLAIN = {
     "adamw_torch": (),
     "adamw_torch_fused": (),
@@ -21,17 +18,7 @@ _PLAIN = {
     "adagrad": ("lr_decay", "weight_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "weight_decay"),
 }
-OPTIMIZERS = (
-    *_PLAIN,
-    *("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit"),
-    *("ademamix", "adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit"),
-    *("paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit"),
-    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit"),
-    *("galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"),
-    *("lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
-    *("apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"),
-)
-# The schedules of transformers: one of the first numbers in lr_scheduler_kwargs is required, the second are optional.
+# Schedules: one of the first numbers in lr_scheduler_kwargs is required, the second are optional.
 SCHEDULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "linear": ((), ()),
     "cosine": ((), ("num_cycles",)),
@@ -74,36 +61,31 @@ _REFUSED = {  # by the start of their names
 }
 _REFUSED_SCHEDULES = {
     "rex": "transformers has no REX schedule. Use lr_scheduler: polynomial with lr_scheduler_kwargs: {power: 0.5}, "
-    "whose learning rate stays high for longer than that of linear, too",
+    "whose learning rate stays high for longer than with linear, too",
     "one_cycle": "transformers has no one-cycle schedule. Use lr_scheduler: cosine with warmup_ratio: 0.3, which also "
     "rises and falls, without a cycle of the momentum",
 }
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown `optimizer` or `lr_scheduler`; transformers raises for invalid arguments."""
+    """Raise ConfigError for what would not train as configured; transformers raises for unknown names and arguments."""
     _check_supported(config.optimizer)
     if config.lr_scheduler in _REFUSED_SCHEDULES:
         reason = _REFUSED_SCHEDULES[config.lr_scheduler]
         raise ConfigError(f"lr_scheduler: {config.lr_scheduler} is not supported: {reason}.")
-    _check_name("optimizer", config.optimizer, OPTIMIZERS)
-    _check_name("lr_scheduler", config.lr_scheduler, SCHEDULES)
-    if not _is_plain_optimizer(config):
+    given, known = config.optim_args or {}, _PLAIN.get(config.optimizer)
+    if known is None or not _are_numbers(given) or not given.keys() <= set(known):
         _try_optimizer(config)
     if not _is_plain_schedule(config):
         _try_schedule(config)
 
 
-def _is_plain_optimizer(config: RunConfig) -> bool:
-    given = config.optim_args or {}
-    return config.optimizer in _PLAIN and _are_numbers(given) and given.keys() <= set(_PLAIN[config.optimizer])
-
-
 def _is_plain_schedule(config: RunConfig) -> bool:
     given = config.lr_scheduler_kwargs or {}
-    one_of, optional = map(set, SCHEDULES[config.lr_scheduler])
-    if config.lr_scheduler == "polynomial" and config.learning_rate <= _LR_END:
+    too_small = config.lr_scheduler == "polynomial" and config.learning_rate <= _LR_END
+    if config.lr_scheduler not in SCHEDULES or too_small:
         return False
+    one_of, optional = map(set, SCHEDULES[config.lr_scheduler])
     return _are_numbers(given) and len(given.keys() & one_of) == bool(one_of) and given.keys() <= one_of | optional
 
 
@@ -130,14 +112,6 @@ def _check_supported(name: str) -> None:
         raise ConfigError(f"optimizer: {name} is not supported: {reason}.")
 
 
-def _check_name(key: str, name: str, known: Iterable[str]) -> None:
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(known)}."
-    raise ConfigError(f"{key}: {name!r} is not known to transformers. {hint}")
-
-
 def _try_optimizer(config: RunConfig) -> None:
     given = config.optim_args or {}
     try:
@@ -147,7 +121,15 @@ def _try_optimizer(config: RunConfig) -> None:
         raise MissingPackageError(f"optimizer: {config.optimizer}: {error}") from error
     for name, value in given.items():
         is_text = isinstance(settings.get(name), str) and not isinstance(plain.get(name, ""), str)
-        if is_text or (value is False and settings.get(name)) or not _reads(config.optimizer, given, name):
+        without = {other: each for other, each in given.items() if other != name}
+        try:  # whether other values give another optimizer than none
+            is_read = any(
+                _settings(config.optimizer, {**without, name: each}) != _settings(config.optimizer, without)
+                for each in (7, 11)
+            )
+        except ValueError:
+            is_read = True
+        if is_text or (value is False and settings.get(name)) or not is_read:
             raise ConfigError(
                 f"optim_args.{name}: transformers does not read {value} for optimizer: {config.optimizer}. Remove it."
             )
@@ -161,15 +143,6 @@ def _settings(name: str, optim_args: dict[str, Any]) -> dict[str, Any]:
         optim=name, optim_args=optimizer_arguments(optim_args), use_cpu=True, report_to="none"
     )
     return Trainer.get_optimizer_cls_and_kwargs(arguments)[1]
-
-
-def _reads(name: str, optim_args: dict[str, Any], key: str) -> bool:
-    """Whether other values of an argument give another optimizer than none, or an error."""
-    without = {other: value for other, value in optim_args.items() if other != key}
-    try:
-        return any(_settings(name, {**without, key: value}) != _settings(name, without) for value in (7, 11))
-    except ValueError:
-        return True
 
 
 def _try_schedule(config: RunConfig) -> None:

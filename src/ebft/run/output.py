@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, SaveError, doing, some_of
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run_files import (
     CARD,
@@ -74,17 +74,11 @@ def check_own(config: RunConfig) -> None:
 
 
 def claim(folder: Path) -> None:
-    """Begin a list of the files of the final model, if there is none, so that what others add is recognised.
-
-    A README.md that is not the card of a run is kept, with a warning. Raises SaveError if the list cannot be written.
-    """
+    """Begin a list of the final model's files, so that others' are recognised; warn of a README.md of others."""
     if not is_main_process():
         return
-    try:
-        if _mark(folder) is None:
-            write_mark(folder, None, {}, [])
-    except OSError as error:
-        raise SaveError.of(folder, error) from error
+    if not _mark(folder):
+        write_mark(folder, None, {}, [])
     if not owns_card(folder):
         warnings.warn(
             f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
@@ -98,20 +92,18 @@ def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Ite
     write_text(folder / MARK, json.dumps({"step": step, "files": files, "cards": [*cards]}, indent=2) + "\n")
 
 
-def _mark(folder: Path) -> dict[str, Any] | None:
-    mark = read_object(folder / MARK)
-    return mark if mark is not None and isinstance(mark.get("files"), dict) else None
+def _mark(folder: Path) -> dict[str, Any]:
+    return read_object(folder / MARK) or {}
 
 
 def listed(folder: Path) -> dict[str, int]:
     """The files of the final model in `folder`, with their sizes, also of one that is not complete."""
-    found = (_mark(folder) or {}).get("files", {})
-    return {name: size for name, size in found.items() if not Path(name).is_absolute() and ".." not in Path(name).parts}
+    return _mark(folder).get("files", {})
 
 
 def final_step(folder: Path) -> int | None:
     """The step of the final model in `folder`; None if there is none or if files are missing or truncated."""
-    mark = _mark(folder) or {}
+    mark = _mark(folder)
     try:
         complete = all((folder / name).stat().st_size == size for name, size in mark["files"].items())
         return mark["step"] if complete else None
@@ -121,7 +113,7 @@ def final_step(folder: Path) -> int | None:
 
 def cards(folder: Path) -> list[int]:
     """The checksums that the model card of the final model in `folder` may have."""
-    return (_mark(folder) or {}).get("cards", [])
+    return _mark(folder).get("cards", [])
 
 
 def owns_card(folder: Path) -> bool:
@@ -138,7 +130,7 @@ def final_files(folder: Path) -> list[Path]:
 
 def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
     """The names of files that a run would replace or move, and that no run has listed or written."""
-    has_mark, known = _mark(folder) is not None, listed(folder)
+    has_mark, known = bool(_mark(folder)), listed(folder)
     names = [*_ALWAYS, "config.json"] if writes_config else _ALWAYS
     records = (RUN, START, METRICS, HEALTH, *(path.name for path in rollout_files(folder)))
     found = []
@@ -236,10 +228,7 @@ def save_final(config: RunConfig, trainer: OverTrainer, metrics: Mapping[str, fl
 
 
 def _publish(staged: Path, output_dir: Path, step: int) -> None:
-    """Move the complete model from `staged` to the output folder, where it replaces files of a final model only.
-
-    While the files are moved, both the old and the new ones are listed, so that a run that was killed knows them.
-    """
+    """Move the model from `staged` to the output folder; meanwhile, both the old and the new files are listed."""
     paths = [path for path in sorted(staged.rglob("*")) if path.is_file() and path.name != CARD]  # which may be edited
     files, before = {str(path.relative_to(staged)): path.stat().st_size for path in paths}, listed(output_dir)
     others = [name for name in files if name not in before and os.path.lexists(output_dir / name)]

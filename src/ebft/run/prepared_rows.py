@@ -11,8 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -24,22 +23,22 @@ from datasets.utils import are_progress_bars_disabled
 from transformers import PreTrainedTokenizerBase
 
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.data import StreamKeys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys, ModelKeys
 from ebft.config.keys.run import CheckpointKeys, HardwareKeys, HubKeys, LengthKeys, OptimizerKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.load import LoadedRows
 from ebft.data.row_counts import SectionReport
 from ebft.data.sources import source_fingerprint
-from ebft.data.tables import discard
+from ebft.data.tables import discard_tables
 from ebft.data.transforms import built_in, own_transform
 from ebft.errors import DataError, doing
 from ebft.files import file_hash, flush, json_hash, locked, text_hash
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.printed import say, without_secrets
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 
 
 class Prepared(NamedTuple):
@@ -51,10 +50,7 @@ class Prepared(NamedTuple):
 
 
 def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Path) -> Prepared:
-    """The rows of a run, read from a folder in `base`, or prepared and stored in it if there are none that fit.
-
-    Of several processes, one prepares the rows while the others wait. Raises DataError if the rows cannot be loaded.
-    """
+    """The rows of a run, read from a folder in `base`, or prepared there by one process. Raises DataError."""
     inputs = row_inputs(config, tokenizer)
     folder = base.expanduser() / json_hash(inputs)[:32]
     if (rows := read_rows(folder)) is not None:
@@ -68,12 +64,12 @@ def prepare_rows(config: RunConfig, tokenizer: PreTrainedTokenizerBase, base: Pa
         if (rows := read_rows(folder)) is not None:
             return Prepared(rows, folder, is_new=False)
         rows = config.method.load_rows(config, tokenizer)
-        if data_hashes(config) != inputs["data"]:
+        if source_hashes(config) != inputs["data"]:
             raise DataError("A file of datasets or test_datasets was changed while it was read. Run the command again.")
         write_rows(folder, rows, without_secrets(inputs))
         for part in (rows.train, rows.evaluation):
             if part is not None:
-                discard(part)
+                discard_tables(part)
         return Prepared(read_rows(folder), folder, is_new=True)
 
 
@@ -107,15 +103,14 @@ def read_rows(folder: Path) -> LoadedRows | None:
 
 
 def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
-    """Write `rows`, made from `inputs`, to `folder`. To be called while holding the lock of `folder`.
-
-    If writing fails, or if the process is killed, `folder` does not exist.
-    """
+    """Write `rows`, made from `inputs`, to `folder`, whose lock is held; it is complete, or does not exist."""
     for left in folder.parent.glob(f".{folder.name}.*.partial"):  # of killed processes
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.parent / f".{folder.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.partial"
     try:
-        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"), _without_progress():
+        were_on = not are_progress_bars_disabled()
+        disable_progress_bars()
+        with doing(f"writing prepared rows to {folder} (dataset_prepared_path)"):
             partial.mkdir(parents=True)
             parts = {name: getattr(rows, field) for field, name in _PARTS.items()}
             for name, part in parts.items():
@@ -131,18 +126,9 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
             flush(partial)
             partial.rename(folder)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextmanager
-def _without_progress() -> Iterator[None]:
-    were_on = not are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
         if were_on:
             enable_progress_bars()
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # Entries of tokenizer_config.json about the place that the tokenizer was loaded from.
@@ -152,19 +138,8 @@ _LIBRARIES = ("ebft", "datasets", "transformers", "tokenizers", "jinja2")
 # Groups of keys that no row depends on, apart from `_OF_ROWS`: the files of the tokenizer are compared, and rows of a
 # stream are not stored.
 _IDLE_GROUPS = (
-    AdapterKeys,
-    AttentionKeys,
-    CarriedOverKeys,
-    CheckpointKeys,
-    EvaluationKeys,
-    HardwareKeys,
-    HubKeys,
-    LengthKeys,
-    ModelKeys,
-    OptimizerKeys,
-    RayKeys,
-    ReportingKeys,
-    StreamKeys,
+    *(AdapterKeys, AttentionKeys, CarriedOverKeys, CheckpointKeys, EvaluationKeys, HardwareKeys, HubKeys),
+    *(LengthKeys, ModelKeys, OptimizerKeys, RayKeys, ReportingKeys, StreamKeys),
 )
 _OF_ROWS = {"chat_template_kwargs", "seed", "data_seed"}
 IDLE = {"dataset_prepared_path", "dataset_num_proc", "vllm"}
@@ -172,22 +147,19 @@ IDLE |= {key for group in _IDLE_GROUPS for key in group.model_fields} - _OF_ROWS
 
 
 def row_inputs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Everything that determines the rows of a run, as JSON: settings, data, transforms, tokenizer, code.
-
-    Raises DataError if a data source or a transform does not exist.
-    """
+    """What determines the rows of a run, as JSON. Raises DataError if a source or a transform does not exist."""
     sources = transform_sources([entry.type for entry in (*config.datasets, *config.test_datasets)])
     inputs = {
         "settings": row_settings(config, sources.values()),
-        "data": data_hashes(config),
+        "data": source_hashes(config),
         "transforms": {name: text_hash(source) for name, source in sorted(sources.items())},
-        "tokenizer": tokenizer_hashes(tokenizer),
+        "tokenizer": saved_tokenizer_hashes(tokenizer),
         "code": own_code(),
     }
     return json.loads(json.dumps(inputs, default=str))
 
 
-def data_hashes(config: RunConfig) -> list[dict[str, Any]]:
+def source_hashes(config: RunConfig) -> list[dict[str, Any]]:
     """The hashes of each source of `datasets` and `test_datasets`."""
     return [source_fingerprint(entry) for entry in (*config.datasets, *config.test_datasets)]
 
@@ -216,7 +188,7 @@ def transform_sources(names: list[str]) -> dict[str, str]:
     )
 
 
-def tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+def saved_tokenizer_hashes(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """The hash of each file that saves the tokenizer, and of the source of its class."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

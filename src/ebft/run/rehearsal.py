@@ -5,11 +5,10 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from ebft.config.schema import RunConfig
-from ebft.errors import EBFTError, SaveError, cause, save_problem, save_remedy
+from ebft.errors import EBFTError, SaveError, save_problem, save_remedy
 from ebft.files import STAGING, remove_staged
 from ebft.machine import free_disk, gib
-from ebft.models.pretrained import pretrained_tokenizer
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
 from ebft.run.trainer import planned_steps, steps_of_epoch, this_machine
 from ebft.trainer import OverTrainer
@@ -19,10 +18,7 @@ _STATES = {"sgd": 0, "adafactor": 0, "adagrad": 1, "lion": 1, "rmsprop": 1}
 
 
 def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
-    """Save everything but the weights of a whole model and the optimizer state, and delete it again.
-
-    Raises SaveError for what cannot be saved; a tokenizer that cannot be loaded again is a warning.
-    """
+    """Save all but the weights of a whole model and the optimizer state, and delete it. Raises SaveError."""
     if not trainer.args.should_save or trainer.is_deepspeed_enabled:  # which has emptied the weights
         return
     output_dir = Path(config.output_dir)
@@ -31,14 +27,6 @@ def rehearse(config: RunConfig, trainer: OverTrainer) -> None:
         remove_staged(staged)
         trainer.rehearse_save(staged)
         write_model_card(config, {}, staged)
-        try:
-            pretrained_tokenizer(str(staged), trust_remote_code=config.trust_remote_code)
-        except Exception as error:
-            warnings.warn(
-                f"The tokenizer that is saved with the model cannot be loaded again: {cause(error)}. To use the "
-                f"model, copy the tokenizer of {config.base_model} into its folder.",
-                stacklevel=2,
-            )
     except EBFTError:
         raise
     except Exception as error:  # of any library that writes a file
@@ -69,10 +57,7 @@ def check_space(config: RunConfig, trainer: OverTrainer, rows: int, is_resumed: 
 
 
 def disk_need(config: RunConfig, weights: int, checkpoint: int, count: int) -> tuple[str | None, str]:
-    """What a run needs on the disk, for `count` checkpoints and the model: the problem, if there is one, and the facts.
-
-    `weights` and `checkpoint` are the bytes of the model and of one checkpoint.
-    """
+    """What a run needs on the disk for `count` checkpoints and the model, in bytes: the problem, if any, and facts."""
     total = checkpoint * count + weights
     free, existing = free_disk(config.output_dir)
     kept = f"{count} checkpoint{'' if count == 1 else 's'}"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
-from ebft.config.schema import RunConfig
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
 from ebft.files import check_writable
@@ -27,6 +26,7 @@ from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
 from ebft.printed import say, without_secrets, without_secrets_in_text
 from ebft.processes import is_main_process
+from ebft.run.config.schema import RunConfig
 from ebft.run_files import CARD, REPORT
 
 if TYPE_CHECKING:
@@ -38,10 +38,7 @@ PACKAGES = ("ebft", "torch", "transformers", "trl", "peft", "accelerate", "datas
 
 @contextmanager
 def recorded(config: RunConfig) -> Iterator[RunFiles | None]:
-    """Describe the run inside the block in `run.json`: running, then finished, stopped (Ctrl-C) or failed.
-
-    Yields the callback that also writes the metrics, or None in processes other than the main one.
-    """
+    """Describe the run inside the block in `run.json`; yields the callback that does, on the main process."""
     if not is_main_process():
         yield None
         return
@@ -116,10 +113,43 @@ def write_model_card(config: RunConfig, metrics: Mapping[str, float], folder: Pa
 
 def model_card(config: RunConfig, metrics: Mapping[str, float]) -> str:
     """The card as Markdown with the hub's YAML header."""
-    parts = [_header(config), _summary(config), _config(config), _results(metrics)]
+    base, licence, named = config.base_model, None, f"`{_public(config.base_model)}`"
+    if (fetched := pinned_model(base)) is not None:  # with its origin
+        name, model = fetched
+        base, licence, file = model.hub_id, model.license, Path(model.member).name
+        named = f"`{name}` ({base}, {licence}, from {file} in {model.package} {model.version})"
+    is_on_hub = lambda name: _HUB_ID.fullmatch(name) and not os.path.exists(name) and not looks_local(name)
+    header = ModelCardData(
+        base_model=base if is_on_hub(base) else None,  # the Hub refuses cards with others
+        license=licence,
+        library_name="peft" if config.adapter else "transformers",
+        pipeline_tag=config.method.pipeline_tag,
+        tags=[config.method.tag],
+        datasets=[each.path for each in config.datasets if is_on_hub(each.path) and not each.data_files] or None,
+    )
+    weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
+    method = config.method.summary(config)
+    title = (
+        f"# {Path(config.output_dir).name}\n\nThis is {weights} {named}, trained by {method} with "
+        f"`ebft` {version('ebft')}.\n\n## Data\n"
+    )
+    data = [f"- `{_public(entry.path)}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets]
+    shown = [(key, value) for key, value in changed_keys(config) if not key.startswith(_OF_MACHINES)]
+    changed = {key: _public(value) for key, value in shown if key not in ("base_model", "datasets")}
+    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
+    options = [f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items()]
+    results = [f"| `{name}` | {metrics[name]:.6g} |" for name in sorted(metrics) if name.startswith(_RESULTS)]
+    about = "The options of the config that differ from their defaults, including options that have no effect"
+    parts = [
+        f"---\n{header.to_yaml()}\n---",
+        without_secrets_in_text("\n".join([title, *data])),
+        "\n".join([f"## Config\n\n{about} with this method.\n\n| option | value |\n| --- | --- |", *options]),
+    ]
+    if results:
+        parts.append("\n".join(["## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |", *results]))
     if config.method.citation:
         parts.append(f"## Citation\n\n```bibtex\n{config.method.citation}\n```")
-    return _PATH.sub("", "\n\n".join(part for part in parts if part)) + "\n"
+    return _PATH.sub("", "\n\n".join(parts)) + "\n"
 
 
 def _public(value: Any) -> Any:
@@ -131,64 +161,6 @@ def _public(value: Any) -> Any:
     return {key: _public(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _on_hub(name: str) -> bool:
-    """Whether `name` can be an id of the Hub, which refuses cards with others in their header."""
-    return _HUB_ID.fullmatch(name) is not None and not os.path.exists(name) and not looks_local(name)
-
-
-def _header(config: RunConfig) -> str:
-    fetched = pinned_model(config.base_model)
-    base = config.base_model if fetched is None else fetched[1].hub_id
-    header = ModelCardData(
-        base_model=base if _on_hub(base) else None,
-        license=None if fetched is None else fetched[1].license,
-        library_name="peft" if config.adapter else "transformers",
-        pipeline_tag=config.method.pipeline_tag,
-        tags=[config.method.tag],
-        datasets=[each.path for each in config.datasets if _on_hub(each.path) and not each.data_files] or None,
-    )
-    return f"---\n{header.to_yaml()}\n---"
-
-
-def _summary(config: RunConfig) -> str:
-    method = config.method.summary(config)
-    weights = f"a {_ADAPTERS[config.adapter]} adapter for" if config.adapter else "all weights of"
-    data = [f"- `{_public(entry.path)}`, split `{entry.split}`, as `{entry.type}`" for entry in config.datasets]
-    lines = "\n".join(data)
-    return without_secrets_in_text(
-        f"# {Path(config.output_dir).name}\n\nThis is {weights} {_base(config)}, trained by {method} with "
-        f"`ebft` {version('ebft')}.\n\n## Data\n\n{lines}"
-    )
-
-
-def _base(config: RunConfig) -> str:
-    """The base model in a sentence: its name, and the origin of a fetched model."""
-    fetched = pinned_model(config.base_model)
-    if fetched is None:
-        return f"`{_public(config.base_model)}`"
-    name, model = fetched
-    return (
-        f"`{name}` ({model.hub_id}, {model.license}, from {Path(model.member).name} in {model.package} {model.version})"
-    )
-
-
-def _config(config: RunConfig) -> str:
-    shown = [(key, value) for key, value in changed_keys(config) if not key.startswith(_OF_MACHINES)]
-    changed = {key: _public(value) for key, value in shown if key not in ("base_model", "datasets")}
-    in_cell = lambda value: str(value).replace("|", "\\|").replace("\n", "\\n")  # which would end the cell
-    rows = "\n".join(f"| `{key}` | `{in_cell(value)}` |" for key, value in without_secrets(changed).items())
-    return (
-        "## Config\n\nThe options of the config that differ from their defaults, including options that have no effect "
-        f"with this method.\n\n| option | value |\n| --- | --- |\n{rows}"
-    )
-
-
-def _results(metrics: Mapping[str, float]) -> str:
-    reported = [f"| `{name}` | {value:.6g} |" for name, value in sorted(metrics.items()) if name.startswith(_RESULTS)]
-    rows = "\n".join(reported)
-    return f"## Results\n\nLast logged values.\n\n| metric | value |\n| --- | --- |\n{rows}" if rows else ""
-
-
 _WHEN = {
     "end": "model, tokenizer and model card at the end",
     "every_save": "model, tokenizer and model card at every save and at the end",
@@ -198,11 +170,7 @@ _WHEN = {
 
 
 def check_hub(config: RunConfig) -> None:
-    """Create the repository `hub_model_id` on the main process, and print what will be pushed to it.
-
-    Raises ConfigError if that fails. An existing repository that is public gives a warning, unless
-    hub_private_repo is false.
-    """
+    """Create the repository `hub_model_id`, on the main process. ConfigError if that fails; warn if it is public."""
     if not config.hub_model_id or not is_main_process():
         return
     from huggingface_hub import HfApi
@@ -226,10 +194,7 @@ def check_hub(config: RunConfig) -> None:
 
 
 def push(config: RunConfig, names: list[str], card: str, tokenizer: object = None) -> None:
-    """Push the final model: the files `names` in the output folder that belong to a model, and its card.
-
-    Raises SaveError, with the command that pushes by hand, if that fails.
-    """
+    """Push the final model: its files among `names`, and its card. Raises SaveError, with the command that does."""
     from ebft.trainer.pushing import commit, pushed_files  # imports torch
 
     folder = Path(config.output_dir)
@@ -268,10 +233,7 @@ _ASKED = {
 
 
 def trackers(config: RunConfig) -> list[str]:
-    """Names for `report_to`; without the package wandb, `wandb_project` alone gives one warning: shared configs set it.
-
-    transformers refuses trackers of report_to whose packages are not installed.
-    """
+    """Names for `report_to`; without the package wandb, `wandb_project` alone is a warning: shared configs set it."""
     names = [config.report_to] if isinstance(config.report_to, str) else list(config.report_to or [])
     names += [name for key, name in _ASKED.items() if getattr(config, key) and name not in names]
     if config.use_wandb is None and config.wandb_project and "wandb" not in names:

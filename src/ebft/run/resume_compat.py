@@ -18,31 +18,21 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import TrainingArguments
 
+from ebft import files
 from ebft.catalog import lasting_name
 from ebft.config.axolotl import CarriedOverKeys
-from ebft.config.base import EvaluationKeys, RayKeys
 from ebft.config.keys.models import PrecisionKeys
 from ebft.config.keys.run import RATE_KEYS, CheckpointKeys, HardwareKeys, HubKeys, ReportingKeys
-from ebft.config.schema import RunConfig
 from ebft.config.section import Section, flat_settings
 from ebft.config.user_functions import module_sources
 from ebft.data.sources import source_files
 from ebft.errors import ConfigError, DataError, doing, shortened
-from ebft.files import (
-    ADAPTER_CONFIG,
-    RUN_FILE,
-    json_hash,
-    json_object,
-    sample_hash,
-    settings_of,
-    tokenizer_hashes,
-    weights_hash,
-    write_text,
-)
 from ebft.methods import FLAGS
+from ebft.methods.base_config import EvaluationKeys, RayKeys
 from ebft.methods.method import foreign_keys, selecting_keys
 from ebft.printed import without_secrets
 from ebft.run.checks import imported_names
+from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import versions
 
 _MODEL_KEYS = ("base_model", "gguf_file")
@@ -61,9 +51,9 @@ OF_OPTIMIZER = (
 FIXED = (*FLAGS, "rl", "ebft.mode", "adapter", "optimizer", "unfrozen_parameters", *_ADAPTER_KEYS)
 _WITH_OWN_STATE = ("reduce_lr_on_plateau", "greedy")  # schedules whose settings are restored too, and fit no other one
 _FROM_HERE = "It applies from here on, without effect on earlier steps."
-_OF_ROWS = "Training continues at the same position in the new data, so rows may be repeated or left out."
-_OF_STEPS = "Training continues after the same number of steps, so rows may be repeated or left out."
-_OF_EVALUATIONS = "Evaluations cannot be compared with those before, of which the best checkpoint is one."
+_OF_ROWS = "Training continues after the same number of steps, so rows may be repeated or left out."
+_OF_WEIGHTS = "The trained weights come from the checkpoint: an adapter was trained with the former weights."
+_OF_EVALUATIONS = "Evaluations cannot be compared with earlier ones, and so neither can the best checkpoint."
 # Reason -> keys, or sections, whose changes give no warning.
 _NOT_COMPARED = {
     "their contents are compared": """
@@ -72,7 +62,7 @@ _NOT_COMPARED = {
     "it has the value of chat_template_kwargs": "trl.chat_template_kwargs",
     "it is the length of the run": "max_steps num_epochs budget",
     "the rows per step are compared": "micro_batch_size gradient_accumulation_steps batch_size eval_batch_size",
-    "the initial weights are those of the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
+    "the initial weights come from the checkpoint": "peft_init_lora_weights mean_resizing_embeddings",
     "it only affects files and logs": """
         log_rollouts ebft.log_completions ebft.grad_norms_every trl.log_completions trl.num_completions_to_print
         dataset_prepared_path trust_remote_code""",
@@ -109,16 +99,13 @@ NOT_COMPARED = {key: reason for key, reason in NOT_COMPARED.items() if key not i
 
 
 def write_run_keys(config: RunConfig, folder: Path, others: dict[str, Any] | None = None) -> None:
-    """Write the file of settings into the folder of a checkpoint or of the final model.
-
-    `others`: what else it contains: a `run_record`, and in checkpoints with optimizer state, `optimizer_keys`.
-    """
-    write_text(folder / RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
+    """Write the file of settings, with `others`, into the folder of a checkpoint or of the final model."""
+    files.write_text(folder / files.RUN_FILE, json.dumps(run_keys(config) | (others or {}), indent=2) + "\n")
 
 
 def saved_keys(folder: Path) -> dict[str, Any]:
     """The file of settings in a folder; empty if there is none."""
-    return _read(folder / RUN_FILE) if (folder / RUN_FILE).is_file() else {}
+    return _read(folder / files.RUN_FILE) if (folder / files.RUN_FILE).is_file() else {}
 
 
 def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -131,10 +118,7 @@ def _optimizer_changes(config: RunConfig, saved: Mapping[str, Any]) -> list[tupl
 
 
 def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]:
-    """The settings of optimizer and schedule that are in effect, in a run that is resumed from `checkpoint` or new.
-
-    Settings that differ from the checkpoint's give one warning, which says which have an effect.
-    """
+    """The settings of optimizer and schedule in effect; one warning if the config's differ from `checkpoint`'s."""
     now = {key: getattr(config, key) for key in OF_OPTIMIZER}
     changed = [] if checkpoint is None else _optimizer_changes(config, saved_keys(checkpoint))
     if not changed:
@@ -142,14 +126,14 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
     restored = [*_RESTORED, "lr_scheduler_kwargs"] if config.lr_scheduler in _WITH_OWN_STATE else _RESTORED
     kept = {key: old for key, old, _ in changed if key in restored}
     facts = [
-        f"{key}: {text_of(new)} has no effect, the run continues with {text_of(old)}"
+        f"{key}: {config_text(new)} has no effect, the run continues with {config_text(old)}"
         if key in kept
-        else f"{key}: {text_of(new)} replaces {text_of(old)} from here on, without effect on earlier steps"
+        else f"{key}: {config_text(new)} replaces {config_text(old)} from here on, without effect on earlier steps"
         for key, old, new in changed
     ]
     weights = "base_model" if config.adapter is None else "lora_model_dir"
     warnings.warn(
-        f"Optimizer settings differ from those of {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
+        f"Optimizer settings differ from {checkpoint}, whose optimizer state is restored. {'; '.join(facts)}. "
         f"To train with all settings of the config, start a new run from the weights of the checkpoint: "
         f"{weights}={checkpoint}, with another output_dir and without resume_from_checkpoint.",
         stacklevel=2,
@@ -169,10 +153,7 @@ def run_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def check_same_run(config: RunConfig, checkpoint: Path) -> None:
-    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; for the base model only warn.
-
-    Checkpoints without the file of settings are checked by their weights and by the settings of their adapter.
-    """
+    """Raise ConfigError for each key that differs from the run that saved `checkpoint`; warn of the base model."""
     saved, now = _keys_in_files(checkpoint, config) | saved_keys(checkpoint), run_keys(config)
     changed = [key for key, *_ in changed_values(saved, now)]
     schedule, saved_schedule = config.lr_scheduler, saved.get("lr_scheduler", config.lr_scheduler)
@@ -182,15 +163,17 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
     models = [key for key in _MODEL_KEYS if key in changed]
     changed = [key for key in changed if key not in models]
     if models and "inputs" not in saved:  # otherwise, the contents of the models are compared
-        facts = " and ".join(f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])}" for key in models)
+        facts = " and ".join(
+            f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])}" for key in models
+        )
         warnings.warn(
             f"{facts} of {checkpoint}. Resuming is only correct if both are the same model, for example in a folder "
             "that was moved.",
             stacklevel=3,
         )
     problems = [
-        f"{key}: {text_of(now[key])} differs from {key}: {text_of(saved[key])} of {checkpoint}. Set it to "
-        f"{text_of(saved[key])}, or start a new run in another output_dir."
+        f"{key}: {config_text(now[key])} differs from {key}: {config_text(saved[key])} of {checkpoint}. Set it to "
+        f"{config_text(saved[key])}, or start a new run in another output_dir."
         for key in changed
     ]
     if problems:
@@ -199,8 +182,8 @@ def check_same_run(config: RunConfig, checkpoint: Path) -> None:
 
 def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
     """The keys that can be read from the files of a model or an adapter."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        saved = _read(folder / ADAPTER_CONFIG)
+    if (folder / files.ADAPTER_CONFIG).is_file():
+        saved = _read(folder / files.ADAPTER_CONFIG)
         keys = {key: saved[name] for key, name in (("lora_r", "r"), ("lora_alpha", "lora_alpha")) if name in saved}
         return {"adapter": config.adapter or "lora", **keys}  # the same files for lora and qlora
     return {"adapter": None} if any(folder.glob("model*.safetensors")) else {}
@@ -208,23 +191,20 @@ def _keys_in_files(folder: Path, config: RunConfig) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     with doing(f"reading {path}"):
-        return json_object(path)
+        return files.json_object(path)
 
 
 def _unordered(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) else value
 
 
-def text_of(value: Any) -> str:
+def config_text(value: Any) -> str:
     """A value as in a config; null for an unset one."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def compared_settings(config: RunConfig, uses_bf16: bool | None = None) -> dict[str, Any]:
-    """The settings of a run that determine what it trains, by dotted key, as JSON values without secrets.
-
-    Keys that the method does not read are left out. `uses_bf16`: the value of bf16 in effect; None leaves it out.
-    """
+    """The settings that determine what a run trains, by dotted key, as JSON without secrets; bf16 as in effect."""
     idle = foreign_keys(config) | ({"vllm"} if not config.uses_server else set())
     idle |= set() if config.method.rows == "prompts" else {"trl"} if config.method.samples_blocks else {"trl", "ebft"}
     idle |= NOT_COMPARED.keys()
@@ -258,23 +238,23 @@ def _inputs(config: RunConfig, tokenizer: Any, data_hashes: Sequence[str | None]
     texts = base if config.tokenizer_config is None else model_folder(config.tokenizer_config)
     found: dict[str, dict[str, Any]] = {"base_model": {}, "code": {}, "packages": dict(versions())}
     if base is not None:
-        found["base_model"]["weights"] = weights_hash(base, config.gguf_file)
+        found["base_model"]["weights"] = files.weights_hash(base, config.gguf_file)
         for path in sorted(base.glob("*.py")) if config.trust_remote_code else []:
-            found["base_model"][path.name] = sample_hash(path)
-    found["config.json"] = {} if settings is None else settings_of(settings, "config.json")
-    found["tokenizer"] = {} if texts is None else tokenizer_hashes(texts)
-    found["chat_template"] = {"text": json_hash(tokenizer.chat_template)}
+            found["base_model"][path.name] = files.sample_hash(path)
+    found["config.json"] = {} if settings is None else files.settings_of(settings, "config.json")
+    found["tokenizer"] = {} if texts is None else files.tokenizer_hashes(texts)
+    found["chat_template"] = {"text": files.json_hash(tokenizer.chat_template)}
     rewards = (config.trl.reward_funcs or []) if config.method.rows == "prompts" else []
     folders = {str(place): model_folder(name) for place, name in enumerate(rewards)}
     found["trl.reward_funcs"] = {
-        place: json_hash([weights_hash(folder), tokenizer_hashes(folder)])
+        place: files.json_hash([files.weights_hash(folder), files.tokenizer_hashes(folder)])
         for place, folder in folders.items()
         if folder is not None
     }
     types = {entry.type for entry in (*config.datasets, *config.test_datasets)}  # their rows are compared
     functions = [name for name in imported_names(config) if name not in types]
     sources = module_sources(name.rpartition(".")[0] for name in functions)
-    found["code"] = {name: json_hash(source) for name, source in sources.items()}
+    found["code"] = {name: files.json_hash(source) for name, source in sources.items()}
     given = [*data_hashes, *[None] * (len(config.datasets) - len(data_hashes))]
     found["datasets"] = {str(n): _of_data(entry, given[n]) for n, entry in enumerate(config.datasets)}
     found["test_datasets"] = {str(n): _of_data(entry, None) for n, entry in enumerate(config.test_datasets)}
@@ -286,19 +266,16 @@ def _inputs(config: RunConfig, tokenizer: Any, data_hashes: Sequence[str | None]
 def _of_data(entry: Any, known_hash: str | None) -> str:
     """The contents of the files of a dataset entry, or else its name and revision."""
     try:
-        files = source_files(entry) if known_hash is None else []
-        if files is not None:
-            return known_hash or json_hash([sample_hash(path) for _, path in files])
+        paths = source_files(entry) if known_hash is None else []
+        if paths is not None:
+            return known_hash or files.json_hash([files.sample_hash(path) for _, path in paths])
     except (DataError, OSError):
         pass
-    return json_hash([without_secrets(entry.path), entry.name, entry.revision])
+    return files.json_hash([without_secrets(entry.path), entry.name, entry.revision])
 
 
 def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | None, is_finished: bool) -> None:
-    """One warning for each setting and input in `now`, a `run_record`, that differs in the run in `folder`.
-
-    `folder` is None for a new run. `is_finished`: whether nothing is trained, so that changes have no effect.
-    """
+    """Warn of each setting and input in `now`, a `run_record`, that differs in `folder`; None for a new run."""
     if folder is None:
         return
     saved = saved_keys(folder)
@@ -306,7 +283,9 @@ def warn_of_changes(config: RunConfig, now: Mapping[str, Any], folder: Path | No
         changes = list(_changes(config, saved, now))
         if is_finished:
             of_optimizer = _optimizer_changes(config, saved)
-            changes += [(f"{key}: {text_of(new)} instead of {text_of(old)}", "") for key, old, new in of_optimizer]
+            changes += [
+                (f"{key}: {config_text(new)} instead of {config_text(old)}", "") for key, old, new in of_optimizer
+            ]
         for what, effect in changes:
             warnings.warn(
                 f"No effect: {what}. The run of {folder} is complete."
@@ -334,15 +313,15 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
         yield (
             f"{math.prod(batch)} rows per step instead of {math.prod(former)} ({processes} processes instead of "
             f"{former[0]}, micro_batch_size: {per_process}, gradient_accumulation_steps: {accumulated})",
-            _OF_STEPS,
+            _OF_ROWS,
         )
     before, inputs, names = saved["inputs"], now["inputs"], saved["names"]
     differ = {name: changed_values(before.get(name, {}), parts) for name, parts in inputs.items()}
     changed = {name: ", ".join(key for key, *_ in found) for name, found in differ.items()}
     if changed["base_model"]:
-        yield f"other weights of base_model: {config.model_name}", _effect_of_weights(config)
+        yield f"other weights of base_model: {config.model_name}", _OF_WEIGHTS
     elif not before["base_model"].get("weights") and names["base_model"] != now["names"]["base_model"]:
-        yield f"base_model: {config.model_name} instead of {names['base_model']}", _effect_of_weights(config)
+        yield f"base_model: {config.model_name} instead of {names['base_model']}", _OF_WEIGHTS
     for key in dict.fromkeys((*inputs["config.json"], *before["config.json"])):
         old, new = before["config.json"].get(key), inputs["config.json"].get(key)
         if old != new:
@@ -362,17 +341,8 @@ def _changes(config: RunConfig, saved: Mapping[str, Any], now: Mapping[str, Any]
         yield f"other versions of packages: {facts}", "Numbers may differ."
 
 
-def _effect_of_weights(config: RunConfig) -> str:
-    if config.adapter is not None:
-        return "The adapter of the checkpoint was trained with the former weights, and belongs to them."
-    return (
-        "All trained weights are those of the checkpoint. A feature network or a reference model, if the method has "
-        "one, is the new model."
-    )
-
-
 def _short(value: Any) -> str:
-    return shortened(text_of(value), 200)
+    return shortened(config_text(value), 200)
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:

@@ -12,16 +12,16 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
-from ebft.config.checks.processes import deepspeed_settings, fsdp_arguments
 from ebft.config.keys.run import RATE_KEYS
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.health.callback import HealthCallback
 from ebft.machine import Machine
+from ebft.methods.processes import deepspeed_settings, fsdp_arguments
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.monitor import ConsoleMetrics, ProgressBar, StopAtBudget
 from ebft.run.callbacks import callbacks_of, keep_going_without_trackers
-from ebft.run.checks import check_adapted_experts, check_wrapping, launched_processes
+from ebft.run.checks import check_adapted_experts, launched_processes
+from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import optimizer_arguments
 from ebft.run.plugins import Plugins
 from ebft.run.reporting import trackers
@@ -30,10 +30,7 @@ from ebft.transformers_internals import checkpointing_argument, is_torch_tf32_av
 
 
 def training_arguments(config: RunConfig, rows: int, has_eval: bool) -> TrainingArguments:
-    """The training arguments for `rows` rows of training data.
-
-    Raises ConfigError for errors that only transformers detects, such as an unknown optimizer.
-    """
+    """The arguments for `rows` rows. Raises ConfigError for what only transformers detects."""
     kwargs = training_kwargs(config, this_machine(), rows, has_eval)
     try:
         args = config.method.arguments_class()(**kwargs)
@@ -56,7 +53,6 @@ def build_trainer(
     plugins: Plugins | None = None,
 ) -> Trainer:
     """The trainer of the config's method, which the plugins follow."""
-    check_wrapping(config, model)
     check_adapted_experts(config, model)
     trainer = config.method.build_trainer(
         config,
@@ -146,14 +142,8 @@ def training_kwargs(config: RunConfig, machine: Machine, rows: int, has_eval: bo
     kwargs["lr_scheduler_type"], kwargs["lr_scheduler_kwargs"] = schedule_of(config)
     per_epoch = steps_of_epoch(config, machine, rows)
     kwargs |= _schedule(config, "save", config.saves_per_epoch, per_epoch)
-    kwargs |= _schedule(config, "eval", config.evals_per_epoch, per_epoch) if has_eval else {}
-    kwargs |= _saves_of_the_best(config, kwargs) if has_eval else {}
     if has_eval:
-        kwargs |= _best_model(config) | {"eval_on_start": config.eval_on_start}
-    if has_eval and config.lr_scheduler in _WATCHING:
-        mode = {"mode": "max" if kwargs["greater_is_better"] else "min"}
-        kwargs["lr_scheduler_kwargs"] = mode | (kwargs["lr_scheduler_kwargs"] or {})
-    kwargs |= _best_of_early_stopping(config, kwargs) if has_eval else {}
+        kwargs |= _with_evaluations(config, kwargs, per_epoch)
     kwargs |= fsdp_arguments(config)
     kwargs |= config.method.own_arguments(config)
     if not machine.has_accelerator:  # as check_machine warns
@@ -177,20 +167,14 @@ def schedule_of(config: RunConfig) -> tuple[str, dict[str, Any] | None]:
 
 
 def _precision_of_config(config: RunConfig, machine: Machine) -> str:
-    """The precision of the config, as accelerate names it.
-
-    transformers reads it from the environment, where accelerate's launcher puts the value of its own config file, if
-    neither bf16 nor fp16 is used. Raises ConfigError if the two contradict each other.
-    """
+    """The precision, as accelerate names it, which reads its own config file from the environment if it is "no"."""
     ours = "bf16" if use_bf16(config, machine) else "fp16" if config.fp16 else "no"
     theirs = os.environ.get(_PRECISION, "no").lower()
     if theirs not in ("no", ours):
-        key = "bf16: true" if theirs == "bf16" else "fp16: true" if theirs == "fp16" else "bf16 or fp16"
-        given = f"fp16: {str(config.fp16).lower()}" if theirs == "fp16" else f"bf16: {str(config.bf16).lower()}"
         raise ConfigError(
-            f"The environment variable {_PRECISION} is {theirs:.60}, which contradicts {given} of the config, with "
-            f"which the precision is {ours} here. It is set by hand, or by accelerate launch from its own config file. "
-            f"Set {key} in the config, or unset the variable (accelerate launch --mixed_precision no)."
+            f"The environment variable {_PRECISION} is {theirs:.60}, but the precision of the config is {ours} here. "
+            "It is set by hand, or by accelerate launch from its own config file. Set bf16 and fp16 in the config, or "
+            "unset the variable (accelerate launch --mixed_precision no)."
         )
     return ours
 
@@ -218,43 +202,34 @@ def _schedule(config: RunConfig, kind: str, times: int | None, steps_per_epoch: 
     return {f"{kind}_strategy": strategy, f"{kind}_steps": steps}
 
 
-def _saves_of_the_best(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Steps between saves that are a multiple of those between evaluations, if the best checkpoint is wanted.
-
-    Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4 times.
-    """
+def _with_evaluations(config: RunConfig, kwargs: dict[str, Any], steps_per_epoch: int) -> dict[str, Any]:
+    """The arguments of a run with held-out data: when it is evaluated, and which checkpoint is its best one."""
+    kwargs = kwargs | _schedule(config, "eval", config.evals_per_epoch, steps_per_epoch)
+    stops_early, best = config.early_stopping_patience is not None, config.load_best_model_at_end
     saves, evaluations = config.saves_per_epoch, config.evals_per_epoch
-    wants_best = config.load_best_model_at_end or config.early_stopping_patience is not None
-    if not wants_best or not saves or not evaluations or evaluations % saves:
-        return {}
-    return {"save_steps": kwargs["eval_steps"] * (evaluations // saves)}
-
-
-def _best_model(config: RunConfig) -> dict[str, Any]:
-    """The metric that selects the best checkpoint, and its direction, which transformers would guess from the name."""
-    metric = config.metric_for_best_model or config.method.held_out_metrics(config)[0]
-    greater = config.greater_is_better
-    if greater is None:
+    if (best or stops_early) and saves and evaluations and evaluations % saves == 0:
+        # Both are rounded down from times per epoch; transformers refuses, for example, 9 and 2 steps, from 1 and 4.
+        kwargs["save_steps"] = kwargs["eval_steps"] * (evaluations // saves)
+    metric, greater = config.metric_for_best_model, config.greater_is_better
+    metric = metric or config.method.held_out_metrics(config)[0]
+    if greater is None:  # transformers would guess it from the name
         greater = metric.removeprefix("eval_").startswith(_GREATER_IS_BETTER)
-    return {"metric_for_best_model": metric, "greater_is_better": greater}
-
-
-def _best_of_early_stopping(config: RunConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`load_best_model_at_end` of a run that stops early, if it is unset and the arguments allow it."""
-    if config.early_stopping_patience is None or config.load_best_model_at_end is not None:
-        return {}
-    if config.save_only_model and (config.fsdp or config.deepspeed):
-        problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
-    elif not _saves_at_evaluations(kwargs):
-        problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
-    else:
-        return {"load_best_model_at_end": True}
-    warnings.warn(
-        f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
-        "load_best_model_at_end: false.",
-        stacklevel=3,
-    )
-    return {}
+    kwargs |= {"metric_for_best_model": metric, "greater_is_better": greater, "eval_on_start": config.eval_on_start}
+    if config.lr_scheduler in _WATCHING:
+        kwargs["lr_scheduler_kwargs"] = {"mode": "max" if greater else "min"} | (kwargs["lr_scheduler_kwargs"] or {})
+    if stops_early and best is None:  # the best model is the result if that is possible
+        if config.save_only_model and (config.fsdp or config.deepspeed):
+            problem = "save_only_model is set, with which checkpoints of a sharded model cannot be loaded. Remove it"
+        elif not _saves_at_evaluations(kwargs):
+            problem = "checkpoints are not saved at evaluations. Set save_steps to a multiple of eval_steps"
+        else:
+            return kwargs | {"load_best_model_at_end": True}
+        warnings.warn(
+            f"early_stopping_patience: the result is the last model, not the best one, because {problem}, or set "
+            "load_best_model_at_end: false.",
+            stacklevel=3,
+        )
+    return kwargs
 
 
 def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
@@ -274,8 +249,8 @@ def _saves_at_evaluations(kwargs: dict[str, Any]) -> bool:
 def rates_of(config: RunConfig, model: nn.Module) -> Callable[[str], float] | None:
     """A function from the names of parameters to their learning rates; None if all have the same one.
 
-    The first that applies: an element of `lr_groups`, the rate of embeddings, that of LoRA+. Raises ModelError if an
-    element of `lr_groups` applies to no trained parameter.
+    The first that applies: an element of `lr_groups`, the rate of embeddings, the rate of LoRA+. Raises ModelError if
+    an element of `lr_groups` applies to no trained parameter.
     """
     if all(getattr(config, key) is None for key in RATE_KEYS):
         return None

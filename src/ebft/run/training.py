@@ -10,7 +10,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
-from ebft.config.schema import RunConfig
+from ebft.config.user_code import user_code
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
-from ebft.errors import ConfigError, NonFiniteLossError, SaveError, save_remedy
+from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, shortened
 from ebft.files import STATE, check_writable
 from ebft.health.callback import HealthCallback
 from ebft.health.outcome import training_outcome
@@ -39,17 +39,10 @@ from ebft.monitor.run_files import RunFiles
 from ebft.printed import say
 from ebft.processes import is_main_process, is_ray_worker
 from ebft.rewards import whitening_tolerance
+from ebft.run import checkpoints
 from ebft.run.callbacks import StopOnSignal, StopRequested, TrainingInterrupted, on_any_process, stopped_early
-from ebft.run.checkpoints import (
-    Found,
-    PreviousRun,
-    find_checkpoints,
-    how_to_resume,
-    newest_checkpoint,
-    refuse_checkpoint,
-    step_of,
-)
-from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served, check_wrapping_of
+from ebft.run.checks import check_machine, check_runnable, check_same_everywhere, check_served
+from ebft.run.config.schema import RunConfig
 from ebft.run.output import claim, declare_end_of_turn, final_step, listed, output_lock, save_final
 from ebft.run.plugins import Plugins
 from ebft.run.prepared_rows import describe, prepare_rows
@@ -105,69 +98,72 @@ def train(config: RunConfig, command: Sequence[str] | None = None) -> TrainResul
 
 def train_until(config: RunConfig, stop: StopOnSignal) -> TrainResult:
     """`train` until it is complete or `stop` is requested."""
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"train() expects a RunConfig, got {config!r:.100}. Load it with load_config(path).")
-    with _interruptible(config, stop):
+    with ExitStack() as run:
+        run.enter_context(_interruptible(config, stop))
         _check(config)
         config = usable_quantisation(config)  # what the run records is what it trains
-        with _output_folder(config) as found, recorded(config) as files, _services(config) as server:
-            plugins = Plugins(config)
-            tokenizer, model_config = load_tokenizer(config), load_model_config(config)
-            train_data, eval_data = load_data(config, tokenizer, model_config)
-            rows = 0 if config.streaming else len(train_data)
-            args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
+        output_dir = Path(config.output_dir)
+        make_output_dir(output_dir)
+        run.enter_context(output_lock(output_dir))
+        found = checkpoints.find_checkpoints(config)
+        claim(output_dir)
+        files, server = run.enter_context(recorded(config)), run.enter_context(_services(config))
+        plugins = Plugins(config)
+        tokenizer, model_config = load_tokenizer(config), load_model_config(config)
+        train_data, eval_data = load_data(config, tokenizer, model_config)
+        rows = 0 if config.streaming else len(train_data)
+        args = training_arguments(config, rows=rows, has_eval=eval_data is not None)
 
-            completed = completed_run(config, found, rows)
-            checkpoint = found.checkpoint() if completed is None else None
-            optimizer = optimizer_keys(config, checkpoint)
-            record: dict[str, Any] = {}
-            if files is not None:
-                record = run_record(config, tokenizer, args, files.description["data_digests"])
-                warn_of_changes(config, record, completed or checkpoint, is_finished=completed is not None)
-                if completed is None:
-                    files.describe(optimizer=optimizer)
-            if this_machine().processes > 1:
-                check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
-
-            check_wrapping_of(config, model_config)
-            load_on_first_process(args)
-            if not config.method.runs_plain_model:
-                load_whole()
-            head = config.method.head(config)
-            plugins("pre_model_load")
-            if is_main_process():
-                start_trackers(args.report_to, args.run_name)
-                say(f"Loading the model {config.base_model} ...", err=True)
-            model = load_model(config, tokenizer, head, plugins)
-            into_model = declare_end_of_turn(config, model, tokenizer, train_data)
-            await_ready(server, config.trl.vllm_server_timeout)
-            trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server, plugins)
-            settings = record if completed is None else saved_keys(completed) or record
-            trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
-            trainer.into_checkpoint = [partial(write_run_keys, config, others=settings | optimizer)]
-            trainer.card = lambda: model_card(config, last_metrics(trainer))
-            trainer.callback_handler.callbacks.insert(0, PreviousRun(config, trainer, files))
-            if files is not None:
-                trainer.add_callback(files)
-
+        completed = completed_run(config, found, rows)
+        checkpoint = found.checkpoint() if completed is None else None
+        optimizer = optimizer_keys(config, checkpoint)
+        record: dict[str, Any] = {}
+        if files is not None:
+            record = run_record(config, tokenizer, args, files.description["data_digests"])
+            warn_of_changes(config, record, completed or checkpoint, is_finished=completed is not None)
             if completed is None:
-                if trainer.is_world_process_zero():
-                    say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
-                rehearse(config, trainer)
-                check_space(config, trainer, rows, is_resumed=checkpoint is not None)
-                fit(config, trainer, checkpoint, stop)
-            else:
-                restore(config, trainer, completed, files, rows)
-            metrics = last_metrics(trainer)
-            if completed is None or final_step(Path(config.output_dir)) != trainer.state.global_step:
-                save(config, trainer, metrics, stop)
-            stop.is_complete = True
-            if completed is None:
-                plugins("post_train", trainer.model)
-                plugins("post_train_unload")
-            if config.hub_model_id and trainer.is_world_process_zero():
-                push_final(config, trainer, stop)
-            return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
+                files.describe(optimizer=optimizer)
+        if this_machine().processes > 1:
+            check_same_everywhere(config, args.mixed_precision, train_data, eval_data, checkpoint)
+
+        load_on_first_process(args)
+        if not config.method.runs_plain_model:
+            load_whole()
+        head = config.method.head(config)
+        plugins("pre_model_load")
+        if is_main_process():
+            start_trackers(args.report_to, args.run_name)
+            say(f"Loading the model {config.base_model} ...", err=True)
+        model = load_model(config, tokenizer, head, plugins)
+        into_model = declare_end_of_turn(config, model, tokenizer, train_data)
+        await_ready(server, config.trl.vllm_server_timeout)
+        trainer = build_trainer(config, args, model, tokenizer, train_data, eval_data, server, plugins)
+        settings = record if completed is None else saved_keys(completed) or record
+        trainer.into_model = [partial(write_run_keys, config, others=settings), *into_model]
+        trainer.into_checkpoint = [partial(write_run_keys, config, others=settings | optimizer)]
+        trainer.card = lambda: model_card(config, last_metrics(trainer))
+        trainer.callback_handler.callbacks.insert(0, checkpoints.PreviousRun(config, trainer, files))
+        if files is not None:
+            trainer.add_callback(files)
+
+        if completed is None:
+            if trainer.is_world_process_zero():
+                say(start_summary(config, trainer.model, train_data, eval_data, checkpoint), err=True)
+            rehearse(config, trainer)
+            check_space(config, trainer, rows, is_resumed=checkpoint is not None)
+            train_steps(config, trainer, checkpoint, stop)
+        else:
+            restore(config, trainer, completed, files, rows)
+        metrics = last_metrics(trainer)
+        if completed is None or final_step(output_dir) != trainer.state.global_step:
+            save(config, trainer, metrics, stop)
+        stop.is_complete = True
+        if completed is None:
+            plugins("post_train", trainer.model)
+            plugins("post_train_unload")
+        if config.hub_model_id and trainer.is_world_process_zero():
+            push_final(config, trainer, stop)
+        return TrainResult(output_dir=config.output_dir, metrics=metrics, trainer=trainer)
 
 
 @contextmanager
@@ -194,28 +190,15 @@ def _check(config: RunConfig) -> None:
             "use_ray: true starts workers, which only the command ebft train does. Run it, or set use_ray: false to "
             "train in this process."
         )
-    refuse_checkpoint(Path(config.output_dir))
+    checkpoints.refuse_checkpoint(Path(config.output_dir))
     check_runnable(config)
     check_machine(config, this_machine())
     check_served(config)
 
 
 @contextmanager
-def _output_folder(config: RunConfig) -> Iterator[Found]:
-    """Hold the output folder for this run inside the block; yields what an earlier run has left there."""
-    make_output_dir(config.output_dir)
-    with output_lock(Path(config.output_dir)):
-        found = find_checkpoints(config)
-        claim(Path(config.output_dir))
-        yield found
-
-
-@contextmanager
 def _services(config: RunConfig) -> Iterator[VLLMServer | None]:
-    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run, if any.
-
-    Raises RolloutError if the user's server is not there, before a model is loaded.
-    """
+    """The Hub, trackers, random numbers and servers inside the block; yields the server started for the run."""
     check_hub(config)
     os.environ.update(tracker_environment(config))
     set_seed(config.seed)
@@ -249,10 +232,7 @@ def load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> tuple[Any
 
 
 def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[Any, Any]:
-    """`rows` after checks of the model and the method, with the training rows as the method's trainer receives them.
-
-    Without `model_config`, transformers' configuration of the model, its number of positions is not checked.
-    """
+    """`rows` as the method's trainer receives them, after checks; of the model's positions only with `model_config`."""
     if model_config is not None:
         longest = longest_document(rows.train, rows.evaluation)
         check_sequence_len(config.sequence_len, model_config, config.base_model, longest)
@@ -260,31 +240,19 @@ def arranged(config: RunConfig, rows: LoadedRows, model_config: Any) -> tuple[An
     return config.method.arrange(config, rows.train), rows.evaluation
 
 
-def make_output_dir(folder: str) -> None:
-    """Create the output folder. Raises ConfigError if that fails, before anything is loaded."""
-    try:
+def make_output_dir(folder: str | Path) -> None:
+    """Create the output folder, in which files can be created; OSError before anything is loaded."""
+    with doing(f"creating output_dir: {shortened(folder, 200)}"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir: cannot create {folder} ({error.strerror}). Choose another folder.") from error
-    check_output_dir(Path(folder))
+        check_writable(Path(folder))
 
 
-def check_output_dir(folder: Path) -> None:
-    """Raise ConfigError if files cannot be created in an existing folder."""
-    try:
-        check_writable(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir: {folder} is not writable ({error.strerror}). {save_remedy(folder / 'file', error)}, or set "
-            "output_dir to another folder."
-        ) from error
-
-
-def fit(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
+def train_steps(config: RunConfig, trainer: OverTrainer, checkpoint: Path | None, stop: StopOnSignal) -> None:
     """Train, resuming from `checkpoint` if there is one. Raises TrainingInterrupted after Ctrl-C or SIGTERM."""
     stop.follow(trainer)
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with user_code("training", ConfigError, passes=Exception):  # a callback's sys.exit(0) would look like success
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         is_complete = trainer.state.global_step >= trainer.state.max_steps and not trainer.has_pending_evaluation
         if stop.requested and not is_complete:
             raise StopRequested
@@ -312,7 +280,7 @@ def _interrupted(
     config: RunConfig, trainer: OverTrainer, stop: StopOnSignal, resumed: Path | None = None, before: str = ""
 ) -> TrainingInterrupted:
     """The exception with the text `before`, and how to resume a run that was resumed from `resumed`, if any."""
-    text = how_to_resume(config, trainer.state.global_step, resumed, stop.command)
+    text = checkpoints.how_to_resume(config, trainer.state.global_step, resumed, stop.command)
     return TrainingInterrupted(before + text, stop.signal_number)
 
 
@@ -346,18 +314,14 @@ def _check_weights(trainer: OverTrainer) -> None:
     found = [name for name, each in local if each.requires_grad and not torch.isfinite(each).all()]
     if on_any_process(trainer.accelerator, bool(found)):
         raise NonFiniteLossError(
-            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, although its "
-            "loss was finite, so the final model was not saved. A plugin changed them, the last update overflowed, or "
-            "they were so in base_model. Check the plugins and base_model, or reduce learning_rate; an "
-            "earlier checkpoint can be used as base_model or lora_model_dir."
+            f"Weights are NaN or infinite after the last step{f' (first {found[0]})' if found else ''}, so the final "
+            "model was not saved. A plugin changed them, the last update overflowed, or they were so in base_model. "
+            "Check these, or reduce learning_rate; an earlier checkpoint can be used as base_model or lora_model_dir."
         )
 
 
 def push_final(config: RunConfig, trainer: OverTrainer, stop: StopOnSignal) -> None:
-    """Push the saved model to the Hub, also that of a run that was finished before, whose push may have failed.
-
-    Raises TrainingInterrupted if Ctrl-C or SIGTERM prevents it.
-    """
+    """Push the saved model to the Hub, also after a run that was finished before, whose push may have failed."""
     try:
         if stop.requested:
             raise StopRequested
@@ -381,10 +345,12 @@ def start_summary(config: RunConfig, model: nn.Module, train_data: Any, eval_dat
     train = "a stream" if config.streaming else f"{rows:,} training {'row' if rows == 1 else 'rows'}"
     bits = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else ""
     dtype = str(weights_dtype(config)).removeprefix("torch.")
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    total = sum(unpacked_size(weight) for weight in model.parameters())
     held_out = "none held out" if eval_data is None else f"{len(eval_data):,} held out"
     lines = (
         f"Method: {method_of(config)}{processes}",
-        f"Model: {config.model_name}, {_parameters(model)}, {bits or dtype}",
+        f"Model: {config.model_name}, {trained:,} of {total:,} parameters trained, {bits or dtype}",
         f"Data: {train}, {held_out}",
         f"Steps: {steps:,} ({length}{resumed}); output in {config.output_dir}",
         *([f"Adapter: {_adapter(model)}"] if isinstance(model, PeftModel) else ()),
@@ -405,51 +371,33 @@ def _whitening(config: RunConfig) -> str:
     return (
         f"\nWhitening: features are computed in {str(dtype).removeprefix('torch.')}, so differences between samples "
         f"below {whitening_tolerance(dtype):.2g} of their size are rounding errors and dropped (docs/paper.md). "
-        "Advantages of groups of similar samples differ from those of float32. ebft.whitening_space: sample avoids "
-        "this."
+        "Advantages of groups of similar samples differ from their values in float32. ebft.whitening_space: sample "
+        "avoids this."
     )
-
-
-def _parameters(model: nn.Module) -> str:
-    """The numbers of trained and of all parameters."""
-    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    total = sum(unpacked_size(weight) for weight in model.parameters())
-    return f"{trained:,} of {total:,} parameters trained"
 
 
 def _adapter(model: PeftModel) -> str:
     """What the adapter changes, by the last parts of names with their numbers, and which experts it does not."""
-    parameters = list(model.targeted_parameter_names)
-    adapted = [*(name.rpartition(".")[2] for name in model.targeted_module_names), *map(_last_two, parameters)]
+    last_two = lambda name: ".".join(name.split(".")[-2:])
+    counted = lambda names: ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
+    modules, parameters = model.targeted_module_names, list(model.targeted_parameter_names)
+    adapted = [*(name.rpartition(".")[2] for name in modules), *map(last_two, parameters)]
     kind = model.peft_config["default"].peft_type.value.replace("LORA", "LoRA")
-    size = f"{len(model.targeted_module_names)} modules"
-    if parameters:
-        size += f" and {len(parameters)} parameters"
+    size = f"{len(modules)} modules" + (f" and {len(parameters)} parameters" if parameters else "")
     whole = [
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, ModulesToSaveWrapper) and any(own.requires_grad for own in module.parameters())
     ]
     experts = {name.replace(".base_layer", "").removeprefix("base_model.model.") for name in fused_experts(model)}
-    frozen = sorted({_last_two(name) for name in experts.difference(parameters)})
-    return "; ".join(
-        (
-            f"{kind} on {size}: {_counted(adapted)}",
-            *([f"trained fully: {_counted(whole)}"] if whole else ()),
-            *([f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else ()),
-        )
-    )
+    frozen = sorted({last_two(name) for name in experts.difference(parameters)})
+    parts = [f"{kind} on {size}: {counted(adapted)}"]
+    parts += [f"trained fully: {counted(whole)}"] if whole else []
+    parts += [f"fused experts not adapted: {', '.join(frozen)} (lora_target_parameters)"] if frozen else []
+    return "; ".join(parts)
 
 
-def _counted(names: list[str]) -> str:
-    return ", ".join(f"{name} ({count})" for name, count in sorted(Counter(names).items())) or "none"
-
-
-def _last_two(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
-
-
-def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
+def completed_run(config: RunConfig, found: checkpoints.Found, rows: int) -> Path | None:
     """The folder with the weights of the complete run: at or past its last step or its budget. None if there is none.
 
     It is a checkpoint or, for a run whose last checkpoint was not kept, the output folder. Raises ConfigError if
@@ -458,9 +406,9 @@ def completed_run(config: RunConfig, found: Found, rows: int) -> Path | None:
     newest = found.newest
     if newest is None or _end_of(config, newest, rows) is None:
         return None
-    output_dir, step = Path(config.output_dir), step_of(newest)
-    last = newest_checkpoint(output_dir)
-    later = max(final_step(output_dir) or 0, 0 if last is None else step_of(last))
+    output_dir, step = Path(config.output_dir), checkpoints.step_of(newest)
+    last = checkpoints.newest_checkpoint(output_dir)
+    later = max(final_step(output_dir) or 0, 0 if last is None else checkpoints.step_of(last))
     if config.resume_from_checkpoint is not None and later > step:
         raise ConfigError(
             f"resume_from_checkpoint: {newest} is at step {step}, at or past the end of this run, so nothing would be "
@@ -476,13 +424,13 @@ def _end_of(config: RunConfig, folder: Path, rows: int) -> str | None:
     limit = limit_reached(config.budget, spent_at(folder))
     if limit is not None:
         return f"budget.{limit}"
-    is_last = step_of(folder) >= planned_steps(config, this_machine(), rows)
+    is_last = checkpoints.step_of(folder) >= planned_steps(config, this_machine(), rows)
     return stopped_early(config, folder) or ("max_steps or num_epochs" if is_last else None)
 
 
 def restore(config: RunConfig, trainer: OverTrainer, folder: Path, files: RunFiles | None, rows: int) -> None:
     """Restore model and state of a completed run over `rows` rows from its folder, and warn that nothing is trained."""
-    step = step_of(folder)
+    step = checkpoints.step_of(folder)
     warnings.warn(
         f"Training is already complete: {folder} is at step {step}, at or past the end of this run. Increase "
         f"{_end_of(config, folder, rows)} to continue training.",

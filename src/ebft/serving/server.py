@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
@@ -75,14 +75,11 @@ class VLLMServer:
         deadline = time.monotonic() + timeout
         while True:
             process = self._process
-            if self.failure is not None:
-                raise ServerError(self.failure)
+            self._check_alive(process, "before it was ready")
             if self._stopping.is_set() or process is None:
-                raise ServerError("The vLLM server is not running. Start it before waiting for it.")
+                raise ServerError("The vLLM server is not running.")
             if self._answers(process):
                 return
-            if process.poll() is not None and self._watcher is None:
-                raise ServerError(self._ended(process, "before it was ready"))
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"vLLM was not ready at {self.url} within {timeout:g} seconds. Increase trl.vllm_server_timeout if "
@@ -93,23 +90,22 @@ class VLLMServer:
     def wait(self) -> None:
         """Block until `stop` is called; raises ServerError, with the end of the log, if the server exits by itself."""
         while not self._stopping.wait(PAUSE):
-            if self.failure is not None:
-                raise ServerError(self.failure)
-            process = self._process
-            if process is not None and process.poll() is not None and self._watcher is None:
-                raise ServerError(self._ended(process))
+            self._check_alive(self._process, "unexpectedly")
 
-    def watch(self, on_restart: Callable[[], None] | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
-        """Restart the server from now on if it exits, with a line on standard error each time.
+    def _check_alive(self, process: subprocess.Popen | None, when: str) -> None:
+        if self.failure is not None:
+            raise ServerError(self.failure)
+        if process is not None and process.poll() is not None and self._watcher is None:
+            raise ServerError(self._ended(process, when))
 
-        `on_restart` is called in the watching thread when the new server, which has no adapters, is ready. After three
-        restarts within ten minutes, or if a restart fails, the server is not restarted any more and `failure` contains
-        the reason.
+    def watch(self) -> None:
+        """Restart the server, then without adapters, from now on if it exits, with a line on standard error each time.
+
+        After three restarts within ten minutes, or if a restart fails, the server is not restarted any more and
+        `failure` contains the reason.
         """
         with self._lock:
-            self._watcher = threading.Thread(
-                target=self._watch, args=(on_restart, timeout), name="vllm-watcher", daemon=True
-            )
+            self._watcher = threading.Thread(target=self._watch, name="vllm-watcher", daemon=True)
             self._watcher.start()
 
     def stop(self) -> None:
@@ -160,7 +156,7 @@ class VLLMServer:
     def _ended(self, process: subprocess.Popen, when: str = "unexpectedly") -> str:
         return f"vLLM exited {when} (exit code {process.poll()}). {self.log.tail()}"
 
-    def _watch(self, on_restart: Callable[[], None] | None, timeout: float) -> None:
+    def _watch(self) -> None:
         restarts: deque[float] = deque(maxlen=MAX_RESTARTS)
         while not self._stopping.wait(PAUSE):
             process = self._process
@@ -168,10 +164,12 @@ class VLLMServer:
                 continue
             try:
                 self._restart(process, restarts)
-                if self._ready_again(timeout) and on_restart is not None:
-                    on_restart()
             except Exception as error:  # an exception on this thread would go unnoticed while callers wait
-                self._give_up(str(error) if isinstance(error, EBFTError) else told(error))
+                with self._lock:
+                    if not self._stopping.is_set():
+                        self.failure = str(error) if isinstance(error, EBFTError) else told(error)
+                        end_supervisor(self._process)
+                        say(f"vLLM is not restarted: {self.failure}", err=True)
                 return
 
     def _restart(self, dead: subprocess.Popen, restarts: deque[float]) -> None:
@@ -183,32 +181,9 @@ class VLLMServer:
         with self._lock:
             if self._stopping.is_set():
                 return
-            say(
-                f"vLLM exited unexpectedly (exit code {dead.poll()}) and is restarted. See its log {self.log.path}",
-                err=True,
-            )
+            how = f"unexpectedly (exit code {dead.poll()}) and is restarted. See its log {self.log.path}"
+            say(f"vLLM exited {how}", err=True)
             self._launch()
-
-    def _ready_again(self, timeout: float) -> bool:
-        """Whether the new process became ready; False if it exited, which the caller's loop detects, or was stopped."""
-        deadline = time.monotonic() + timeout
-        while not self._stopping.wait(PAUSE):
-            process = self._process
-            if process is None or process.poll() is not None:
-                return False
-            if self._answers(process):
-                return True
-            if time.monotonic() > deadline:
-                raise ServerError(f"vLLM was restarted but not ready within {timeout:g} seconds. {self.log.tail()}")
-        return False
-
-    def _give_up(self, failure: str) -> None:
-        with self._lock:
-            if self._stopping.is_set():
-                return
-            self.failure = failure
-            end_supervisor(self._process)
-        say(f"vLLM is not restarted: {failure}", err=True)
 
 
 def start_supervisor(command: Sequence[str], log: ServerLog, **options: Any) -> subprocess.Popen:

@@ -27,34 +27,22 @@ def main(arguments: list[str]) -> int:
     # Adopt workers whose parent exited, so that they can be reaped and are not counted as alive afterwards.
     _prctl(SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
-    try:
-        server = subprocess.Popen(
-            arguments[1:], stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_the_guard
-        )
-    except OSError as error:
-        print(f"cannot start {arguments[1]}: {error.strerror}", file=sys.stderr)
-        return 127
-    while server.poll() is None and not asked and os.getppid() == parent and _input_is_open():
-        pass
-    _end_group(server)
-    code = server.poll()
-    return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
-
-
-def _input_is_open() -> bool:
-    """Whether standard input is still open, waiting briefly for its end; data written to it is ignored."""
-    readable, _, _ = select.select([0], [], [], PAUSE)
-    return not readable or bool(os.read(0, 4096))
-
-
-def _end_group(server: subprocess.Popen) -> None:
+    # If the supervisor is killed, the server gets SIGTERM.
+    with_parent = lambda: _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    options = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": with_parent}
+    server = subprocess.Popen(arguments[1:], **options)
+    is_open = True
+    while server.poll() is None and not asked and os.getppid() == parent and is_open:
+        readable, _, _ = select.select([0], [], [], PAUSE)
+        is_open = not readable or bool(os.read(0, 4096))  # data written to it is ignored
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, LAST_WAIT)):
         deadline = time.monotonic() + patience
-        if _group_is_gone(server):
-            return
-        os.killpg(server.pid, number)
+        if not _group_is_gone(server):
+            os.killpg(server.pid, number)
         while not _group_is_gone(server) and time.monotonic() < deadline:
             time.sleep(PAUSE)
+    code = server.poll()
+    return 128 + signal.SIGKILL if code is None else code if code >= 0 else 128 - code
 
 
 def _group_is_gone(server: subprocess.Popen) -> bool:
@@ -70,11 +58,6 @@ def _group_is_gone(server: subprocess.Popen) -> bool:
     except ProcessLookupError:
         return True
     return False
-
-
-def _end_with_the_guard() -> None:
-    """Run in the server process before it starts: send it SIGTERM if the supervisor is killed."""
-    _prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _prctl(option: int, value: int) -> None:

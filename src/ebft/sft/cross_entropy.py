@@ -1,6 +1,6 @@
 """Cross-entropies of a causal LM in chunks of scored positions, so that the logits of all tokens are never in memory.
 
-The head is applied to the positions that have a target only. Values and gradients are those of the model's own loss.
+The head is applied to the positions that have a target only. Values and gradients equal the model's own loss.
 
 B  rows   S  tokens   T  first tokens of each row   R  scored positions   D  hidden size   K  targets of each position
 """
@@ -52,13 +52,13 @@ def why_not_in_chunks(causal_lm: PreTrainedModel) -> str | None:
 def summed_cross_entropy(model: nn.Module, inputs: dict[str, Tensor], targets: Tensor, scored: Tensor) -> Tensor:
     """Return the sum of the cross-entropies of targets (B, T) at the positions `scored` (B, T), in float32.
 
-    `model` has taken programs (`ebft.prefix.forward.take_programs`); `inputs` are those of its forward without labels.
+    `model` has taken programs (`ebft.prefix.forward.take_programs`); `inputs` go to its forward, without labels.
     """
 
     def forward(causal_lm: PreTrainedModel) -> Tensor:
         states, head = _states(causal_lm, inputs)[:, : scored.shape[1]][scored], head_of(causal_lm)
         unchanged = lambda tensor: tensor
-        with saved_tensors_hooks(unchanged, unchanged):  # those of offloading are for what backward needs
+        with saved_tensors_hooks(unchanged, unchanged):  # offloading has hooks for what backward needs
             if not (torch.is_grad_enabled() and head.trained) or is_sharded(causal_lm):
                 return -token_logps(states, targets[scored][:, None], head, 1.0).sum()
             return SumInForward.apply(states, targets[scored][:, None], head, *head.trained)
@@ -79,9 +79,9 @@ def token_cross_entropies(model: nn.Module, inputs: dict[str, Tensor], targets: 
 
 
 def check_chunks(model: nn.Module, causal_lm: PreTrainedModel) -> None:
-    """Raise ModelError if the cross-entropies in chunks are not those of the model's own logits, on a few tokens.
+    """Raise ModelError if the cross-entropies in chunks differ from the model's own logits, on a few tokens.
 
-    `model` is `causal_lm` as it is wrapped for training; with several processes, all of them must call this.
+    `model` is `causal_lm` as it is wrapped for training; with several processes, all must call this.
     """
     vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, _CHECKED, generator=generator).to(causal_lm.device)
@@ -100,8 +100,8 @@ def _states(causal_lm: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
 class SumInForward(torch.autograd.Function):
     """The sum of cross-entropies, whose gradients are computed with it, so that backward does not run the head again.
 
-    They are those of the loss up to the factor that backward receives. Gradients of weights are summed over chunks in
-    float32, as a single matrix product does. They are handed on rather than copied, so backward can run once.
+    Backward multiplies them with the factor that it receives. Gradients of weights are summed over chunks in float32,
+    as a single matrix product does. They are handed on rather than copied, so backward can run once.
     """
 
     @staticmethod
@@ -126,8 +126,6 @@ class SumInForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        if ctx.gradients is None:
-            raise RuntimeError("The cross-entropy in chunks supports one backward pass. Compute the loss again.")
         grad_states, *grads = (each.mul_(grad.to(each.dtype)) for each in ctx.gradients)
         ctx.gradients = None
         return grad_states, None, None, *grads

@@ -1,6 +1,6 @@
 """Forward passes of a plain causal LM over rows of several documents, which do not attend to each other.
 
-transformers separates documents by their positions, which start at 0 in each of them, if there is no attention mask:
+transformers separates documents by their positions, which start at 0 in each document, if there is no attention mask:
 flash attention receives their boundaries, and other implementations a mask of the document of each token. For models
 that do not separate them, each document of a packed row becomes a row.
 
@@ -45,8 +45,8 @@ def in_own_rows(batch: dict[str, Tensor], divided: bool) -> list[tuple[dict[str,
     """A batch of packed rows (B, S) with a row for each document, padded on the right, as one batch (D, L) or several.
 
     If it is `divided`, documents of similar lengths are together, so that none of the batches has more tokens with
-    padding than the packed rows. Each batch comes with the places (D, L) of its tokens among those of the packed rows,
-    -1 for padding.
+    padding than the packed rows. Each batch comes with the places (D, L) of its tokens in the packed rows, -1 for
+    padding.
     """
     real = batch["attention_mask"].bool()
     columns = batch["position_ids"][real]
@@ -60,12 +60,11 @@ def in_own_rows(batch: dict[str, Tensor], divided: bool) -> list[tuple[dict[str,
             groups[-1].append(document)
         else:
             groups.append([document])
-    return [(_taken(batch, own), own) for own in (places[group, : found[group[0]]] for group in groups)]
-
-
-def _taken(batch: dict[str, Tensor], places: Tensor) -> dict[str, Tensor]:
-    filling = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}
-    return {name: batch[name].flatten()[places.clamp_min(0)].masked_fill(places < 0, filling[name]) for name in filling}
+    filling, parts = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE}, []
+    for own in (places[group, : found[group[0]]] for group in groups):
+        taken = {name: batch[name].flatten()[own.clamp_min(0)] for name in filling}
+        parts.append(({name: value.masked_fill(own < 0, filling[name]) for name, value in taken.items()}, own))
+    return parts
 
 
 def in_packed_rows(losses: list[Tensor], places: list[Tensor], mask: Tensor) -> Tensor:
@@ -125,9 +124,9 @@ def why_not_joined(model: nn.Module) -> str | None:
 
 
 def why_not_separated(model: nn.Module, causal_lm: PreTrainedModel, padding_free: bool) -> str | None:
-    """How much the log-probabilities of documents in packed rows differ from those of each document alone, if they do.
+    """How much the log-probabilities of documents in packed rows differ from each document alone, if they do.
 
-    `model` is `causal_lm` as it is wrapped for training; with several processes, all of them must call this.
+    `model` is `causal_lm` as it is wrapped for training; with several processes, all must call this.
     """
     vocabulary, generator = causal_lm.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     draw = lambda length: torch.randint(vocabulary, (length,), generator=generator).tolist()
@@ -141,8 +140,8 @@ def why_not_separated(model: nn.Module, causal_lm: PreTrainedModel, padding_free
         if not difference <= tolerance:
             return (
                 f"{type(causal_lm).__name__} does not separate the documents of a packed row with the attention "
-                f"{attention_of(causal_lm)}: their log-probabilities differ from those of separate "
-                f"documents by {difference:.2g} (tolerance: {tolerance:g})"
+                f"{attention_of(causal_lm)}: their log-probabilities differ from separate "
+                f"documents' by {difference:.2g} (tolerance: {tolerance:g})"
             )
     return None
 

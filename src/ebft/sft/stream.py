@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from ebft.data.batches import JoiningCollator
 from ebft.data.stream import SKIPPED, Position
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, doing
 from ebft.sft.packed import count_documents, why_not_joined
 from ebft.sft.trainer import SFTTrainer
 
@@ -56,12 +56,8 @@ class _KeepPosition(TrainerCallback):
         saved = state.stateful_callbacks.get(_SAVED_AS)
         if state.global_step == 0:
             return
-        if saved is None:
-            raise ConfigError(
-                f"The checkpoint of step {state.global_step} has no position in a stream: it was saved by a run on "
-                "prepared rows. Start a new run in another output_dir, or remove streaming."
-            )
-        _check_order(saved["order"], self._order)
+        with doing("reading the position in the stream in the checkpoint (streaming)"):
+            _check_order(saved["order"], self._order)
         self._first, self._first_step = saved["rows"], state.global_step
         skipped = state.global_step * self._trainer.rows_per_step
         self._trainer.train_dataset.continue_from(Position(**saved["position"]), saved["rows"], skipped)
@@ -78,7 +74,7 @@ def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if changed:
         text = "; ".join(f"{key}: {now[key]} instead of {saved.get(key)}" for key in changed)
         raise ConfigError(
-            f"The stream differs from that of the checkpoint: {text}. A run cannot continue in another stream: set "
+            f"The stream differs from the one of the checkpoint: {text}. A run cannot continue in another stream: set "
             "these keys to their former values, or start a new run in another output_dir."
         )
 
@@ -86,7 +82,7 @@ def _check_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
 class StreamCollator(JoiningCollator):
     """`JoiningCollator` that also collates rows of a stream.
 
-    Their batch also has `position`, that of its last row, and `pieces`, the number of documents. Rows of steps before a
+    Their batch also has `position`, after its last row, and `pieces`, the number of documents. Rows of steps before a
     checkpoint make an empty batch.
     """
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ebft.data.batches import PackedRows
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ModelError
+from ebft.errors import ModelError, doing
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.sharding import keep_output_dtype
 from ebft.monitor.metrics import HeldOutMeans
@@ -42,15 +42,9 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 def coefficient(causal_lm: PreTrainedModel) -> float:
     """The weight with which a mixture of experts adds its load-balancing loss."""
-    for holder in (causal_lm, causal_lm.config.get_text_config()):
-        for name in _COEFFICIENTS:
-            if hasattr(holder, name):
-                return float(getattr(holder, name))
-    raise ModelError(
-        f"overrides_of_model_config.output_router_logits: the weight of the load-balancing loss of a "
-        f"{causal_lm.config.model_type} model is not known ({' or '.join(_COEFFICIENTS)}). Set output_router_logits: "
-        "false."
-    )
+    pairs = [(holder, name) for holder in (causal_lm, causal_lm.config.get_text_config()) for name in _COEFFICIENTS]
+    with doing("reading the weight of the load-balancing loss (overrides_of_model_config.output_router_logits)"):
+        return next(float(getattr(holder, name)) for holder, name in pairs if hasattr(holder, name))
 
 
 _HELD_OUT = ("ce_loss", "ce_loss_all", "router_loss")
@@ -65,7 +59,7 @@ class SFTTrainer(OverTrainer):
     raises ModelError.
 
     chunked_cross_entropy: compute it from the hidden states, in chunks of positions with labels, so that the logits of
-    all tokens are never in memory; None: if the loss has no other terms (those of the model, label smoothing, a
+    all tokens are never in memory; None: if the loss has no other terms (terms of the model, label smoothing, a
     function of yours). Raises ModelError if it is true and the loss has.
     activation_offloading: keep activations in main memory between forward and backward, with TRL's hooks.
 
@@ -134,7 +128,7 @@ class SFTTrainer(OverTrainer):
         a label, instead of logits.
 
         As in transformers, it is a mean over the labels of all batches of a step on all processes, if those are
-        counted, and else over those of the batch.
+        counted, and else over the labels of the batch.
         """
         inputs = model_inputs(inputs, self.is_padding_free(inputs))
         if not self.is_in_chunks:
@@ -209,7 +203,7 @@ class SFTTrainer(OverTrainer):
         return loss.detach(), None, None
 
     def _held_out_losses(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The loss of a batch (B, S), the losses (B, S - 1) of its tokens, and that of routers if the model adds it."""
+        """The loss of a batch (B, S), the losses (B, S - 1) of its tokens, and the routers' loss if it is added."""
         with torch.no_grad(), self.compute_loss_context_manager():
             loss, outputs = self.compute_loss(model, dict(inputs), return_outputs=True)
         padding_free = self.is_padding_free(inputs)
@@ -224,7 +218,7 @@ class SFTTrainer(OverTrainer):
 
     def _check_once(self, model: nn.Module, inputs: dict[str, Tensor]) -> None:
         """Compare chunks with the model's own logits before the first batch, when the model is placed and sharded, and
-        packed with separate documents before the first batch of them.
+        packed with separate documents before the first packed batch.
         """
         if self._checks_chunks:
             with self.accelerator.autocast():
@@ -249,7 +243,7 @@ class SFTTrainer(OverTrainer):
             raise ModelError(f"{reason}. Remove batch_flattening, or set another attn_implementation")
         self._unpacks = True
         warnings.warn(
-            f"{reason}. So the documents of packed rows are computed as separate rows: the results are those of "
+            f"{reason}. So the documents of packed rows are computed as separate rows: the results equal "
             "separate documents, but a step takes more time than with one row"
             f"{'' if self._may_divide() else ', and memory, since all are padded to the longest'}.",
             stacklevel=2,

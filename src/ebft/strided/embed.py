@@ -26,8 +26,8 @@ def embed_blocks(
     """Return the embeddings of the rollouts, (M, N, D), and of the reference blocks, (M, D), in float32.
 
     `rollouts` is (M, N, G). Runs one forward pass over [documents | rollouts]. The states of a reference block are
-    those of the document, which attend to the same prefix as the rollouts. Embeddings are those of the tokens up to the
-    end of the text.
+    the document's, which attend to the same prefix as the rollouts. Embeddings are of the tokens up to the end of the
+    text.
     """
     lengths = [rollouts.shape[-1]]
     return embed_prefixes(network, documents, layout, rollouts, lengths, tokens_per_pass=tokens_per_pass)[0]
@@ -44,8 +44,8 @@ def embed_prefixes(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return `embed_blocks` of at most the first `lengths[i]` tokens of every block, for each i, from a single pass.
 
-    A token's states do not depend on later tokens, so the states of a shorter rollout are a prefix of those of a
-    longer one.
+    A token's states do not depend on later tokens, so the states of a shorter rollout begin the states of a longer
+    one.
     """
     generated: list[list[Tensor]] = [[] for _ in lengths]
     reference: list[list[Tensor]] = [[] for _ in lengths]

@@ -34,8 +34,8 @@ class HeldOutMeasure:
     """Samples and scores held-out documents and accumulates the sums of each document in `scores`.
 
     `ce_loss` is computed over the tokens of `Documents.ce_mask`, or, with `counts_all_labels`, over every label,
-    including those of prompts and earlier turns; `ce_loss_all` over every token that has a predecessor. The other
-    metrics are those of `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, because
+    including labels of prompts and earlier turns; `ce_loss_all` over every token that has a predecessor. The other
+    metrics are `ebft.scores.feature_scores`, over blocks. At least two samples are drawn per block, because
     the unbiased estimate requires them. With the same seed, a document always uses the same sampling noise. `pass_at`
     defaults to 1 and the number of samples. `curves` adds metrics by position in a rollout and keeps the rewards of
     the individual samples in `scores.samples`.
@@ -116,7 +116,7 @@ class HeldOutMeasure:
     def _add_positions(
         self, nll_S: Tensor, documents: Documents, layout: StridedLayout, rollouts: Rollouts, blocks: list[int]
     ) -> None:
-        """Add the cross-entropy at each position of a block, at temperature 1, of those that have not ended before.
+        """Add the cross-entropy at each position of a block, at temperature 1, until the block ends.
 
         It is computed for the reference, and for the rollouts under both the policy and the base model.
         """

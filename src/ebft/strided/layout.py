@@ -82,7 +82,9 @@ class Documents:
         document = torch.arange(len(lengths)).repeat_interleave(lengths)
         prompt_length = inputs.get("prompt_length")
         if prompt_length is None:
-            prompt_length = _leading_masked(target, position, document, lengths)
+            # Masked labels at the start of each document; its length if all are masked.
+            first = torch.where(target, position, lengths[document])
+            prompt_length = torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
         prompt_length = prompt_length.long().reshape(-1)
         if prompt_length.shape != lengths.shape or bool((prompt_length < 0).any()):
             raise ValueError(
@@ -161,12 +163,6 @@ def _packed_lengths(position_ids: Tensor, real: Tensor) -> Tensor:
             "position_ids must be 0, 1, 2, ... within each document of a row and restart at 0 for the next document"
         )
     return lengths
-
-
-def _leading_masked(target: Tensor, position: Tensor, document: Tensor, lengths: Tensor) -> Tensor:
-    """Return the number of masked labels at the start of each document, its length if all are masked: (B,)."""
-    first = torch.where(target, position, lengths[document])
-    return torch.zeros_like(lengths).scatter_reduce(0, document, first, "amin", include_self=False)
 
 
 def _turns(given: Tensor | None, prompt_length: Tensor, lengths: Tensor) -> Tensor:
@@ -284,7 +280,7 @@ class StridedLayout:
         return copy_to(self.device, torch.tensor(self.end_ids, dtype=torch.long))[0]
 
     def ends(self, tokens: Tensor) -> Tensor:
-        """Return which of the tokens end a text: bool, of the same shape."""
+        """Return whether each token ends a text: bool, of the same shape."""
         return torch.isin(tokens, self._ends)
 
     def lengths(self, tokens: Tensor) -> Tensor:
@@ -299,13 +295,13 @@ class StridedLayout:
     def reference_index(self) -> Tensor:
         """Return the indices of each block's reference tokens x[a_b : a_b + G) among the S tokens: (M, G).
 
-        Only the first `lengths` of them belong to the reference; others may be of another turn or document.
+        Only the first `lengths` tokens belong to the reference; others may be of another turn or document.
         """
         index = self.block_index[:, None] + torch.arange(self.generate_max_len, device=self.device)
         return index.clamp_max(self.spans[-1][1] - 1)
 
     def block_mask(self) -> Tensor:
-        """Return which of the NB blocks each document has, existing blocks first: (B, NB) bool."""
+        """Return whether each of the NB blocks exists in a document, existing blocks first: (B, NB) bool."""
         return self.for_users(torch.ones_like(self.block_document, dtype=torch.bool))
 
     def for_users(self, values: Tensor) -> Tensor:
@@ -353,5 +349,5 @@ def split(documents: Documents, layout: StridedLayout, tokens_per_pass: int | No
 
 
 def mask_of(lengths: Tensor, size: int) -> Tensor:
-    """Return which of `size` tokens are among the first `lengths`: (...) -> (..., size) bool."""
+    """Return whether each of `size` tokens is among the first `lengths`: (...) -> (..., size) bool."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(-1)

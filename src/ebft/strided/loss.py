@@ -36,13 +36,13 @@ def score(
     """Run one forward pass over [documents | rollouts] through `model`, which may be wrapped (DDP, FSDP, PEFT).
 
     With `tokens_per_pass`, the batch is split into several forward passes of at most that many rollout tokens each,
-    together with the documents they need. These are recomputed in backward one at a time, so that only one of them
+    together with the documents they need. These are recomputed in backward one at a time, so that only one pass
     holds its activations in memory.
 
     Returns the log-probabilities of the rollouts (M, N, G) at `temperature`, under the distribution that `truncation`
-    leaves, to which their tokens belong (rounding could exclude them), and 0 after the end of a rollout; and those of
-    the reference tokens selected by `documents.ce_mask` at temperature 1. Both are in float32. The last token of a
-    rollout is scored but is not an input of the forward pass.
+    leaves, to which their tokens belong (rounding could exclude them), and 0 after the end of a rollout; and at
+    temperature 1 the log-probabilities of the reference tokens selected by `documents.ce_mask`. Both are in float32.
+    The last token of a rollout is scored but is not an input of the forward pass.
     """
     parts = split(documents, layout, tokens_per_pass)
 

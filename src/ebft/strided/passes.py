@@ -1,8 +1,8 @@
 """Passes over [documents | nodes]: every rollout token attends to its document prefix and to the tokens before it.
 
-Rollouts of a block are a tree (a trie): a prefix that several of them share is one path, whose nodes, the tokens, are
+Rollouts of a block are a tree (a trie): a prefix that several rollouts share is one path, whose nodes, the tokens, are
 computed once. A token's states, logits and features depend on the tokens before it alone, and the gradient of a shared
-token is the sum of those of its rollouts. At a temperature below 1, many rollouts share a prefix.
+token is the sum of its rollouts' gradients. At a temperature below 1, many rollouts share a prefix.
 
 S  document tokens of the batch   M  blocks   N  rollouts per block   R = M * N   T  tokens of a rollout in a pass
 C  nodes of the pass (queries): distinct prefixes, ordered by length, then by block    U  own keys of a node
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ebft.prefix import gpu
-from ebft.prefix.attention import MaskPattern, PrefixPass, Tokens, document_attention
+from ebft.prefix.attention import MaskPattern, PrefixPass, Visibility, document_attention
 from ebft.prefix.attention.passes import rows_per_tile, sink_rows
 from ebft.prefix.attention.tiles import BatchedTiles, Own, Tile, attend, batch_tiles, join_masks
 from ebft.strided.layout import StridedLayout
@@ -255,11 +255,11 @@ class StridedPass(PrefixPass):
         positions = self.layout.block_anchors[self.nodes.block] + self.nodes.step
         return (positions if isinstance(self.nodes, Level) else torch.cat([self.document_positions, positions]))[None]
 
-    def tokens(self) -> Tokens | None:
+    def tokens(self) -> Visibility | None:
         if not isinstance(self.nodes, Nodes):
             return None
         layout, nodes = self.layout, self.nodes
-        return Tokens.of(
+        return Visibility.of(
             layout.spans,
             self.position_ids()[0],
             document=layout.block_document[nodes.block],
@@ -298,7 +298,7 @@ def _cached(run, call, key, value):
     """Append the newest tokens to the cache and return the cached keys and values.
 
     The keys and values of the documents, with room, are (K, S, D). Each node row of the others, (K, C, U, D), has its
-    own key or value and those of the nodes that it continues.
+    own key or value and the keys or values of the nodes that it continues.
     """
     document_key, document_value, *own = run.cache[call]
     newest, step = (key, value), run.nodes.step
@@ -373,7 +373,7 @@ def _node_tiles(
 
     def make() -> tuple[list[Tile | BatchedTiles], Tensor | None]:
         tiles = batch_tiles(list(_tiles(run, pattern, *heads)), heads[1] if batches else None)
-        # The own keys of a level are tokens that it continues, of which a causal pattern masks none.
+        # The own keys of a level are tokens that it continues; a causal pattern masks none.
         hidden = None if is_decode and pattern.is_causal else _own_hidden(run, pattern, num_keys)
         hidden = None if hidden is None else hidden.repeat_interleave(heads[0], 0)
         if gpu.is_accelerator(run.layout.device) and not any(isinstance(tile, BatchedTiles) for tile in tiles):

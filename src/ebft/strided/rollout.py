@@ -91,7 +91,7 @@ def _sample_part(
     documents, by_step = part.documents, noise.movedim(-1, 0)  # (G, M, N)
     differentiates = torch.is_grad_enabled()
     reuse = ActivationReuse(len(documents.tokens), by_step[1:].numel()) if differentiates else None
-    sampler = Sampler(causal_lm, part, temperature, truncation, reuse)
+    sampler = BlockSampler(causal_lm, part, temperature, truncation, reuse)
     with torch.no_grad():
         text = sampler.run(by_step)
     if reuse is None:
@@ -116,7 +116,7 @@ def _sample_part(
     return tokens, part.layout.up_to_end(entropy, tokens), part.layout.up_to_end(logps, tokens), scored_text
 
 
-class Sampler:
+class BlockSampler:
     """Samples the rollouts of a part token by token: one prefill, then one cached pass per token.
 
     tokens, entropies: (R,) of each step; steps: its draws, and their scores by row and column; tree: the rollouts so
@@ -159,7 +159,7 @@ class Sampler:
         return StridedPass(layout=layout, document_positions=positions, nodes=nodes, reuse=reuse, **shared)
 
     def before(self, text: Tensor) -> Tensor:
-        """Return the states (M, D) that predict the first tokens of the blocks, from those of the documents (S, D)."""
+        """Return the states (M, D) that predict the first tokens of the blocks, from the documents' states (S, D)."""
         return text[self.part.layout.block_index - 1]
 
     def _draw(self, states: Tensor, noise: Tensor) -> None:
@@ -175,7 +175,7 @@ class Sampler:
             return sample_tokens(softmax.probabilities[:, :known], noise[rows])
 
         # Slopes take a product for each distinct token of a row, the head in backward takes two for each row. First
-        # tokens, of which each row has all samples, are often distinct.
+        # tokens, all samples of a row, are often distinct.
         few = len(self.tree.levels) > 0 or self.part.layout.num_samples < 3
         slopes = self.reuse is not None and few and self.head.gives_slopes(draws.shape[1])
         scored = choose_tokens(states, choose, self.head, self.temperature, slopes, self.truncation)

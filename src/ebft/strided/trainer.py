@@ -40,7 +40,7 @@ from ebft.strided.layout import Documents, StridedLayout
 from ebft.strided.loss import TermGradients, cross_entropy_loss, policy_gradient_loss, score
 from ebft.strided.output import StepMetrics, StridedOutput
 from ebft.strided.rollout import DocumentNoise, Rollouts, sample_rollouts
-from ebft.strided.validation import check_arguments, check_grad_norms, check_parity, usable_rows
+from ebft.strided.validation import check_grad_norms, check_parity, check_trainer_arguments, usable_rows
 from ebft.trainer import OverTrainer
 from ebft.transformers_internals import rename_checkpointing
 
@@ -96,7 +96,6 @@ class StridedEBFTTrainer(OverTrainer):
     """
 
     args: StridedEBFTConfig
-    only_evaluates = True
     control: TrainerControl
 
     def __init__(
@@ -111,7 +110,7 @@ class StridedEBFTTrainer(OverTrainer):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else StridedEBFTConfig()
-        check_arguments(args, StridedEBFTConfig, kwargs)
+        check_trainer_arguments(args, StridedEBFTConfig, kwargs)
         resolve_single_sample(args)
         model = load(model, peft_config, args.seed)
         check_whole(model)
@@ -124,7 +123,9 @@ class StridedEBFTTrainer(OverTrainer):
             kwargs[name] = usable_rows(name, kwargs[name], model, self.block_options)
         options = args.feature_layers, args.embed_method, args.feature_device
         self.feature_network: FeatureNetwork = FeatureNetwork(model, *options, network=feature_network)
-        data_collator = data_collator or _default_collator(kwargs.get("processing_class"), model)
+        if data_collator is None:  # padding affects no result
+            pad = (kwargs.get("processing_class") or model.config.get_text_config()).pad_token_id
+            data_collator = DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         check_grad_norms(args, FSDP=self.is_fsdp_enabled, DeepSpeed=self.is_deepspeed_enabled)
         check_version(self.accelerator)
@@ -360,8 +361,8 @@ class StridedEBFTTrainer(OverTrainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """Return the numbers of generated and of cross-entropy tokens of the optimizer step, over all ranks: (2,).
 
-        Rollouts end where their texts do, so the first number is known when those of all micro-batches are sampled.
-        With a single micro-batch it is 0, and `compute_loss` counts them.
+        Rollouts end where their texts do, so the first number is known once all micro-batches are sampled. With a
+        single micro-batch it is 0, and `compute_loss` counts them.
         """
         counts = torch.zeros(2, dtype=torch.long, device=device if len(batch_samples) > 1 else None)
         for inputs in batch_samples:
@@ -426,9 +427,3 @@ def _block_options(args: StridedEBFTConfig, model: nn.Module, tokenizer: Any) ->
     known = () if tokenizer is None else Renderer(tokenizer).end_ids()
     found = BlockOptions.of(args, end_token_ids(model, known), args.max_length).within(positions_of(model))
     return found if tokenizer is None else replace(found, vocabulary=unknown_ids(model, tokenizer).start)
-
-
-def _default_collator(tokenizer: Any, model: nn.Module) -> DocumentCollator:
-    """Pad with the tokenizer's pad token, or with 0, since padding does not affect any result."""
-    pad = tokenizer.pad_token_id if tokenizer is not None else model.config.get_text_config().pad_token_id
-    return DocumentCollator(pad if isinstance(pad, int) and pad >= 0 else 0)

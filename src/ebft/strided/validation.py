@@ -30,7 +30,7 @@ from ebft.strided.rollout import sample_rollouts
 from ebft.transformers_internals import override_attn_implementation, use_one_gpu
 
 
-def check_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
+def check_trainer_arguments(args: Any, config_class: type, trainer_kwargs: dict[str, Any]) -> None:
     """Raise ConfigError for arguments of the transformers Trainer that are not supported in strided mode."""
     if not isinstance(args, config_class):
         raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
@@ -119,7 +119,7 @@ _Document = tuple[Any, int, list[list[int]]]  # tokens, the number of prompt tok
 
 
 def _all_documents(dataset: Any) -> Iterator[list[_Document]]:
-    """Yield the documents of every row; of a Dataset without padding, of which each row is one, without a copy."""
+    """Yield the documents of every row; of a Dataset without padding, whose rows are documents, without a copy."""
     if isinstance(dataset, PackedRows):
         documents = list(_all_documents(dataset.rows))
         yield from ([document for i in pack for document in documents[i]] for pack in dataset.packs)
@@ -151,8 +151,8 @@ def check_parity(causal_lm: PreTrainedModel, network: FeatureNetwork, as_trained
     """Raise ModelError if strided EBFT differs from the plain model on a short random document.
 
     Three blocks of two rollouts are sampled with the cache and scored in one pass, in training mode if `as_trained`.
-    The plain model runs each sequence separately with eager attention; its log-probabilities must be those of the
-    samples and of the scores. The hidden states of the feature network are compared with those from
+    The plain model runs each sequence separately with eager attention; its log-probabilities must equal the
+    samples' and the scores'. The hidden states of the feature network are compared with those from
     `output_hidden_states`.
     """
     prepare(causal_lm)

@@ -19,7 +19,7 @@ from typing import Any
 
 from ebft.data.conversation import Conversation, Renderer, longest_reference
 from ebft.data.messages import REPLY, ROW_KWARGS, TOOLS, as_texts
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, doing
 from ebft.models.causal_lm import end_token_ids, unknown_ids, unwrap_adapter
 from ebft.models.sharding import is_sharded
 from ebft.structured.config import STOPS
@@ -97,7 +97,10 @@ class Generation:
                 "that gradients are biased. Remove it, or set use_vllm: true, whose log-probabilities correct it.",
                 stacklevel=2,
             )
-        self.max_completion_length: int = self._longest_reply(reference_limit)
+        self.max_completion_length: int = trainer.max_completion_length
+        if reference_limit is not None and not is_interactive and agents is None:
+            longest = longest_reference(trainer.train_dataset, self.renderer)
+            self.max_completion_length = reference_limit.of(longest, self.max_completion_length)
         self.rows: list[Row] = []
         self.rollouts: list[Rollout] = []
         self.sampled_from: tuple[Any, int] = (None, 0)
@@ -162,11 +165,8 @@ class Generation:
         else:
             self._evaluate_current_weights()
             job = self.job(self.rows)
-            with (
-                nullcontext()
-                if self.server is not None
-                else lockstep(self._trainer.model_wrapped, self._trainer.accelerator)
-            ):
+            trainer = self._trainer
+            with lockstep(trainer.model_wrapped, trainer.accelerator) if self.server is None else nullcontext():
                 self.rollouts = job.run()
         self._end(job.backend, job.weights_step, job.seconds)
         fields = {
@@ -255,13 +255,11 @@ class Generation:
         if self.is_interactive:  # TRL has made the messages
             self.rollouts = rollouts_of(*fields[:COMPLETIONS], fields[LOGPROBS])
         elif any(len(rollout.replies) > 1 for rollout in self.rollouts):
+            texts = lambda rollout: tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
             fields[COMPLETIONS] = [
                 reply_messages(tokenizer, rollout, row.get("remaining_turns"))
                 if self._agents is None
-                else [
-                    {"role": "assistant", "content": text}
-                    for text in tokenizer.batch_decode(rollout.replies, skip_special_tokens=True)
-                ]
+                else [{"role": "assistant", "content": text} for text in texts(rollout)]
                 for rollout, row in zip(self.rollouts, self.rows)
             ]
         return fields
@@ -269,18 +267,12 @@ class Generation:
     def stop(self) -> None:
         """Cancel running rollouts and remove the adapters from the server; a later evaluation synchronises again."""
         if self.prefetcher is not None:
-            self.prefetcher.close(self._cancel)
+            cancels = [*([self._agents.cancel] if self._agents else []), self.server.client.cancel]
+            self.prefetcher.close(lambda: [cancel() for cancel in cancels])
             self.prefetcher = None
         if self.server is not None:
             self.server.reset()
             self._trainer.sync_anew()
-
-    def _cancel(self) -> None:
-        if self._agents is not None:
-            self._agents.cancel()
-        self.server.client.cancel()
-
-    # Conversations
 
     def conversations(self, rows: list[Row]) -> list[Conversation]:
         """Return the rows' prompts and references as token ids; the adjacent samples of a group share one object."""
@@ -294,16 +286,14 @@ class Generation:
 
     def _conversation(self, row: Row) -> Conversation:
         # With GRPO, ground_truth may be whatever a reward function accepts.
-        try:
+        with doing(f"reading the row with the prompt {row['prompt']!r:.120}"):
             conversation = self.renderer.of_row(row, self._compares_references)
-        except DataError as error:
-            raise DataError(f"{error} The prompt is {row['prompt']!r:.120}") from error
         positions, length = self._positions(), len(conversation.prompt_ids) + len(conversation.reference_ids) + 1
         if positions is not None and length > positions and conversation.turns[0].reference_ids:
             raise DataError(
                 f"a prompt of {len(conversation.prompt_ids)} tokens and its reference of "
                 f"{len(conversation.reference_ids)} tokens plus the end token exceed the model's "
-                f"max_position_embeddings ({positions}). Remove such rows. The prompt is {row['prompt']!r:.120}"
+                f"max_position_embeddings ({positions}): {row['prompt']!r:.120}"
             )
         return conversation
 
@@ -313,16 +303,8 @@ class Generation:
 
     def _limits(self) -> Limits:
         lengths = [self._positions(), self.server.max_model_len if self.server is not None else None]
-        return Limits(
-            self.max_completion_length, min((length for length in lengths if length is not None), default=None)
-        )
-
-    def _longest_reply(self, limit: ReferenceLimit | None) -> int:
-        """Return the maximum number of tokens of a reply, with the `limit` by the references of the training rows."""
-        most = self._trainer.max_completion_length
-        if limit is None or self.is_interactive or self._agents is not None:
-            return most
-        return limit.of(longest_reference(self._trainer.train_dataset, self.renderer), most)
+        longest = min((length for length in lengths if length is not None), default=None)
+        return Limits(self.max_completion_length, longest)
 
 
 def rollouts_of(
@@ -345,7 +327,7 @@ def rollouts_of(
 
 
 class Prefetcher:
-    """Runs jobs in the order in which batches are submitted, at most `depth` ahead of those whose result was asked for.
+    """Runs jobs in the order in which batches are submitted, at most `depth` ahead of the one asked for.
 
     `prepare(batch)` creates the job on the calling thread when the job is started. It fixes the weights used for
     sampling, which therefore depend only on the order of calls.
@@ -366,7 +348,10 @@ class Prefetcher:
 
         Raises RuntimeError if `batch` is not the next one submitted.
         """
-        self._start(self._depth + 1)
+        while self._submitted and len(self._started) <= self._depth:
+            batch_to_start = self._submitted.popleft()
+            job = self._prepare(batch_to_start)
+            self._started.append((batch_to_start, job, self._executor.submit(job.run)))
         if not self._started or self._started[0][0] is not batch:
             raise RuntimeError("batches must be taken in the order in which they were submitted")
         _, job, future = self._started[0]
@@ -389,12 +374,6 @@ class Prefetcher:
             running = wait(running, timeout=0.1).not_done
         self._executor.shutdown()
         self._started.clear()
-
-    def _start(self, count: int) -> None:
-        while self._submitted and len(self._started) < count:
-            batch = self._submitted.popleft()
-            job = self._prepare(batch)
-            self._started.append((batch, job, self._executor.submit(job.run)))
 
 
 class ReadAhead:

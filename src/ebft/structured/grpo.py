@@ -21,7 +21,7 @@ from trl.trainer import grpo_trainer
 
 from ebft.config import rules
 from ebft.data.json_files import with_own_calls
-from ebft.errors import ConfigError, NonFiniteLossError
+from ebft.errors import ConfigError
 from ebft.models.causal_lm import backbone_of, frozen_copy, unwrap_adapter
 from ebft.models.pretrained import disable_dropout, load
 from ebft.models.sharding import check_version, check_whole, is_sharded, keep_output_dtype
@@ -30,15 +30,14 @@ from ebft.monitor.metrics import Throughput
 from ebft.monitor.run_files import ScoredRollouts
 from ebft.reward_functions.calls import checked_functions, run_in_chunks
 from ebft.reward_functions.processes import run_in_workers
-from ebft.structured.config import RolloutGRPOConfig
+from ebft.structured.config import EBFTConfig, RolloutGRPOConfig
 from ebft.structured.generation import CONVERSATION, Generation, Prefetcher, ReadAhead, Row
 from ebft.structured.replay import PromptReuse
 from ebft.structured.reward import FeatureMatchingReward
 from ebft.structured.rollouts.local import HFBackend
 from ebft.structured.rollouts.server import Agents
 from ebft.structured.rollouts.turns import Backend, Completion, ReferenceLimit, Rollout
-from ebft.structured.scoring import Scorer
-from ebft.structured.shared_prompt import Padded
+from ebft.structured.scoring import SharedPromptScorer
 from ebft.structured.trl import COMPLETIONS, HeldOutCompletions, OverTRL, positions_from_mask
 from ebft.structured.validation import check_arguments, check_interactive, check_rows, checked
 
@@ -74,12 +73,6 @@ class RolloutGRPOTrainer(OverTRL):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
-        check_arguments(args, self.config_class)
-        if args.use_vllm and args.vllm_mode == "managed" and server_failure is None:
-            raise ConfigError(
-                "vllm_mode: managed is for configs, where `ebft train` starts the server. Start one with `ebft "
-                "vllm-serve`, and set vllm_mode: server."
-            )
         model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         check_whole(model)
         syncs_adapter = args.uses_server and hasattr(model, "disable_adapter")
@@ -87,9 +80,9 @@ class RolloutGRPOTrainer(OverTRL):
         rules.refuse(rules.full_weights(args.uses_server, syncs_adapter, has_cuda, rules.in_python))
         if args.disable_dropout:
             disable_dropout(model)
-        for name in ("train_dataset", "eval_dataset"):
-            check_rows(name, kwargs.get(name), args)
-            kwargs |= {name: with_own_calls(kwargs[name])} if name in kwargs else {}
+        for name in [name for name in ("train_dataset", "eval_dataset") if name in kwargs]:
+            check_rows(name, kwargs[name], args, needs_reference=isinstance(args, EBFTConfig))
+            kwargs[name] = with_own_calls(kwargs[name])
         is_interactive = check_interactive(args, reward_funcs, kwargs)
         if kwargs.get("rollout_func") is not None:
             kwargs["rollout_func"] = checked(kwargs["rollout_func"])
@@ -100,7 +93,10 @@ class RolloutGRPOTrainer(OverTRL):
         with _reference_model(frozen_copy(model) if needs_reference else None):
             rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
             loads_rewards = any(isinstance(func, str) for func in rewards)
-            for_trl = _for_trl(args, syncs_adapter, is_loaded=self._was_named and not loads_rewards)
+            for_trl = copy.copy(args)  # TRL has no managed servers, and warns of used `model_init_kwargs`
+            for_trl.model_init_kwargs = args.model_init_kwargs if loads_rewards or not self._was_named else None
+            for_trl.use_vllm = args.use_vllm and not syncs_adapter
+            for_trl.vllm_mode = "server" if args.uses_server else args.vllm_mode
             super().__init__(model, checked_functions(reward_funcs), for_trl, **kwargs)
         self.args = args
         check_version(self.accelerator, args.uses_server)
@@ -110,7 +106,7 @@ class RolloutGRPOTrainer(OverTRL):
                 backbone_of(unwrap_adapter(scored)).register_forward_pre_hook(positions_from_mask, with_kwargs=True)
         self._throughput = Throughput(self.budget)
         self.scored_rollouts: ScoredRollouts = ScoredRollouts(self)
-        self.scorer: Scorer = Scorer(self)
+        self.scorer: SharedPromptScorer = SharedPromptScorer(self)
         self.keeps_groups = self.scorer.shares_prompts
         self.reuse: PromptReuse = PromptReuse(self)
         self.generation: Generation = Generation(
@@ -121,11 +117,9 @@ class RolloutGRPOTrainer(OverTRL):
         self, model: Any, peft_config: Any, args: RolloutGRPOConfig, quantization_config: Any = None
     ) -> nn.Module:
         """Return the model with an adapter if `peft_config` is given; a name is loaded as TRL does, in float32."""
-        options = {
-            "dtype": torch.float32,
-            "trust_remote_code": args.trust_remote_code,
-            **(args.model_init_kwargs or {}),
-        }
+        check_arguments(args)
+        options = {"dtype": torch.float32, "trust_remote_code": args.trust_remote_code}
+        options |= args.model_init_kwargs or {}
         options |= {} if quantization_config is None else {"quantization_config": quantization_config}
         self._was_named = self._was_named or isinstance(model, str)
         return load(model, peft_config, args.seed, options)
@@ -149,7 +143,12 @@ class RolloutGRPOTrainer(OverTRL):
         depth, every = self.args.prefetch_depth, self.args.steps_per_generation * self.num_iterations
         if self.args.async_prefetch:
             self.generation.prefetcher = Prefetcher(depth, self.generation.job)
-            self._ahead: ReadAhead = ReadAhead(self._submit, every, depth)
+
+            def submit(rows: list[Row]) -> None:
+                self.reuse.inject_failed(rows)
+                self.generation.prefetcher.submit(rows)
+
+            self._ahead: ReadAhead = ReadAhead(submit, every, depth)
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -174,11 +173,8 @@ class RolloutGRPOTrainer(OverTRL):
         batches = self._ahead.next(epoch_iterator, num_batches, self.trained_micro_batches, has_generated)
         return batches, self.items_of(batches, device)
 
-    def _submit(self, rows: list[Row]) -> None:
-        self.reuse.inject_failed(rows)
-        self.generation.prefetcher.submit(rows)
-
     def take_rows(self, rows: list[Row]) -> None:
+        """Receive the rows to generate completions for; `rollout_func` receives their prompts only."""
         if self.model.training:
             if self.generation.prefetcher is None:
                 self.reuse.inject_failed(rows)
@@ -194,9 +190,6 @@ class RolloutGRPOTrainer(OverTRL):
         """
         return self.generation.sample(prompt_ids, max_tokens)
 
-    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
-        return self.generation.sample_turn(prompt_ids)
-
     def backend(self) -> Backend:
         """Return what samples from the current weights: the server, or the policy itself."""
         if self.generation.server is not None:
@@ -204,6 +197,7 @@ class RolloutGRPOTrainer(OverTRL):
         return HFBackend(self, self.generation.sampling, self.processing_class.pad_token_id)
 
     def after_generation(self, fields: list[Any]) -> list[Any]:
+        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
         fields = self.generation.messages(fields)
         if self.model.training:
             self.count_completions(*fields[:COMPLETIONS])
@@ -218,24 +212,21 @@ class RolloutGRPOTrainer(OverTRL):
             self.budget.add(flops=forward_flops(self.model, tokens, scored=generated))
 
     def before_rewards(self) -> None:
+        """Called before the reward functions."""
         self._rewards_started = time.perf_counter()
         for func in self.reward_funcs:
             if isinstance(func, FeatureMatchingReward):
                 func.num_generations = self._group_size()
 
     def after_rewards(self, rows: list[Row], rewards: Tensor) -> Tensor:
+        """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
         mode = "train" if self.model.training else "eval"
         self.log_mean(mode, "rollouts/reward_s", time.perf_counter() - self._rewards_started)
-        are_infinite = rewards.isinf().any(0).tolist()
-        if any(are_infinite):
-            names = ", ".join(name for name, is_infinite in zip(self.reward_func_names, are_infinite) if is_infinite)
-            raise NonFiniteLossError(
-                f"The reward {names} is infinite. Reward functions must return finite numbers, or None for no reward."
-            )
         self.rewards = rewards
         return rewards
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the loss, computed from `rows` and their completions."""
         # TRL's advantages of equal rewards are not exactly 0 but rounding errors, which Adam would scale up.
         inputs = inputs | {"advantages": inputs["advantages"].masked_fill(self._without_signal(rows), 0.0)}
         if self.generation.server is not None and self.model.training:
@@ -248,6 +239,7 @@ class RolloutGRPOTrainer(OverTRL):
         return inputs
 
     def after_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
         if not self.model.training:
             return inputs
         rewards = of_this_process(self.accelerator, self.rewards, rows)
@@ -270,10 +262,9 @@ class RolloutGRPOTrainer(OverTRL):
             self.log_mean("train", "skipped_zero_adv_batches", 0.0)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def score(
-        self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        return self.scorer.score(model, prompts, completions, with_entropies)
+    def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
+        """Return the loss of a micro-batch, given TRL's loss."""
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log with the trainer's own metrics and the throughput since the last call added; documents are prompts."""
@@ -312,13 +303,11 @@ class RolloutGRPOTrainer(OverTRL):
         super().restore_running_state(state)
         self.reuse.restore(state)
 
-    # Groups of completions
-
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
 
     def _without_signal(self, rows: list[Row]) -> Tensor:
-        """Return which of this process's completions (B,) are in a group whose rewards are all equal.
+        """Return for this process's completions (B,) whether they are in a group whose rewards are all equal.
 
         These are the weighted totals, up to rounding, or, if they are normalised first, the rewards of every function.
         Completions without a reward do not count.
@@ -360,7 +349,8 @@ class RolloutGRPOTrainer(OverTRL):
         terms = self._terms()
         columns = [totals, advantages, *(value.to(totals) for value in terms.values()), *rewards.unbind(1)]
         totals, advantages, *columns = torch.stack(columns).tolist()  # one wait for all
-        names = _distinct(self.reward_func_names)
+        numbers = [self.reward_func_names[:i].count(name) + 1 for i, name in enumerate(self.reward_func_names)]
+        names = [name if number == 1 else f"{name} {number}" for name, number in zip(self.reward_func_names, numbers)]
         for start in range(0, len(rows), n):
             row = rows[start]
             yield {
@@ -395,11 +385,6 @@ def of_this_process(accelerator: Any, values: Tensor, rows: list[Row]) -> Tensor
     return values[first : first + len(rows)]
 
 
-def _distinct(names: list[str]) -> list[str]:
-    """Return the names, with a number after those that have occurred before."""
-    return [name if name not in names[:i] else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
-
-
 @contextmanager
 def _reference_model(copied: nn.Module | None) -> Iterator[None]:
     """Let TRL take `copied`, the model before training, for its reference model inside the block.
@@ -414,12 +399,3 @@ def _reference_model(copied: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         grpo_trainer.create_model_from_path = load_reference
-
-
-def _for_trl(args: RolloutGRPOConfig, syncs_adapter: bool, is_loaded: bool) -> RolloutGRPOConfig:
-    """Return the arguments for TRL, which has no managed servers and warns of used `model_init_kwargs`."""
-    changed = copy.copy(args)
-    changed.model_init_kwargs = None if is_loaded else args.model_init_kwargs
-    changed.use_vllm = args.use_vllm and not syncs_adapter
-    changed.vllm_mode = "server" if args.uses_server else args.vllm_mode
-    return changed

@@ -50,7 +50,8 @@ class ReplayBuffer:
         rows = [row for index in replaced for row in range(index * n, index * n + n)]
         if not rows:
             return inputs, rows
-        return inputs | {key: self._joined(key, [_of(group, key) for group in groups]) for key in of_rows}, rows
+        masked = [{"tool_mask": group["completion_mask"], **group} for group in groups]
+        return inputs | {key: self._joined(key, [group[key] for group in masked]) for key in of_rows}, rows
 
     def state(self) -> dict[str, Any]:
         """Return the stored groups and the state of the random numbers, for `restore`."""
@@ -114,10 +115,6 @@ class FailedPrompts:
 
     def begin(self) -> None:
         self._injected.popleft()
-
-
-def _of(group: dict[str, Tensor], key: str) -> Tensor:
-    return group["completion_mask"] if key == "tool_mask" and key not in group else group[key]
 
 
 class PromptReuse:

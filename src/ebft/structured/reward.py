@@ -101,7 +101,8 @@ class FeatureMatchingReward:
         prompts: list[Prompt],
         completions: list[Any] | None = None,
         completion_ids: list[list[int]] | None = None,
-        ground_truth: list[str] | None = None,
+        *,
+        ground_truth: list[str],
         remaining_turns: list[list[Message] | None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
@@ -110,8 +111,7 @@ class FeatureMatchingReward:
 
         All lists have the same length and are ordered by group, with `num_generations` entries per group.
         `completion_ids` are the ids after the prompt, including all `remaining_turns`. Raises DataError if a
-        reference is missing, ValueError if the lists are inconsistent, and NonFiniteLossError if a reward is not
-        finite.
+        reference is empty, ValueError if the lists are inconsistent, NonFiniteLossError if a reward is not finite.
         """
         embedded, first = [], []
         for row, conversation, samples in self._groups(prompts, completion_ids, ground_truth, remaining_turns, columns):
@@ -160,16 +160,10 @@ class FeatureMatchingReward:
     ) -> list[tuple[dict[str, Any], Conversation, list[list[int]]]]:
         """Return (row, conversation, token ids of its samples) for every group."""
         n = self.num_generations
-        if ground_truth is None:
-            raise DataError("the dataset has no column ground_truth with the references of the completions")
         remaining = remaining_turns if remaining_turns is not None else [None] * len(prompts)
-        lengths = {len(values) for values in (prompts, completion_ids, ground_truth, remaining)}
-        if len(lengths) != 1 or len(prompts) % n:
-            raise ValueError(
-                f"{len(prompts)} prompts, {len(completion_ids)} completions and {len(ground_truth)} references cannot "
-                f"be divided into groups of num_generations = {n}"
-            )
-        rows = list(zip(prompts, ground_truth, remaining))
+        rows = list(zip(prompts, ground_truth, remaining, strict=True))
+        if len(rows) != len(completion_ids) or len(rows) % n:
+            raise ValueError(f"{len(completion_ids)} completions of {len(rows)} rows: no groups of num_generations {n}")
         fewest = min(len(list(same)) for _, same in groupby(rows))
         if n > 1 and fewest >= 2 * n:  # the trainer's groups are probably larger
             warnings.warn(
@@ -214,14 +208,9 @@ def reward_of(
 
 def metrics_of(match: FeatureMatch) -> dict[str, Tensor]:
     """Return the means of the terms, scalars, by the names under which both modes log them."""
-    reward = match.rewards.mean()
-    return {
-        "ebft/alignment": match.alignment.mean(),
-        "ebft/diversity": match.diversity.mean(),
-        "ebft/cfm_loss": match.cfm.mean(),
-        "ebft/mean_reward": reward,
-        "ebft/reward": reward,
-    }
+    terms = {"alignment": match.alignment, "diversity": match.diversity, "cfm_loss": match.cfm}
+    terms |= {"mean_reward": match.rewards, "reward": match.rewards}
+    return {f"ebft/{name}": values.mean() for name, values in terms.items()}
 
 
 def held_out_values(match: FeatureMatch, options: RewardOptions, computed_in: torch.dtype) -> dict[str, Tensor]:
@@ -282,7 +271,7 @@ def shares_prompts(causal_lm: PreTrainedModel) -> bool:
 
 
 def check_features(network: FeatureNetwork) -> None:
-    """Raise ModelError if the features of a short random prompt with three continuations are not those of the model.
+    """Raise ModelError if the features of a short random prompt with three continuations are not the model's.
 
     The model runs each sequence separately, with eager attention and `output_hidden_states`.
     """
@@ -320,28 +309,22 @@ def _padded(rows: list[list[int]]) -> Tensor:
 
 
 def load_reward_funcs(
-    trl: TRLSection,
-    ebft: RewardOptions,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    built_in: Mapping[str, Any],
+    trl: TRLSection, ebft: RewardOptions, model: Any, tokenizer: PreTrainedTokenizerBase, built_in: Mapping[str, Any]
 ) -> list:
     """Return the rewards of `trl.reward_funcs`: functions by import path, `feature_matching`, or reward models.
 
     A name with a slash is the folder or the Hub id of a reward model. `built_in` are other rewards by their names.
     `feature_matching` uses the options of the section `ebft:`; with `rl: ebft`, the trainer adds it itself.
     """
-    funcs: list[Any] = []
-    for name in trl.reward_funcs or []:
+
+    def load_one(name: str) -> Any:
         if name == FEATURE_MATCHING:
-            funcs.append(reward_of(model, tokenizer, trl, ebft))
-        elif name in built_in:
-            funcs.append(built_in[name])
-        elif "/" in name:
-            funcs.append(load_reward_model(name))
-        else:
-            funcs.append(find_function("trl.reward_funcs", name))
-    return funcs
+            return reward_of(model, tokenizer, trl, ebft)
+        if name in built_in:
+            return built_in[name]
+        return load_reward_model(name) if "/" in name else find_function("trl.reward_funcs", name)
+
+    return [load_one(name) for name in trl.reward_funcs or []]
 
 
 def load_reward_model(name: str) -> PreTrainedModel:
@@ -350,31 +333,21 @@ def load_reward_model(name: str) -> PreTrainedModel:
     Its weights have the data type that they are saved in; an adapter is merged. Raises ConfigError for a model without
     exactly one score per text.
     """
-    problem = reward_problem(name)
-    if problem is not None:
-        raise ConfigError(problem)
     folder = Path(lasting_name(name))
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
     with doing(f"loading the reward model {name} (trl.reward_funcs)"):
-        if (folder / ADAPTER_CONFIG).is_file():
-            model = _of_adapter(folder)
+        base = str(read_adapter_config(folder).base_model_name_or_path) if is_adapter else name
+        found = find_model(base, f"base model of {folder}" if is_adapter else "trl.reward_funcs")
+        config = pretrained_config(found)
+        problem = reward_problem(name, None if is_adapter else config.to_dict() | {"id2label": config.id2label})
+        if problem is not None:
+            raise ConfigError(problem)
+        if is_adapter:
+            config.num_labels, tokens = SCORE.num_labels, len(pretrained_tokenizer(str(folder)))
+            model = pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
+            model = load_saved_adapter(model, str(folder), tokens).merge_and_unload()
+            model.config.name_or_path = str(folder)
         else:
-            found = find_model(name, "trl.reward_funcs")
-            config = pretrained_config(found)
-            problem = reward_problem(name, config.to_dict() | {"id2label": config.id2label})
-            if problem is not None:
-                raise ConfigError(problem)
             model = pretrained_model(found, SCORE, dtype="auto")
         pretrained_tokenizer(str(model.config.name_or_path))  # TRL loads it from there
     return model.eval().requires_grad_(False)
-
-
-def _of_adapter(folder: Path) -> PreTrainedModel:
-    base = read_adapter_config(folder).base_model_name_or_path
-    found = find_model(base, f"base model of {folder}")
-    config = pretrained_config(found)
-    config.num_labels = SCORE.num_labels
-    model = pretrained_model(found, SCORE, may_lack_head=True, config=config, dtype="auto")
-    tokens = len(pretrained_tokenizer(str(folder)))
-    merged = load_saved_adapter(model, str(folder), tokens).merge_and_unload()
-    merged.config.name_or_path = str(folder)
-    return merged

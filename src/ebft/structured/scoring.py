@@ -22,10 +22,10 @@ from ebft.structured.shared_prompt import Padded, Prompt, Rows, put_back, score_
 from ebft.transformers_internals import override_attn_implementation
 
 
-class Scorer:
+class SharedPromptScorer:
     """Scores the completions of a trainer with shared prompts; models that do not allow it are scored in TRL's rows.
 
-    `shares_prompts`: which of the two is used. Raises ModelError for models that neither share prompts nor give exact
+    `shares_prompts`: whether prompts are shared. Raises ModelError for models that neither share prompts nor give exact
     results with padded rows.
     """
 
@@ -38,7 +38,7 @@ class Scorer:
         causal_lm = unwrap_adapter(trainer.model)
         if self.shares_prompts:
             try:
-                check_parity(causal_lm, as_trained=args.disable_dropout)
+                check_shared_prompt_parity(causal_lm, as_trained=args.disable_dropout)
                 if trainer.ref_model is not None:
                     prepare(trainer.ref_model)
                 self._most_tokens = most_tokens(causal_lm)
@@ -115,7 +115,7 @@ class Scorer:
 _PROMPT, _SUFFIXES, _SAMPLED = 8, (1, 4, 2), 3  # tokens
 
 
-def check_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
+def check_shared_prompt_parity(causal_lm: PreTrainedModel, as_trained: bool = True) -> None:
     """Raise ModelError if shared prompts change log-probabilities on a short random prompt with three suffixes.
 
     Each suffix is continued by sampling and then scored, in training mode if `as_trained`. The plain model runs each

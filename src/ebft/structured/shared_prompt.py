@@ -34,7 +34,7 @@ class Prompt:
     references: list[Tensor] = field(default_factory=list)
 
 
-class Scores(NamedTuple):
+class CompletionScores(NamedTuple):
     """Results for the completions of all prompts, in order, concatenated: (R,) each, in float32.
 
     `logps` and `entropies` are of the distribution that is sampled from; `references` are the log-probabilities
@@ -56,7 +56,7 @@ def score_completions(
     with_entropies: bool = True,
     entropy_gradient: bool = False,
     score_prompts: bool = False,
-) -> Scores:
+) -> CompletionScores:
     """Score the completions and references of all prompts in one forward pass through `model`, which may be wrapped.
 
     The causal LM inside `model` must have been prepared with `ebft.prefix.forward.prepare`. The last token of a suffix
@@ -77,14 +77,20 @@ def score_completions(
         if with_entropies:
             logps, entropies = token_logps_and_entropy(scored, targets, head, temperature, entropy_gradient, truncation)
         else:
-            logps = token_logps(scored, targets[:, None], head, temperature, truncation).squeeze(-1)
-            entropies = None
+            logps, entropies = token_logps(scored, targets[:, None], head, temperature, truncation).squeeze(-1), None
         targets = _joined([ids for prompt in prompts for ids in prompt.references], tokens)
         of_references = _text_logps(states.index_select(0, references), targets, head)
-        of_prompts = _prompt_logps(states, prompts, head) if score_prompts else None
+        of_prompts = None
+        if score_prompts:
+            lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
+            is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+            is_last[lengths.cumsum(0) - 1] = True
+            (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
+            targets = _joined([prompt.ids[1:] for prompt in prompts], tokens)
+            of_prompts = _text_logps(states[predictors], targets, head)
         return logps, entropies, of_references, of_prompts
 
-    return Scores(*run_wrapped(model, forward))
+    return CompletionScores(*run_wrapped(model, forward))
 
 
 @dataclass
@@ -122,7 +128,7 @@ class Rows:
                 index += [row * ids.shape[1] + step for row in own for step in range(end[row])]
         return cls(shared, *(on_device(index, prompts.device) for index in indices), of_row)
 
-    def references(self, scores: Scores, like: Tensor) -> tuple[Tensor, Tensor | None]:
+    def references(self, scores: CompletionScores, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the references' log-probabilities, as `like` (B, tokens), and each row's sum over its prompt (B,)."""
         logps = put_back(scores.references, self.reference_index, like)
         if scores.prompts is None:
@@ -170,11 +176,3 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
 
 def _text_logps(states: Tensor, targets: Tensor, head: Head) -> Tensor:
     return token_logps(states, targets[:, None], head, 1.0).squeeze(-1)
-
-
-def _prompt_logps(states: Tensor, prompts: Sequence[Prompt], head: Head) -> Tensor:
-    lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-    is_last = torch.zeros(int(lengths.sum()), dtype=torch.bool)
-    is_last[lengths.cumsum(0) - 1] = True
-    (predictors,) = copy_to(states.device, (~is_last).nonzero().squeeze(1))
-    return _text_logps(states[predictors], _joined([prompt.ids[1:] for prompt in prompts], prompts[0].ids), head)

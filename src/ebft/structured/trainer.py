@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from trl.trainer.utils import pad
 
 from ebft.data.conversation import Conversation
-from ebft.errors import ConfigError, DataError
+from ebft.errors import ConfigError, DataError, doing
 from ebft.machine import copy_to
 from ebft.models.causal_lm import unwrap_adapter
 from ebft.models.pretrained import pretrained_tokenizer
@@ -30,7 +30,6 @@ from ebft.structured.grpo import RolloutGRPOTrainer, of_this_process
 from ebft.structured.reward import FeatureMatchingReward, held_out_values, reward_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.structured.shared_prompt import up_to_last
-from ebft.structured.validation import check_arguments, check_rows
 
 SCALE_EPS = 1e-4  # added to the standard deviation of rewards, as in TRL
 HELD_OUT = ("features", "cross-entropy", "all tokens")  # held-out means with different weights
@@ -51,7 +50,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
     args: EBFTConfig
     config_class: type[RolloutGRPOConfig] = EBFTConfig
     _tokens_of_step: Tensor
-    only_evaluates = True
 
     def __init__(
         self,
@@ -65,14 +63,11 @@ class EBFTTrainer(RolloutGRPOTrainer):
         **kwargs: Any,
     ) -> None:
         args = args if args is not None else self.config_class()
-        check_arguments(args, self.config_class)
-        for name in ("train_dataset", "eval_dataset"):
-            check_rows(name, kwargs.get(name), args, ("prompt", "ground_truth"))
         others = [] if reward_funcs is None else reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if not (others or args.alignment_coef or args.diversity_coef or args.ce_coef or args.beta):
             raise ConfigError(
                 "alignment_coef: 0 with diversity_coef: 0 and ce_coef: 0: the loss is always 0, so nothing is trained. "
-                "Set one of them above 0, or add reward_funcs."
+                "Set one above 0, or add reward_funcs."
             )
         model = self.load_policy(model, peft_config, args, kwargs.pop("quantization_config", None))
         if processing_class is None:
@@ -93,8 +88,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
             reference_limit=limit,
             **kwargs,
         )
-
-    # Advantages
 
     def add_to_inputs(self, rows: list[Row], inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super().add_to_inputs(rows, inputs)
@@ -124,8 +117,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         match = self.feature_reward.last
         return {"alignment": match.alignment.flatten(), "diversity": match.diversity.flatten()}
 
-    # Evaluation
-
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -140,8 +131,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
             values = held_out_values(reward.last, reward.options, reward.network.computed_in)
             self._held_out["features"].add(values, torch.full((len(rows),), 1 / self.held_out_rows.copies))
         return rewards
-
-    # Cross-entropy
 
     def _references(self, rows: list[Row]) -> dict[str, Tensor]:
         """Return the references (B, R) and the mask of their tokens in the cross-entropy.
@@ -254,8 +243,6 @@ class EBFTTrainer(RolloutGRPOTrainer):
         means |= perplexities(means)
         return {f"{self.held_out_completions.prefix}_{name}": mean for name, mean in means.items()}
 
-    # Resuming
-
     def running_state(self) -> dict[str, Any]:
         return super().running_state() | {"reference_nll": self._reference_nll.state()}
 
@@ -288,7 +275,7 @@ def labelled_reference(conversation: Conversation, *, mask_thinking: bool) -> tu
     """Return the ids of the reference after the prompt, each reply with its end token, and their mask (0 or 1).
 
     The mask is 1 for replies and their end tokens, and 0 for the turns between them and, with `mask_thinking`, for
-    thinking blocks. Raises DataError if the tokenizer cannot tell which tokens are thinking.
+    thinking blocks.
     """
     ids: list[int] = []
     counts: list[int] = []
@@ -299,12 +286,8 @@ def labelled_reference(conversation: Conversation, *, mask_thinking: bool) -> tu
         ids += turn.reference_ids
         thinking = [False] * len(turn.reference_ids)
         if mask_thinking:
-            if turn.thinking is None:
-                raise DataError(
-                    "ebft.mask_thinking_ce needs a tokenizer with offset mapping to find the tokens of thinking. Use a "
-                    "fast tokenizer (one with a tokenizer.json)."
-                )
-            thinking = turn.thinking
+            with doing("finding the tokens of thinking (ebft.mask_thinking_ce), which needs a fast tokenizer"):
+                thinking = list(turn.thinking)
         counts += [int(not inside) for inside in thinking]
     end = conversation.end_id
     return (ids, counts) if end is None else ([*ids, end], [*counts, 1])

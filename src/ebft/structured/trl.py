@@ -28,7 +28,6 @@ from ebft.models.sharding import load_whole
 from ebft.monitor.metrics import HeldOutRows
 from ebft.prefix.sampling import on_device
 from ebft.printed import all_printable
-from ebft.structured.shared_prompt import Padded
 from ebft.trainer import OverTrainer
 
 IDS, SAMPLED, COMPLETIONS, LOGPROBS = 1, 2, 3, 4  # indices in the result of TRL's `_generate`
@@ -48,6 +47,8 @@ class OverTRL(OverTrainer, GRPOTrainer):
     keeps_groups: bool = False
     use_vllm: bool
     vllm_generation: Any
+    scorer: Any  # of RolloutGRPOTrainer, as the next one
+    generation: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.held_out_rows: HeldOutRows = HeldOutRows(self, lambda dataset: list(self._get_eval_sampler(dataset)))
@@ -58,48 +59,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         super().create_accelerator_and_postprocess()
         load_whole()  # the reference model, which TRL loads and then shards
 
-    # Hooks, in their order within a step
-
-    def take_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Receive the rows to generate completions for; `rollout_func` receives their prompts only."""
-
-    def sample_turn(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]] | None] | None:
-        """Return one completion per prompt and their log-probabilities, None if unknown; or None to let TRL sample.
-
-        TRL calls tools between such turns.
-        """
-        return None
-
-    def after_generation(self, fields: list[Any]) -> list[Any]:
-        """Return the fields of generation (prompts, completions at COMPLETIONS, ...) for the reward functions."""
-        return fields
-
-    def before_rewards(self) -> None:
-        """Called before the reward functions."""
-
-    def after_rewards(self, rows: list[dict[str, Any]], rewards: Tensor) -> Tensor:
-        """Return the rewards of the completions of all processes: (completions, functions). `rows` are this one's."""
-        return rewards
-
-    def add_to_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs of the loss, computed from `rows` and their completions."""
-        return inputs
-
-    def after_inputs(self, rows: list[dict[str, Any]], inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs to train on, given the complete inputs of the loss for these rows."""
-        return inputs
-
-    def score(
-        self, model: nn.Module, prompts: Padded, completions: Padded, with_entropies: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Return the log-probabilities and entropies of completions, (B, C) each, or None to let TRL compute them."""
-        return None
-
-    def add_to_loss(self, model: nn.Module, inputs: dict[str, Any], loss: Tensor) -> Tensor:
-        """Return the loss of a micro-batch, given TRL's loss."""
-        return loss
-
-    # TRL's steps, which call the hooks
+    # TRL's steps, which call the hooks of RolloutGRPOTrainer
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
@@ -125,7 +85,7 @@ class OverTRL(OverTrainer, GRPOTrainer):
         return tuple(self.after_generation(fields))
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        sampled = self.sample_turn(prompt_ids)
+        sampled = self.generation.sample_turn(prompt_ids)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs) if sampled is None else sampled
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
@@ -177,9 +137,8 @@ class OverTRL(OverTrainer, GRPOTrainer):
                 for ids, mask in zip(*(x.split(batch_size or len(x)) for x in (input_ids, attention_mask))):
                     split = (part for x in (ids, mask) for part in x.tensor_split([-logits_to_keep], dim=1))
                     prompts, completions, prompt_mask, completion_mask = split
-                    scored.append(
-                        self.score(model, (prompts, prompt_mask), (completions, completion_mask), compute_entropy)
-                    )
+                    rows = (prompts, prompt_mask), (completions, completion_mask)
+                    scored.append(self.scorer.score(model, *rows, compute_entropy))
         if not scored or any(part is None for part in scored):  # long rows of some models
             options = {"compute_entropy": compute_entropy, "compute_aux_loss": compute_aux_loss, **multimodal}
             return super()._get_per_token_logps_and_entropies(
@@ -335,12 +294,11 @@ class OverTRL(OverTrainer, GRPOTrainer):
         super().load_shared(folder)
         if not self.args.sync_ref_model:
             return
-        if self._has_sharded_reference or not (folder / _REFERENCE).is_file():
-            reason = "sharded weights are not saved" if self._has_sharded_reference else f"there is no {_REFERENCE}"
+        if self._has_sharded_reference:
             raise ConfigError(
-                f"Training cannot be resumed from {folder} with trl.sync_ref_model: the reference model of this step, "
-                f"which differs from the base model, is not in the checkpoint ({reason}). Set trl.sync_ref_model: "
-                "false, or start a new run in another output_dir."
+                f"Training cannot be resumed from {folder} with trl.sync_ref_model and sharded weights: the reference "
+                "model of this step, which differs from the base model, is not saved. Set trl.sync_ref_model: false, "
+                "or start a new run in another output_dir."
             )
         load_model(self.accelerator.unwrap_model(self.ref_model), str(folder / _REFERENCE))
 

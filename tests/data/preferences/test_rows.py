@@ -60,13 +60,6 @@ def test_the_ids_of_a_pair(load, row, type, template, expected):
     assert list(found.values()) == ids
 
 
-def test_labels_are_booleans(load):
-    rows = [{"prompt": "Hi", "completion": text, "label": label} for text, label in (("Yes", 1), ("No!", 0))]
-    found = load(rows, "kto").train
-    assert found.column_names == ["prompt_ids", "completion_ids", "label"] and found["label"][:] == [True, False]
-    assert make_chat_tokenizer().decode(found[1]["completion_ids"]) == "No!<|endoftext|>"
-
-
 def test_unusable_rows_are_dropped_and_counted(load):
     rows = [PAIR, {**PAIR, "prompt": " "}, {**PAIR, "chosen": None}, {**PAIR, "rejected": "x" * 40}, PAIR]
     found = load(rows, sequence_len=40)
@@ -75,23 +68,6 @@ def test_unusable_rows_are_dropped_and_counted(load):
         "datasets: 5 documents produced 2 rows; dropped 1 without a prompt, 1 without a completion (or with only one "
         "of chosen and rejected), 1 whose prompt and completions do not fit within sequence_len"
     )
-    exact = {**PAIR, "rejected": "x" * 37}  # 2 + 37 + the end
-    assert len(load([exact], sequence_len=40).train) == 1
-    with pytest.raises(DataError, match="No usable rows are left: provide rows whose prompt and completions"):
-        load([exact], sequence_len=39)
-
-
-def test_a_custom_transform_returns_the_same_fields(load, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "def pairs(cfg, **kwargs):\n"
-        "    return lambda row, tokenizer=None: {'prompt': 'Hi', 'chosen': row['a'], 'rejected': row['b']}, {}\n"
-        "def half(cfg, **kwargs):\n    return lambda row, tokenizer=None: {'prompt': 'Hi', 'chosen': 'a'}, {}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    (row,) = load([{"a": "Yes", "b": "No!"}], type="mine.pairs").train
-    assert make_chat_tokenizer().decode(row["chosen_ids"]) == "Yes<|endoftext|>"
-    with pytest.raises(DataError, match="the field 'rejected' is missing; .*rl: dpo trains on rows of prompt, chosen"):
-        load([{"a": "Yes", "b": "No!"}], type="mine.half")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -106,10 +82,6 @@ def test_completions_follow_the_prompt_without_an_added_space(load, scheme):
     assert row["prompt_ids"] + row["chosen_ids"] == whole
 
 
-NO_NAME = (  # <|im_end|> is special, but has no name
-    "{% for m in messages %}{% if m.role == 'assistant' %}A: <|im_start|>{% endif %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}A: <|im_end|>{% endif %}"
-)
 LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"], *CHAT["rejected"]]}
 
 
@@ -118,7 +90,6 @@ LONGER = {**CHAT, "rejected": [*CHAT["rejected"], *CHAT["prompt"], *CHAT["reject
     [
         ({"prompt": "Hi", "completion": "a", "label": "yes"}, "kto", None,
          "rows.jsonl, train: transform 'passthrough', row 0: label must be true .* or false, got 'yes'"),
-        (CHAT, "dpo", NO_NAME, r"writes another text before message 1 \(assistant\) than before a new reply"),
         (LONGER, "dpo", COUNTS.replace("{% else %}<|im_end|>", ""),
          "renders the messages before the completions differently before each of them"),
     ],
@@ -139,7 +110,5 @@ def test_markers_of_a_text_format_that_are_split_give_one_warning(load):
     assert message.startswith("datasets.type: chatml.intel writes <|im_start|>, <|im_end|>, which the vocabulary lacks")
     assert 'tokens: ["<|im_start|>", "<|im_end|>"]' in message
     assert "lora_modules_to_save: [embed_tokens, lm_head]" in message
-    assert "<|eot_id|>" in markers(["llama3.intel"], make_chat_tokenizer())[0]
-    assert markers(["chatml.intel"], make_chat_tokenizer()) == []
     without.chat_template = make_chat_tokenizer().chat_template  # warned of when it is set
     assert markers(["chatml.intel"], without) == []

@@ -5,13 +5,13 @@ import warnings
 from functools import cache
 from typing import NamedTuple
 
-from ebft.config.schema import RunConfig
 from ebft.data import row_counts
 from ebft.data.apply import ConfigView, tokeniser
 from ebft.data.conversation import Renderer
 from ebft.data.preferences import PreferenceRow
 from ebft.data.prompts import PromptRow
 from ebft.data.transforms import find_transform
+from ebft.run.config.schema import RunConfig
 from tests.data.rendering.expected import Chat, tokenizer_of
 
 

@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
 from ebft.data.load import load_token_rows
 from ebft.data.preferences import load_preference_rows
-from ebft.data.prompts import load_prompts
+from ebft.data.prompts import load_prompt_rows
 from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError
+from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, user
 from tests.data.rendering.expected import Chat, tokenizer_of
 from tests.data.rendering.rows import SETTINGS, conversation, raw_row
@@ -48,7 +48,7 @@ def load(tmp_path_factory):
             config = RunConfig.from_dict({**values, "datasets": [{"path": str(path), "type": type}]})
             kind, tokenizer = config.required_rows.kind, tokenizer_of(template)
             if kind == "prompts":
-                rows = list(load_prompts(config, tokenizer)[0])
+                rows = list(load_prompt_rows(config, tokenizer)[0])
             else:
                 reads = {"tokens": load_token_rows, "comparisons": load_comparisons}
                 rows = list(reads.get(kind, load_preference_rows)(config, tokenizer).train)
@@ -100,12 +100,12 @@ def test_nulls_in_arguments_are_kept(load, method, same_keys):
 def test_contents_that_are_not_text(load, method, template):
     """Templates print a number or a list as Python does, and omit parts that they do not know."""
     for content, message in (
-        ([{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}], "of type 'image_url'"),
-        ([{"type": "text", "text": "See", "image": "x"}], "a part of type 'image', but models are trained on text"),
-        ([["See"]], "a part of type 'list'"),
-        ([None], "a part of type 'NoneType'"),
-        ([{"type": "text", "text": None}], "a part whose text is missing"),
-        ({"type": "text", "text": "See"}, "must be text or a list of parts with text, got dict"),
+        (
+            [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "x"}}],
+            "a part that is not text",
+        ),
+        ([{"type": "text", "text": "See", "image": "x"}], "a part that is not text .* models are trained on text"),
+        ([{"type": "text", "text": None}], "a part that is not text"),
         (5, "must be text or a list of parts with text, got int"),
     ):
         for messages in ([{**ASKED, "content": content}, REPLY], [ASKED, {**REPLY, "content": content}]):

@@ -5,16 +5,16 @@ import json
 import pytest
 from datasets import Dataset, IterableDataset
 
-from ebft.data.stream import Documents, MixedDocuments, Source
-from ebft.errors import DataError
+from ebft.data.stream import StreamedDocuments, StreamSource
+from ebft.errors import DataError, told
 
 
 def documents(sizes, size, seed=None, skip=0, weights=None):
     def sources():
         rows = [Dataset.from_dict({"n": list(range(count))}).to_iterable_dataset() for count in sizes]
-        return [Source(f"source {number}", each, skip) for number, each in enumerate(rows)]
+        return [StreamSource(f"source {number}", each, skip) for number, each in enumerate(rows)]
 
-    return Documents(sources, size, seed) if weights is None else MixedDocuments(sources, size, seed, weights)
+    return StreamedDocuments(sources, size, seed, weights)
 
 
 def taken(blocks, number):
@@ -48,12 +48,12 @@ def test_sources_are_read_one_after_the_other_or_in_turn(sizes, size, keys, bloc
 def test_a_position_of_another_reader_is_found_by_its_number(read):
     """Releases before this one read JSON files with another reader of datasets."""
     rows = Dataset.from_dict({"n": list(range(4))}).to_iterable_dataset()
-    before = Source("source", rows)
+    before = StreamSource("source", rows)
     for _ in range(read):
         before.next_row()
     state = before.state()
     state["rows"]["examples_iterable"]["type"] = "RebatchedArrowExamplesIterable"
-    source, again = Source("source", rows), Source("source", rows)
+    source, again = StreamSource("source", rows), StreamSource("source", rows)
     source.restore(state)
     assert source.state()["read"] == read and source.next_row() == (read, {"n": read})
     again.restore(source.state())
@@ -87,28 +87,20 @@ def test_weights_are_the_proportion_of_the_sources_in_every_stretch():
     assert [int(place[1:]) for block in blocks for place in places(block) if place[0] == "1"] == list(range(24))
 
 
-def test_no_more_than_a_block_is_read_ahead():
+def test_no_more_than_a_block_is_read_ahead_and_an_error_names_the_row():
     seen = []
 
     def rows():
-        for value in range(10_000):
+        for value in range(25):
             seen.append(value)
             yield {"n": value}
-
-    made = Documents(lambda: [Source("rows", IterableDataset.from_generator(rows))], 8, seed=0)
-    taken(made.blocks(), 3)
-    assert len(seen) == 24
-
-
-def test_rows_that_are_missing_or_unreadable():
-    for sizes, weights in (([5], None), ([5, 7], [1, 1])):
-        with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
-            next(documents(sizes, size=3, skip=5, weights=weights).blocks())
-
-    def rows():
-        yield {"n": 0}
         raise OSError("the disk is gone")
 
-    source = Source("rows.jsonl, train", IterableDataset.from_generator(rows))
-    with pytest.raises(DataError, match=r"rows.jsonl, train: cannot be read after row 1 .*the disk is gone"):
-        next(Documents(lambda: [source], 8, seed=0).blocks())
+    blocks = StreamedDocuments(lambda: [StreamSource("rows", IterableDataset.from_generator(rows))], 8, seed=0).blocks()
+    taken(blocks, 3)
+    assert len(seen) == 24
+    with pytest.raises(OSError) as caught:
+        next(blocks)
+    assert told(caught.value) == "while reading rows after row 25: OSError: the disk is gone"
+    with pytest.raises(DataError, match="source 0: there are no rows after skip: 5"):
+        next(documents([5], size=3, skip=5).blocks())

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 from datasets import Dataset
 
-from ebft.data.stream import SKIPPED, Documents, Position, Source, StreamRows
+from ebft.data.stream import SKIPPED, Position, StreamedDocuments, StreamRows, StreamSource
 from ebft.errors import DataError
 
 # Documents of consecutive tokens: 1, 2, ... in the first, 11, 12, ... in the second.
@@ -14,10 +14,10 @@ LENGTHS = (3, 6, 1, 0, 2)
 
 def stream(length=4, apart=True, seed=None, size=3, lengths=LENGTHS):
     def sources():
-        return [Source("rows", Dataset.from_dict({"n": list(range(len(lengths)))}).to_iterable_dataset())]
+        return [StreamSource("rows", Dataset.from_dict({"n": list(range(len(lengths)))}).to_iterable_dataset())]
 
     encode = lambda document: [10 * document.row["n"] + place + 1 for place in range(lengths[document.row["n"]])]
-    return StreamRows(Documents(sources, size, seed), encode, length, apart)
+    return StreamRows(StreamedDocuments(sources, size, seed), encode, length, apart)
 
 
 def first(rows, number):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from ebft.data.prompts import load_prompts
-from ebft.errors import ConfigError, DataError
-from tests.data.conftest import assistant, config_of, tokenised, user
+from ebft.errors import DataError
+from tests.data.conftest import tokenised
 
 
 @pytest.fixture
@@ -57,8 +56,6 @@ def test_alpaca_chat(texts, type, row, question):
     ("keys", "row", "prompt"),
     [
         ({}, {**ADD, "input": "1 2"}, "Add.\n\n1 2"),
-        ({}, ADD, "Add."),
-        ({"field_instruction": "q", "field_output": "a"}, {"q": "Add.", "a": "3"}, "Add."),
         (
             {"field_instruction": "t.en", "field_input": "t.i", "field_output": "t.de.x"},
             {"t": {"en": "Add.", "de": {"x": "3"}}},
@@ -66,7 +63,6 @@ def test_alpaca_chat(texts, type, row, question):
         ),
         ({"field_instruction": "t.en", "field_output": "a"}, {"t.en": "Add.", "t": {"en": "no"}, "a": "3"}, "Add."),
         ({"format": "[{instruction}|{input}]"}, {**ADD, "input": "1 2"}, "[Add.|1 2]"),
-        ({"format": "[{instruction}|{input}]"}, ADD, "[Add.|]"),
         ({"format": "{input}", "no_input_format": "<{instruction}>"}, ADD, "<Add.>"),
         ({"format": "{{}} {instruction}", "field_input": "none"}, {"instruction": "{x}", "output": "3"}, "{} {x}"),
         ({"system_prompt": "Be exact. "}, ADD, "Be exact. Add."),
@@ -77,37 +73,6 @@ def test_alpaca_chat(texts, type, row, question):
 def test_a_format_of_the_config(texts, keys, row, prompt):
     for type, entry in ((keys, {}), ("user_defined", {"user_defined": keys})):
         assert texts(type, row, entry) == (f"<|begin|>{prompt}", "3<|end|>")
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"format": "{instruct}"}, r"datasets.type.format: '{instruct}' contains the placeholder {instruct}; expected"),
-        ({"no_input_format": "{input}"}, r"no_input_format: '{input}' .*expected {instruction}\. Other braces"),
-        ({"system_format": "{"}, "system_format: '{' is not a format string"),
-        ({"format": "{instruction.x}"}, "contains the placeholder {instruction.x}"),
-        ({"field_question": "q"}, "Unknown key 'datasets.0.user_defined.field_question'"),
-    ],
-)
-def test_a_wrong_format(keys, message):
-    with pytest.raises(ConfigError, match=message):
-        config_of(keys)
-
-
-@pytest.mark.parametrize(
-    ("type", "row", "prompt"),
-    [
-        ("alpaca", ADD, ALPACA.removeprefix("<|begin|>")),
-        ({"format": "{instruction} ="}, {"instruction": "1+2", "output": "3"}, "1+2 ="),
-        ("alpaca_chat.load_qa", ASKED, [user("1+2?")]),
-        ("sharegpt", SHAREGPT, [user("1+2?")]),
-    ],
-)
-@pytest.mark.parametrize("method", [{"rl": "ebft"}, {"rl": "grpo", "trl": {"reward_funcs": ["own.func"]}}])
-@pytest.mark.filterwarnings("ignore:datasets.type")
-def test_prompts_of_the_same_rows(write_jsonl, chatml, type, row, prompt, method):
-    (found,) = load_prompts(config_of(type, path=write_jsonl([row]), **method), chatml)[0]
-    assert found["prompt"] == prompt and found["ground_truth"] == "3"
 
 
 @pytest.fixture
@@ -138,28 +103,8 @@ def test_segments(segments, tokenizer):
         assert not any(label for _, label in shown) and (prompt_length == 0 or prompt_length >= len(shown))
 
 
-@pytest.mark.parametrize(
-    ("type", "row", "message"),
-    [
-        ("input_output", {"segments": ["one"]}, "column 'segments', segment 0: expected {text"),
-        ("input_output", {"segments": [{"text": "one", "label": "yes"}]}, "segment 0: expected {text"),
-        ("input_output", {"segments": [{"text": 1, "label": True}]}, "segment 0: expected {text: ..., label"),
-        ("input_output", {"text": "one"}, "no column with segments.*Set `field`"),
-        ("alpaca", ASKED, "no column with the instruction.*mapping as type: {field_instruction"),
-    ],
-)
-def test_wrong_rows(tokenizer, type, row, message):
-    with pytest.raises(DataError, match=message):
-        tokenised(tokenizer, type, row)
-
-
-def test_tools_are_passed_to_the_template(texts, chatml):
-    chatml.chat_template = "{% if tools %}{{ tools[0].name }}: {% endif %}" + chatml.chat_template.replace(
-        "{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}CALL {{ call.name }}{% endfor %}"
-    )
-    row = {"messages": [user("1+2?"), assistant("3")]}
-    plain = texts("chat_template", row, chat=True)[0]
-    for type in ("chat_template", "ebft_strided_chat", "ebft_strided_chat.transform_last_turn"):
-        assert texts(type, row | {"tools": [{"name": "add"}]}, chat=True)[0] == f"add: {plain}"
-    calls = {"messages": [user("1+2?"), assistant("", tool_calls=[{"name": "add"}])]}  # a last turn that is trained on
-    assert texts("chat_template", calls, chat=True)[1] == "CALL add<|im_end|>\n"
+def test_wrong_rows(tokenizer):
+    with pytest.raises(DataError, match="column 'segments', segment 0: expected {text"):
+        tokenised(tokenizer, "input_output", {"segments": [{"text": "one", "label": "yes"}]})
+    with pytest.raises(DataError, match="no column with the instruction.*mapping as type: {field_instruction"):
+        tokenised(tokenizer, "alpaca", ASKED)

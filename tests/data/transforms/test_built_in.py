@@ -38,8 +38,6 @@ QUESTION = {"question": "x = 1\n", "answer": "y = 2"}
         ({"content": "z = 3"}, None, "z = 3"),
         ({"code": "z = 3"}, "code", "z = 3"),
         (QUESTION, None, "x = 1\ny = 2"),
-        ({**QUESTION, "answer": None}, None, "x = 1\n"),
-        ({"question": "x = 1\n"}, None, "x = 1\n"),
         ({"prompt": "x = 1\n", "answer": "y = 2"}, None, "x = 1\ny = 2"),
         (QUESTION, "question", "x = 1\n"),
         ({**QUESTION, "text": "z = 3"}, None, "z = 3"),
@@ -54,8 +52,6 @@ def test_columns_of_texts(run, tokenizer, row, field, text):
     [
         ({"input": "Say hel", "output": "lo"}, "Say hel"),
         ({"prompt": "Say hel", "completion": "lo"}, "Say hel"),
-        ({"question": "Say hel", "answer": "lo"}, "Say hel"),
-        ({"prompt": "Say hel", "answer": "lo"}, "Say hel"),
         ({"instruction": "Say hel", "input": "", "output": "lo"}, "Say hel"),
         ({"instruction": "Add.", "input": "1 2", "output": "lo"}, "Add.\n\n1 2"),
     ],
@@ -116,22 +112,6 @@ def test_a_row_of_every_answer(run, tokenizer, type):
         assert out[field] == wanted[field]
 
 
-@pytest.mark.parametrize("type", [CHATS, "ebft_strided_chat.transform_all_turns"])
-def test_a_greeting_is_not_learned(run, tokenizer, type):
-    """Also after a system message."""
-    system = {"role": "system", "content": "Be nice."}
-    rows = [[GREETING, *CHAT[:2]], [system, GREETING, *CHAT[:2]], CHAT[:2]]
-    out = run(type, *({"messages": messages} for messages in rows), template=CHATML)
-    learned = [tokenizer.decode([label for label in labels if label >= 0]) for labels in out["labels"]]
-    assert learned[0] == learned[1] == learned[2] and out["turn_spans"][0] != out["turn_spans"][1]
-
-
-@pytest.mark.parametrize("messages", [CHAT[:1], [], [*CHAT[:1], assistant("")], CHAT[1:2]])
-def test_a_chat_without_a_reply_has_nothing_to_learn(run, messages):
-    out = run(CHATS, {"messages": CHAT}, {"messages": messages}, template=CHATML)
-    assert out["document"] == [0]
-
-
 @pytest.mark.parametrize(
     ("type", "row", "template", "message"),
     [
@@ -139,15 +119,12 @@ def test_a_chat_without_a_reply_has_nothing_to_learn(run, messages):
             PRETRAIN,
             {"body": "x"},
             None,
-            "row 0: no column with text: expected text, content, question, but .* has body",
+            "row 0: no column with text: expected text, content, question, but .*body",
         ),
-        (PRETRAIN, {"prompt": "x", "completion": "y"}, None, "content, question, but the row has prompt, completion"),
         (PRETRAIN, {"text": 3}, None, "row 0: column 'text' must contain text, got int"),
         (PAIRS, {"text": "a"}, None, "supported pairs are input/output, .* the row has text"),
-        (CHATS, {"messages": CHAT}, None, "the tokenizer has no chat template. Set chat_template"),
+        (CHATS, {"messages": CHAT}, None, "the tokenizer has no chat template, .* Set chat_template"),
         (CHATS, {"messages": CHAT}, "{{ raise_exception('no system') }}", "cannot render these messages: no system"),
-        (CHATS, {"messages": "Hi"}, CHATML, "'messages' must contain a list of messages with the keys role"),
-        (CHATS, {"messages": [{"speaker": "human"}]}, CHATML, "must contain a list of messages with the keys role"),
     ],
 )
 def test_wrong_rows(run, type, row, template, message):

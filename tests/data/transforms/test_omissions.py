@@ -76,17 +76,3 @@ def test_the_role_developer(method):
     with pytest.warns(UserWarning, match="does not render the role developer; .* as system messages"):
         found = rows_of(method, "qwen3", [told, ASK, SAY])
     assert all(text.startswith("<|im_start|>system\nd1 Zq<|im_end|>\n" + TALK) for text, _ in found)
-
-
-def test_tools_of_sharegpt():
-    said = [("human", "w7 Zq"), ("function_call", '{"name": "f", "arguments": {"a": null}}'), ("observation", "5")]
-    row = {"conversations": [{"from": role, "value": text} for role, text in [*said, ("gpt", "w8 Zq")]]}
-    ((text, _),) = rows_of("sft", "qwen3_instruct_2507", row)
-    call = '<tool_call>\n{"name": "f", "arguments": {"a": null}}\n</tool_call><|im_end|>\n'
-    result = "<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
-    assert text.startswith(TALK + call + result) and text.endswith("w8 Zq<|im_end|>\n")
-
-
-def test_other_weights_of_messages():
-    with pytest.raises(DataError, match=r"weight of a message \(assistant\) must be 0 .* or 1, got 0.5"):
-        rows_of("sft", "qwen2_5", [ASK, {**SAY, "weight": 0.5}])

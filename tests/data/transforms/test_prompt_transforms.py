@@ -38,9 +38,6 @@ def run(make_config, chatml):
     ("type", "row", "prompt", "truth", "rest"),
     [
         ("ebft_opencode.transform", {"input": "Add 1 2", "output": "3", "id": 7}, [user("Add 1 2")], "3", None),
-        ("ebft_opencode.transform", {"question": "Add 1 2", "answer": "3"}, [user("Add 1 2")], "3", None),
-        ("ebft_opencode.transform", {"instruction": "Add.", "input": "1 2", "output": "3"}, [user("Add.\n\n1 2")], "3",
-         None),
         (MULTITURN, GREETED, GREETED[:3], "Hello", GREETED[4:6]),
         (MULTITURN, [HI, assistant("Hello"), user("Bye")], [HI], "Hello", []),
         (MULTITURN, CALLED, [CALLED[0], {"role": "assistant", "tool_calls": WHOLE}, CALLED[2]], "4.", []),
@@ -58,19 +55,14 @@ def run(make_config, chatml):
         *((function, chat, chat or [], None, rest)
           for function, rest in ((MULTITURN, []), (f"{MULTITURN}_last_turn", None))
           for chat in ([HI], [assistant("Welcome.")], [SYSTEM, assistant("Welcome.")], [], None)),
-        (REASONING, [HI], [HI], None, None),
         (REASONING, [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, THOUGHT, None),
-        (REASONING, [*PROMPT, assistant("4")], PROMPT, "4", None),
         (REASONING, [*PROMPT, THINKS], PROMPT, JOINED, None),
         (REASONING, [*PROMPT, assistant(THOUGHT, reasoning_content="two")], PROMPT, THOUGHT, None),
         (f"{REASONING}_answer_only", [*PROMPT, assistant(THOUGHT), user("Thanks")], PROMPT, "4", None),
         (f"{REASONING}_answer_only", [*PROMPT, assistant("two</think>\n\n4")], PROMPT, "4", None),
-        (f"{REASONING}_answer_only", [*PROMPT, assistant("<think>two 4")], PROMPT, "<think>two 4", None),
-        (f"{REASONING}_answer_only", [*PROMPT, assistant("4", reasoning_content="two")], PROMPT, "4", None),
         (f"{REASONING}_split_thinking", [*PROMPT, assistant(THOUGHT)], APART, JOINED, None),
         (f"{REASONING}_split_thinking", [*PROMPT, assistant("two and two</think>4")], APART, JOINED, None),
         (f"{REASONING}_split_thinking", [*PROMPT, THINKS], APART, JOINED, None),
-        (f"{REASONING}_split_thinking", [*PROMPT, assistant("4")], APART, "4", None),
         (f"{REASONING}_split_thinking", TAGGED, TAGGED[:3], "So.", None),
     ],
 )  # fmt: skip

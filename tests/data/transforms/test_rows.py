@@ -98,9 +98,3 @@ def test_tokenizers_that_add_a_space(scheme):
     tokenizer = adding(tokenizer, ["<s>"])
     ids = tokenizer("<s>Hi", add_special_tokens=False).input_ids
     assert ids.count(tokenizer.bos_token_id) == 1 and continued_ids(tokenizer, "<s>Hi") == ids
-
-
-def test_an_end_that_the_text_has_is_not_added_again(some_tokenizer):
-    ids, _ = ids_of(some_tokenizer, "ebft_pretrain.transform", {"text": "<|begin|>x<|end|>"})
-    plain = some_tokenizer("x", add_special_tokens=False).input_ids
-    assert ids == [some_tokenizer.bos_token_id, *plain, some_tokenizer.eos_token_id]

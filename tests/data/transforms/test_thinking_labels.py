@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebft.data.load import load_datasets
+from ebft.data.load import load_token_rows
 from tests.data.conftest import assistant, tokenised, user
 
 REPLY = "<think>\nTwo and two.\n</think>\n\nFour."
@@ -41,8 +41,6 @@ def test_every_reply_but_no_prompt(learned, chatml):
     assert learned("chat_template", {"messages": CHAT}, True)[0] == "Yes.<|im_end|>\nFour.<|im_end|>\n"
     text, _ = learned("ebft_strided_chat.transform", {"messages": CHAT}, True, train_on_inputs=True)
     assert "Is <think>this</think> a tag?" in text and "Two and two" not in text
-    apart = [CHAT[2], assistant("Four.", reasoning_content="Two and two.")]
-    assert learned("ebft_reasoning.transform_strided", {"messages": apart}, False)[0] == f"{REPLY}<|im_end|>\n"
     # Templates of some models end the generation prompt with the opening tag.
     chatml.chat_template = chatml.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     text, row = learned("ebft_strided_chat.transform", {"messages": CHAT[2:]}, True)
@@ -54,5 +52,5 @@ def test_a_row_cut_within_its_thinking_is_kept(make_config, write_jsonl, chatml)
     path = write_jsonl([{"messages": [CHAT[2], assistant(f"<think>{'so ' * 100}</think>Four.")]}])
     ebft = {"mode": "strided", "mask_thinking_ce": True}
     config = make_config(path, "ebft_strided_chat.transform_last_turn", ebft=ebft, sequence_len=96)
-    train, _ = load_datasets(config, chatml)
+    train = load_token_rows(config, chatml).train
     assert len(train[0]["input_ids"]) == 96 and set(train[0]["labels"]) == {-100}

@@ -11,7 +11,7 @@ CHAT = [SYSTEM, user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye"
 BOT = [{"role": "customer", "content": "Hi"}, {"role": "bot", "content": "Hello"}]
 THOUGHT = [*CHAT[:2], assistant("<think> hm </think> Hello")]
 NAMES = {"roles": {"user": ["customer"], "assistant": ["bot"]}}
-EMPTY, SILENT = assistant(" "), assistant(None)
+EMPTY = assistant(" ")
 MASKED = {"ebft": {"mask_thinking_ce": True}}
 STRIDED = {"rl": "ebft", "ebft": {"mode": "strided", "mask_thinking_ce": True}}
 LEARN = {"message_field_training": "learn"}
@@ -79,21 +79,17 @@ OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOO
         ({"prompt": CHAT[:4], "completion": CHAT[4:5]}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
         ({"prompt": CHAT[:2], "completion": CHAT[2:]}, {}, {}, USUAL),
         ({"prompt": CHAT[:4], "ground_truth": "Goodbye"}, {}, {}, f"PROMPT Hello END {BYE} {GOODBYE}"),
-        ([*CHAT, SILENT, CHAT[5], SILENT], {}, {}, USUAL),
-        *((CHAT, {key: "turn"}, {}, USUAL) for key in ("train_on_eos", "train_on_eot")),
+        (CHAT, {"train_on_eos": "turn"}, {}, USUAL),
         *((CHAT, {key: "all"}, {}, ALL) for key in ("train_on_eos", "train_on_eot")),
         (CHAT, {"train_on_eos": "last"}, {}, f"PROMPT ( [Hello] END ) {BYE} {GOODBYE}"),
         (CHAT, {"train_on_eos": "none"}, {}, f"PROMPT ( [Hello] END ) {BYE} ( [Goodbye] END )"),
         (CHAT, {"roles_to_train": ["user"]}, {}, OF_USER),
         (CHAT, {"roles_to_train": ["human", "gpt"]}, {}, OF_BOTH),
-        (CHAT, {"roles_to_train": ["system"]}, {}, "system ( [Be] [brief] [END] )"),
         (CHAT, {}, {"roles_to_train": ["user"]}, OF_USER),
         (CHAT, {"roles_to_train": ["assistant"]}, {"roles_to_train": ["user"]}, USUAL),
         (CHAT, {"roles_to_train": ["user"], "train_on_eos": "none"}, {}, OF_USER.replace("[END] )", "END )")),
-        (BOT, NAMES, {}, "user Hi END assistant ( [Hello] [END] )"),
         (BOT, {**NAMES, "roles_to_train": ["customer"]}, {}, "user ( [Hi] [END] )"),
         (learned(None, True, False), LEARN, {}, OF_HI),
-        (learned(None, 1, 0), LEARN, {}, OF_HI),
         (learned(None, True), {**LEARN, "roles_to_train": []}, {}, "system Be brief END user ( [Hi] [END] )"),
         (CHAT[2:5], {}, {}, f"assistant Hello END {BYE} {GOODBYE}"),
         ([{**CHAT[2], "learn": True}, *CHAT[3:5]], LEARN, {}, f"assistant ( [Hello] [END] ) {BYE} {GOODBYE}"),
@@ -110,11 +106,6 @@ OF_HI = f"system Be brief END user ( [Hi] [END] ) assistant Hello END {BYE} {GOO
 def test_words(trained, messages, entry, keys, expected):
     for type in ("chat_template", *(["ebft_strided_chat.transform"] if "rl" in keys else [])):
         assert trained(messages, entry, type, **keys) == expected
-
-
-def test_a_mark_that_is_no_truth_value(trained):
-    with pytest.raises(DataError, match=r"'learn' \(message_field_training\) must be true or false, got 'yes'"):
-        trained(learned("yes"), LEARN)
 
 
 @pytest.mark.filterwarnings("ignore:chat template of the tokenizer writes nothing")

@@ -8,31 +8,6 @@ from ebft.errors import DataError
 from tests.data.conftest import assistant, tokenised, user
 from tests.structured.conftest import make_chat_tokenizer
 
-# Omits the thinking of turns before the last question, and opens an empty block in the last turn.
-LAST_THINKS = """
-{%- if tools %}<s>tools{% for t in tools %} {{ t.function.name }}{% endfor %}<e>
-{% endif %}
-{%- set ns = namespace(asked=-1) %}
-{%- for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
-{%- for m in messages %}
-  {%- set text = m.content or '' %}
-  {%- set thought = m.reasoning_content or '' %}
-  {%- if m.role == 'assistant' and '</think>' in text %}
-    {%- set thought = text.split('</think>')[0].split('<think>')[-1].strip() %}
-    {%- set text = text.split('</think>')[-1].lstrip() %}
-  {%- endif %}
-  {{- '<s>' + m.role + '\n' }}
-  {%- if m.role == 'assistant' and loop.index0 > ns.asked and (loop.last or thought) %}
-    {{- '<think>\n' + thought + '\n</think>\n\n' }}
-  {%- endif %}
-  {{- text }}
-  {%- for c in m.tool_calls or [] %}{{ '\n<call>' + c.function.name + ' ' + c.function.arguments | tojson + '</call>' }}
-  {%- endfor %}
-  {{- '<e>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}<s>assistant
-{% endif %}"""
-
 # Ends the text with another token, unless a reply is asked for.
 ENDS_TEXT = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
@@ -46,34 +21,15 @@ OPENS_THINKING = (
     "{% if add_generation_prompt %}<A><think>\n{% endif %}"
 )
 
-# Replies have channels, and only the last one has the final end.
-CHANNELS = """
-{%- for m in messages %}
-  {%- if m.role == 'assistant' and m.tool_calls %}
-    {{- '<s>assistant to=' + m.tool_calls[0].function.name + '<m>' + m.tool_calls[0].function.arguments | tojson }}
-    {{- '<call>' }}
-  {%- elif m.role == 'assistant' %}
-    {%- if m.thinking and loop.last %}{{ '<s>assistant analysis<m>' + m.thinking + '<e>' }}{% endif %}
-    {{- '<s>assistant final<m>' + m.content }}
-    {{- '<return>' if loop.last and not add_generation_prompt else '<e>' }}
-  {%- elif m.role == 'tool' %}
-    {{- '<s>' + messages[loop.index0 - 1].tool_calls[0].function.name + '<m>' + m.content | tojson + '<e>' }}
-  {%- else %}{{ '<s>' + m.role + '<m>' + m.content + '<e>' }}{% endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<s>assistant{% endif %}"""
-
 # The token of the next turn ends a reply.
 ENDS_WITH_NEXT = (
     "<bos>{% for m in messages %}{{ '<U>' if m.role == 'user' else '<A>' }}\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<A>\n{% endif %}"
 )
-OPENS_BLOCK = LAST_THINKS.replace("%}<s>assistant\n{% endif", "%}<s>assistant\n<think>\n{% endif")
-
 SPECIAL = ["<s>", "<e>", "<eos>", "<bos>", "<U>", "<A>", "<return>", "<call>"]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [user("Hi"), assistant("Hello"), user("Bye"), assistant("Goodbye")]
 CALLING = [user("1+1"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "two"}, assistant("It is two")]
-MARKS = [user("A"), assistant("AEBFT"), user("Z"), assistant("A EBFTZ")]
 THINKING = "{% if m.role == 'assistant' and not m.tool_calls %}<think></think>{% endif %}"
 CLOSES = (  # the generation prompt opens a block that replies close
     "{% for m in messages %}<s>{{ m.role }}\n" + THINKING + "{{ m.content }}"
@@ -101,10 +57,6 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
 @pytest.mark.parametrize(
     ("template", "chat", "entry", "expected"),
     [
-        (LAST_THINKS, TALK, {}, "<s>user\nHi<e>\n<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n"
-         "<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"),
-        (LAST_THINKS, TALK, {"train_on_eos": "all"}, "<s>user\nHi[<e>\n]<s>assistant\n[Hello<e>\n]<s>user\nBye[<e>\n]"
-         "<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"),
         (ENDS_TEXT, TALK, {}, "<s>user\nHi<e>\n<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n"
          "<s>assistant\n[Goodbye<e>\n<eos>]"),
         (ENDS_TEXT, TALK, {"train_on_eos": "none"}, "<s>user\nHi<e>\n<s>assistant\n[Hello]<e>\n<s>user\nBye<e>\n"
@@ -113,23 +65,11 @@ def trained(template, messages, entry=None, type="chat_template", special=SPECIA
          "<s>assistant\n[Goodbye<e>\n<eos>]"),
         (ENDS_TEXT, TALK, {"roles_to_train": ["user", "assistant"]}, "<s>user\n[Hi<e>\n]<s>assistant\n[Hello<e>\n]"
          "<s>user\n[Bye<e>\n]<s>assistant\n[Goodbye<e>\n<eos>]"),
-        (ENDS_TEXT, MARKS, {}, "<s>user\nA<e>\n<s>assistant\n[AEBFT<e>\n]<s>user\nZ<e>\n"
-         "<s>assistant\n[A EBFTZ<e>\n<eos>]"),
         (ENDS_TEXT.replace("m.content", "m.content | upper"), TALK, {"roles_to_train": ["user", "assistant"]},
          "<s>user\n[HI<e>\n]<s>assistant\n[HELLO<e>\n]<s>user\n[BYE<e>\n]<s>assistant\n[GOODBYE<e>\n<eos>]"),
         (OPENS_THINKING, TALK, {}, "<bos><U>Hi<A>[Hello<e>]<U>Bye<A>[Goodbye<e>]"),
         (ENDS_WITH_NEXT, [TALK[0], assistant("Hello\n"), *TALK[2:]], {},
          "<bos><U>\nHi<A>\n[Hello\n<U>]\nBye<A>\n[Goodbye<U>]"),
-        (OPENS_BLOCK, [TALK[0], assistant("\nHello"), *TALK[2:]], {}, "<s>user\nHi<e>\n<s>assistant\n[\nHello<e>\n]"
-         "<s>user\nBye<e>\n<s>assistant\n<think>\n[\n</think>\n\nGoodbye<e>\n]"),
-        (LAST_THINKS, [TALK[0], assistant("<think>\nt\n</think>"), *TALK[2:]], {},
-         "<s>user\nHi<e>\n<s>assistant\n[<e>\n]<s>user\nBye<e>\n<s>assistant\n[<think>\n\n</think>\n\nGoodbye<e>\n]"),
-        (CHANNELS, TALK, {}, "<s>user<m>Hi<e><s>assistant[ final<m>Hello<e>]<s>user<m>Bye<e>"
-         "<s>assistant[ final<m>Goodbye<return>]"),
-        (CHANNELS, TALK, {"train_on_eos": "none"}, "<s>user<m>Hi<e><s>assistant[ final<m>Hello]<e><s>user<m>Bye<e>"
-         "<s>assistant[ final<m>Goodbye]<return>"),
-        (CHANNELS, CALLING, {"train_on_eos": "none"}, '<s>user<m>1+1<e><s>assistant[ to=add<m>{"a": 1}]<call>'
-         '<s>add<m>"two"<e><s>assistant[ final<m>It is two]<return>'),
         ("{{ messages | length }}" + CLOSES, TALK, {}, "4<s>user\nHi<e>\n<s>assistant\n<think>[</think>Hello<e>\n]"
          "<s>user\nBye<e>\n<s>assistant\n<think>[</think>Goodbye<e>\n]"),
     ],
@@ -149,24 +89,17 @@ def test_tags_of_thinking_can_be_special_tokens(special):
     assert trained(CLOSES, CALLING[:2], {"train_on_eos": "none"}, special=special) == call.replace("<e>\n]", "]<e>\n")
 
 
-def test_thinking_is_masked():
-    thought = [TALK[0], assistant("<think>a</think>Hello"), TALK[2], assistant("<think>b</think>Goodbye")]
-    assert trained(LAST_THINKS, thought, ebft={"mask_thinking_ce": True}).endswith(
-        "<s>assistant\n[Hello<e>\n]<s>user\nBye<e>\n<s>assistant\n<think>\nb\n</think>\n\n[Goodbye<e>\n]"
-    )
+def test_thinking_that_is_left_out():
     with pytest.raises(DataError, match=r"omits the thinking of message 1 \(assistant\)"):
-        trained(OPENS_THINKING, thought)
+        trained(OPENS_THINKING, [TALK[0], assistant("<think>a</think>Hello"), *TALK[2:]])
 
 
 @pytest.mark.parametrize(
     ("template", "entry", "message"),
     [
-        (CHANNELS, {"train_on_eos": "all"}, "train_on_eos: all is not supported with chat template of the tokenizer"),
         (ENDS_TEXT.replace("<s>assistant\n{% else", "<A>{% else"), {},
          r"writes another text before message 1 \(assistant\) than before a new reply"),
         ("{{ messages[-1].content | length }}" + ENDS_TEXT, {}, r"depending on the content of message 3 \(assistant\)"),
-        (CHANNELS.replace("<return>", "(done)").replace("'<e>'", "'(next)'"), {},
-         r"ends message 1 \(assistant\) differently than the last turn"),
     ],
 )  # fmt: skip
 def test_turns_that_cannot_be_found(template, entry, message):

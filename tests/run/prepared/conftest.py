@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from ebft.config.schema import RunConfig
+from ebft.run.config.schema import RunConfig
 
 METHODS = {
     "sft": {"rl": None},

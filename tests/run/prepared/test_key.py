@@ -1,23 +1,19 @@
 """What changes the key of prepared rows, and what does not."""
 
-import json
 import os
 import re
 import shutil
-import sys
 import warnings
-from datetime import date
 from pathlib import Path
 
 import pytest
 
 import ebft
-from ebft.config.reference import option_groups
 from ebft.config.section import Section
-from ebft.errors import DataError
 from ebft.files import json_hash
 from ebft.models.tokenizer import load_tokenizer
 from ebft.run import prepared_rows
+from ebft.run.config.reference import option_groups
 from ebft.run.prepared_rows import IDLE, row_inputs, row_settings
 
 KEYS = [option.key for options in option_groups().values() for option in options]
@@ -77,20 +73,6 @@ def test_an_idle_key_that_a_custom_transform_mentions_is_included(make):
     assert settings(train_on_inputs=False) == settings()  # a default that is set
 
 
-def test_settings_of_several_kinds(key_for, tmp_path):
-    assert key_for(output_dir=str(tmp_path / "b"), learning_rate=0.5) == key_for()
-    for change in (
-        {"method": "structured"},
-        {"special_tokens": {"pad_token": "<|begin|>"}},
-        {"special_tokens": {"pad_token": "<|padding|>"}},
-        {"chat_template": "chatml"},
-    ):
-        assert key_for(**change) != key_for(), change
-    # Values that are not JSON.
-    of = lambda day: key_for("structured", trl={"chat_template_kwargs": {"date": date(2026, 1, day), "on": True}})
-    assert of(1) == of(1) != of(2)
-
-
 def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, rows_file, monkeypatch):
     before, text = key_for(), rows_file.read_text()
     rows_file.write_text(text.replace("answer", "Answer"))
@@ -105,20 +87,6 @@ def test_the_contents_of_files_change_the_key_and_their_times_do_not(key_for, ro
     assert key_for() != before
 
 
-def test_a_file_in_a_folder_changes_the_key(key_for, rows_file, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "train.jsonl").write_text(rows_file.read_text())
-    of_folder = lambda: key_for(datasets=[{"path": str(folder), "type": "ebft_pretrain.transform"}])
-    before = of_folder()
-    (folder / "more.jsonl").write_text(json.dumps({"text": "more " * 20}))
-    more = of_folder()
-    (folder / "more.jsonl").rename(folder / "test.jsonl")  # another split
-    assert len({before, more, of_folder()}) == 3
-    with pytest.raises(DataError, match="the local path './nowhere' does not exist"):
-        key_for(datasets=[{"path": "./nowhere", "type": "completion"}])
-
-
 def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key_for, own_transform):
     def of(answer="example['output']", helper="SUFFIX = '!'", **keys):
         return key_for(datasets=[{"path": "rows.jsonl", "type": own_transform(answer, helper)}], **keys)
@@ -127,31 +95,6 @@ def test_the_source_of_a_custom_transform_and_of_its_imports_changes_the_key(key
     assert len({of(), of(answer="example['input']"), of(helper="SUFFIX = '?'")}) == 3
     rate = "str(cfg.learning_rate)"
     assert of(rate) != of(rate, learning_rate=0.5)
-
-
-HELPER = {"own_encoded_helper": b""}
-
-
-@pytest.mark.parametrize(
-    ("content", "others"),
-    [
-        (b"import json, turtle\n", {"turtle": b"NAME = 'a'\n"}),  # the name of a module of Python's library
-        (b"\xef\xbb\xbfimport own_encoded_helper\n", HELPER),
-        ("# coding: latin-1\nimport own_encoded_helper  # \xe9\n".encode("latin-1"), HELPER),
-        (b"def f():\n    from folder_without_init.part import NAME\n", {"folder_without_init.part": b"NAME = 'a'\n"}),
-    ],
-)
-def test_the_sources_of_a_transform(tmp_path, monkeypatch, content, others):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name, text in {"own_encoded": content + b"\ndef transform(cfg):\n    return None\n", **others}.items():
-        path = tmp_path / f"{name.replace('.', '/')}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text)
-    found = prepared_rows.transform_sources(["own_encoded.transform"])
-    assert found.keys() == {"own_encoded", *others} and "import " in found["own_encoded"]
-    assert all(found[name] == text.decode() for name, text in others.items())
-    for name in found:
-        sys.modules.pop(name, None)
 
 
 def test_the_code_and_the_versions_of_libraries_change_the_key(key_for, monkeypatch, tmp_path):

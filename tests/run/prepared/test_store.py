@@ -9,7 +9,6 @@ from datasets import Dataset
 from ebft.errors import DataError
 from ebft.run import prepared_rows
 from ebft.run.prepared_rows import RECORD, prepare_rows
-from tests.run.prepared.conftest import METHODS
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def folders(base):
     return sorted(path.name for path in base.iterdir() if path.is_dir())
 
 
-HELD_OUT = [*((method, "val_set_size") for method in METHODS), ("packed", "test_datasets"), ("grpo", None)]
+HELD_OUT = [("sft", "val_set_size"), ("structured", "val_set_size"), ("packed", "test_datasets"), ("grpo", None)]
 
 
 @pytest.mark.parametrize(("method", "held_out"), HELD_OUT)
@@ -80,27 +79,6 @@ def test_a_killed_process_leaves_nothing_that_is_used(make, base, prepare, monke
     assert left.startswith(".") and left.endswith(".partial")
     prepared = prepare(config)
     assert prepared.is_new and folders(base) == [prepared.folder.name]
-
-
-def test_an_error_while_writing_leaves_nothing(make, tokenizer, base, prepare, monkeypatch, tmp_path):
-    def full(self, *arguments, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Dataset, "save_to_disk", full)
-    with pytest.raises(OSError, match="No space left on device"):
-        prepare(make())
-    assert folders(base) == []
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="dataset_prepared_path: cannot write to .*file"):
-        prepare_rows(make(), tokenizer, tmp_path / "file" / "prepared")
-
-
-def test_no_usable_rows_is_an_error_and_nothing_is_stored(make, base, prepare, tmp_path):
-    (tmp_path / "empty.jsonl").write_text('{"input": "a", "output": ""}\n')
-    datasets = [{"path": str(tmp_path / "empty.jsonl"), "type": "ebft_strided_structured.transform"}]
-    with pytest.raises(DataError, match="1 document produced 0 rows; dropped 1 without a reference. No usable rows"):
-        prepare(make(datasets=datasets, val_set_size=0))
-    assert folders(base) == []
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(make, base, prepare, rows_file, monkeypatch):

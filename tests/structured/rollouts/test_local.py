@@ -59,17 +59,11 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(shared, temperature):
 
 
 @pytest.mark.first(20)
-@pytest.mark.parametrize(
-    ("family", "shared", "make"),
-    [
-        *((family, "copied", make) for family in FAMILIES for make in (contexts, later_turns)),
-        *(
-            (family, *how)
-            for family in ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
-            for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", pairs))
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "shared", "make"), [
+    *((family, "copied", make) for family in FAMILIES for make in (contexts, later_turns)),
+    *((family, *how) for family in ("llama", "gemma2", "gemma3_text", "gpt_oss", "gpt2")
+      for how in (("prompt by prompt", contexts), ("prompt by prompt", later_turns), ("batched", pairs))),
+])  # fmt: skip
 def test_log_probabilities_are_those_of_the_plain_model(family, shared, make, monkeypatch):
     if shared != "copied":  # as prompts of more than 128 tokens, and on a GPU
         monkeypatch.setattr(decoding, "_SHORT", 0)

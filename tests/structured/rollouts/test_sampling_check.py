@@ -40,15 +40,12 @@ def found(mean, tokens=300):
     return Difference(mean, 1.0, 1.0, tokens)
 
 
-GIVEN = (0.01, 0.02)
-
-
-@pytest.mark.parametrize(
-    ("floor", "given", "warn", "stop"),
-    [(1e-6, (), 0.05, 0.2), (0.04, (), 0.12, 0.4), (None, (), 0.15, 0.5), (0.1, GIVEN, *GIVEN)],
-)
+@pytest.mark.parametrize(("floor", "given", "warn", "stop"), [
+    (1e-6, (None, None), 0.05, 0.2), (0.04, (None, None), 0.12, 0.4), (None, (None, None), 0.15, 0.5),
+    (0.1, (0.01, 0.02), 0.01, 0.02),
+])  # fmt: skip
 def test_limits_follow_the_difference_before_training(floor, given, warn, stop):
-    check = SamplingCheck("the server", floor, *(given or (None, None)))
+    check = SamplingCheck("the server", floor, *given)
     assert (check.warn, check.stop) == pytest.approx((warn, stop))
     with warnings.catch_warnings(action="error"):
         check.check_limits(found(0.99 * warn), "v1", 3)
@@ -88,11 +85,11 @@ class Server:
 
     address = "http://server"
 
-    def __init__(self, loads=True):
+    def __init__(self, loads=lambda name, path: {name: path}):
         self.loads, self.adapters = loads, {}
 
     def load_adapter(self, name, path):
-        self.adapters |= {name: path} if self.loads else {}
+        self.adapters |= self.loads(name, path)
 
     def unload_adapter(self, name):
         self.adapters.pop(name, None)
@@ -124,9 +121,12 @@ def test_the_model_takes_the_weights_of_a_version_and_gets_its_own_back(chat_tok
     assert sync.kept == []
 
 
-def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tmp_path):
-    sync = AdapterSync(Server(loads=False), lora(chat_model(chat_tokenizer)), Accelerator(cpu=True), str(tmp_path))
-    with pytest.raises(RolloutError, match="reports that it loaded the adapter .*, but does not list it"):
+@pytest.mark.parametrize(("loads", "found"), [
+    (lambda name, path: {}, "does not list it"), (lambda name, path: {name: "/x"}, "lists it with the files in /x"),
+])  # fmt: skip
+def test_an_adapter_that_the_server_does_not_list_is_an_error(chat_tokenizer, tmp_path, loads, found):
+    sync = AdapterSync(Server(loads), lora(chat_model(chat_tokenizer)), Accelerator(cpu=True), str(tmp_path))
+    with pytest.raises(RolloutError, match=f"reports that it loaded the adapter .*, but {found}"):
         sync.publish(0)
     assert not list((tmp_path / "vllm_adapters").glob("*/*"))
 

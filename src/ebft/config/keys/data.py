@@ -16,23 +16,15 @@ MAX_SEED = 2**32 - 1  # the largest seed that NumPy accepts
 Files = NotBlank | Annotated[list[NotBlank], Field(min_length=1)]
 
 
-def _type_or_mapping(schema: dict[str, Any]) -> None:
-    """`type` can also be the mapping of `user_defined`, which is moved there before types are checked."""
-    schema["anyOf"].append({"type": "object"})
-
-
 class StepKeys(Section):
     """Keys of an entry of steps (`type: stepwise_supervised`)."""
 
-    step_separator: Annotated[str, Field(min_length=1)] = Field(
-        "\n", description="stepwise_supervised: text after each step, whose last token is classified."
-    )
-    max_completion_length: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="stepwise_supervised: number of tokens of the steps that are kept. If unset, all of them."
-    )
-    train_on_last_step_only: bool = Field(
-        False, description="stepwise_supervised: only the last step of a row has a label."
-    )
+    step_separator: Annotated[str, Field(min_length=1)] = "\n"
+    """stepwise_supervised: text after each step, whose last token is classified."""
+    max_completion_length: Annotated[int, Field(ge=1)] | None = None
+    """stepwise_supervised: number of tokens of the steps that are kept. If unset, all of them."""
+    train_on_last_step_only: bool = False
+    """stepwise_supervised: only the last step of a row has a label."""
 
 
 class SourceKeys(Section):
@@ -40,47 +32,37 @@ class SourceKeys(Section):
 
     path: NotBlank = Field(description="Hub id, file, folder, URL, or builder name (json, text, ...) of the data.")
     type: NotBlank | PreferenceColumns = Field(
-        description="Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or "
-        "your_module.transform, or a mapping with the keys of user_defined; for preference methods, a format such as "
-        "chat_template.default or chatml.intel, or a mapping of columns (field_prompt, field_chosen, field_rejected, "
-        "prompt_format, ...).",
-        json_schema_extra=_type_or_mapping,
+        json_schema_extra=lambda schema: schema["anyOf"].append({"type": "object"})
     )
-    name: str | None = Field(
-        None, description="Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."
-    )
+    """Transform that converts rows to tokens or prompts, for example ebft_pretrain.transform or your_module.transform,
+    or a mapping with the keys of user_defined; for preference methods, a format such as chat_template.default or
+    chatml.intel, or a mapping of columns (field_prompt, field_chosen, field_rejected, prompt_format, ...)."""
+    name: str | None = None
+    """Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."""
     split: NotBlank = Field("train", description="Split to read; can be a slice such as train[:1%].")
     train_on_split: NotBlank | None = Field(None, description="The same as split.")
     data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
-    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
-        None, description="Format of files. If unset, inferred from the file extension."
-    )
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
+    """Format of files. If unset, inferred from the file extension."""
     revision: str | None = Field(None, description="Hub revision of the dataset.")
-    shards: int | None = Field(
-        None, ge=1, description="Read one of this many equal parts: each `shards`-th row, starting at `shards_idx`."
-    )
+    shards: int | None = Field(None, ge=1)
+    """Read one of this many equal parts: each `shards`-th row, starting at `shards_idx`."""
     shards_idx: int = Field(0, ge=0, description="The part to read if shards is set, starting at 0.")
-    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
-        None,
-        description="How often each training row appears in an epoch; 0.5 is a random half of the documents, 2.5 is "
-        "all of them twice and a random half once more. Rows that are held out are not repeated. streaming: if set for "
-        "any dataset, documents of all of them alternate in the proportion of the weights, and a dataset that ends "
-        "begins again; otherwise each dataset is read to its end before the next. If unset, 1.",
-    )
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """How often each training row appears in an epoch; 0.5 is a random half of the documents, 2.5 is all of them twice
+    and a random half once more. Rows that are held out are not repeated. streaming: if set for any dataset, documents
+    of all of them alternate in the proportion of the weights, and a dataset that ends begins again; otherwise each
+    dataset is read to its end before the next. If unset, 1."""
     skip: int = Field(0, ge=0, description="streaming: number of rows at the beginning that are left out.")
     preprocess_shards: int | None = Field(None, ge=1, description="No effect: rows are prepared in batches.")
-    trust_remote_code: bool = Field(
-        False, description="Only false: datasets that consist of a Python program are not supported."
-    )
-    chat_template: NotBlank | None = Field(
-        None, description="The same as chat_template of the config; all datasets must have the same one."
-    )
-    field: str | None = Field(
-        None, description="Column to read, for transforms of raw text and of chats; `a.b` is the key b in column a."
-    )
-    field_chosen: NotBlank | None = Field(
-        None, description="Column of the preferred completion, for chat_template.default, argilla and argilla_chat."
-    )
+    trust_remote_code: bool = False
+    """Only false: datasets that consist of a Python program are not supported."""
+    chat_template: NotBlank | None = None
+    """The same as chat_template of the config; all datasets must have the same one."""
+    field: str | None = None
+    """Column to read, for transforms of raw text and of chats; `a.b` is the key b in column a."""
+    field_chosen: NotBlank | None = None
+    """Column of the preferred completion, for chat_template.default, argilla and argilla_chat."""
     field_rejected: NotBlank | None = Field(None, description="Column of the other completion, see field_chosen.")
 
     _entry_path = paths("path")
@@ -117,7 +99,7 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         if data["type"].keys() & (PreferenceColumns.model_fields.keys() - PromptFormat.model_fields.keys()):
             return data
         if data.get("user_defined") is not None:
-            raise ValueError("type is a mapping, and user_defined is also set. Keep one of them.")
+            raise ValueError("type is a mapping, and user_defined is also set. Keep one.")
         return {**data, "type": "user_defined", "user_defined": data["type"]}
 
     @model_validator(mode="after")
@@ -146,7 +128,7 @@ class DatasetEntry(StepKeys, ShapeKeys, SourceKeys):  # pydantic lists the field
         if value is None:
             return
         if key in self.model_fields_set and getattr(self, key) not in (None, value):
-            raise ValueError(f"{key} and {other} are two names of the same key. Keep one of them.")
+            raise ValueError(f"{key} and {other} are two names of the same key. Keep one.")
         setattr(self, key, value)
 
     def _same_property(self, key: str, value: str | None) -> None:
@@ -166,49 +148,33 @@ class DataKeys(Section):
 
     datasets: list[DatasetEntry] = Field(min_length=1, description="Training data, one entry per source.")
     test_datasets: list[DatasetEntry] = Field(default_factory=list, description="Held-out data, one entry per source.")
-    val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
-        0.0,
-        description="Documents to hold out of the training data: a fraction of those with text if below 1, and at "
-        "least one document; otherwise a number. They are selected before unusable documents are dropped, so that "
-        "every method holds out the same ones.",
-    )
-    dataset_prepared_path: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="Folder for prepared rows, those of `ebft preprocess` and of earlier runs. Training reads the rows "
-        "that were prepared from the same data, transforms, tokenizer and settings; if there are none, it prepares and "
-        "stores them. If unset, rows are prepared in every run and not stored.",
-    )
+    val_set_size: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = 0.0
+    """Documents to hold out of the training data: a fraction of those with text if below 1, and at least one document;
+    otherwise a number. They are selected before unusable documents are dropped, so that every method holds out the same
+    ones."""
+    dataset_prepared_path: Annotated[str, Field(min_length=1)] | None = None
+    """Folder for prepared rows, those of `ebft preprocess` and of earlier runs. Training reads the rows that were
+    prepared from the same data, transforms, tokenizer and settings; if there are none, it prepares and stores them. If
+    unset, rows are prepared in every run and not stored."""
     dataset_num_proc: int = Field(1, ge=1, le=4096, description="Number of processes for preparing the data.")
     shuffle_merged_datasets: bool = Field(True, description="Shuffle the rows after all sources are joined.")
-    sequence_len: int = Field(
-        512,
-        ge=2,
-        le=MAX_LENGTH,
-        description="Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with "
-        "their reference are dropped.",
-    )
-    excess_length_strategy: Literal["truncate", "drop", "raise"] | None = Field(
-        None,
-        description="SFT and strided mode: what happens to rows of more than sequence_len tokens: truncate keeps their "
-        "beginning, drop none of them, and raise stops the run. If unset, text without a prompt is cut into windows, "
-        "and other rows are truncated.",
-    )
-    dataset_exact_deduplication: bool = Field(
-        False,
-        description="Drop rows that are equal to an earlier row after the transform, before documents are held out; "
-        "the rows of test_datasets are compared among themselves.",
-    )
-    sample_packing: bool = Field(
-        False,
-        description="Strided mode and SFT: pack several short documents into one row of up to sequence_len tokens, "
-        "which counts as one row of micro_batch_size. Documents do not attend to each other.",
-    )
+    sequence_len: int = Field(512, ge=2, le=MAX_LENGTH)
+    """Maximum number of tokens per row. Longer rows of tokens are cut; prompts that are longer with their reference are
+    dropped."""
+    excess_length_strategy: Literal["truncate", "drop", "raise"] | None = None
+    """SFT and strided mode: what happens to rows of more than sequence_len tokens: truncate keeps their beginning, drop
+    none of them, and raise stops the run. If unset, text without a prompt is cut into windows, and other rows are
+    truncated."""
+    dataset_exact_deduplication: bool = False
+    """Drop rows that are equal to an earlier row after the transform, before documents are held out; the rows of
+    test_datasets are compared among themselves."""
+    sample_packing: bool = False
+    """Strided mode and SFT: pack several short documents into one row of up to sequence_len tokens, which counts as one
+    row of micro_batch_size. Documents do not attend to each other."""
     train_on_inputs: bool = Field(False, description="Include prompt tokens in the cross-entropy.")
-    roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None,
-        description="SFT and strided mode: roles of chats whose turns are trained on, unless the dataset sets them. "
-        "Default: assistant.",
-    )
+    roles_to_train: Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    """SFT and strided mode: roles of chats whose turns are trained on, unless the dataset sets them. Default:
+    assistant."""
 
     _prepared_path = paths("dataset_prepared_path")
 
@@ -216,12 +182,10 @@ class DataKeys(Section):
 class SeedKeys(Section):
     """Random seeds."""
 
-    seed: int = Field(
-        42, ge=0, le=MAX_SEED, description="Random seed of weight initialisation, sampling and data order."
-    )
-    data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
-        None, description="Random seed of the data order. If unset, seed."
-    )
+    seed: int = Field(42, ge=0, le=MAX_SEED)
+    """Random seed of weight initialisation, sampling and data order."""
+    data_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    """Random seed of the data order. If unset, seed."""
 
 
 class DataSettings(DataKeys, SeedKeys):
@@ -237,24 +201,19 @@ class StreamEntry(Section):
     """One element of `pretraining_dataset:`, an entry of `datasets:` with `type: completion` in other words."""
 
     path: NotBlank = Field(description="As in datasets: Hub id, file, folder, URL, or builder name (json, text, ...).")
-    name: str | None = Field(
-        None, description="Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."
-    )
+    name: str | None = None
+    """Configuration (subset) of a dataset of the Hub, or of a folder that is its repository."""
     split: NotBlank = Field("train", description="Split to read.")
     text_column: NotBlank | None = Field(None, description="The same as datasets.field; if unset, text or content.")
-    type: Literal["pretrain", "completion"] = Field(
-        "pretrain", description="Both mean type: completion, raw text and the end token."
-    )
-    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
-        None,
-        description="Share of the documents, relative to the other entries, whose documents then alternate; if no "
-        "entry has a weight, each is read to its end before the next.",
-    )
+    type: Literal["pretrain", "completion"] = "pretrain"
+    """Both mean type: completion, raw text and the end token."""
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Share of the documents, relative to the other entries, whose documents then alternate; if no entry has a weight,
+    each is read to its end before the next."""
     skip: int = Field(0, ge=0, description="Number of rows at the beginning that are left out.")
     data_files: Files | dict[str, Files] | None = Field(None, description="Files to read within `path`.")
-    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = Field(
-        None, description="Format of files. If unset, inferred from the file extension."
-    )
+    ds_type: Literal["json", "csv", "parquet", "arrow", "text"] | None = None
+    """Format of files. If unset, inferred from the file extension."""
     revision: str | None = Field(None, description="Hub revision of the dataset.")
     trust_remote_code: bool = Field(False, description="Only false, as in datasets.")
 
@@ -266,39 +225,25 @@ class StreamEntry(Section):
         return DatasetEntry(**values, type="completion", field=self.text_column)
 
 
-def _one_or_more(schema: dict[str, Any]) -> None:
-    """A path or a single entry can be given without a list."""
-    schema["anyOf"] += [{"type": "string"}, {"type": "object"}]
-
-
 class StreamKeys(Section):
     """Streams of raw text."""
 
     pretraining_dataset: Annotated[list[StreamEntry], Field(min_length=1)] | None = Field(
-        None,
-        description="SFT: streams of raw text to train on instead of datasets: a list of entries, one entry, or a "
-        "path. The same as datasets with type: completion and streaming: true.",
-        json_schema_extra=_one_or_more,
+        None, json_schema_extra=lambda schema: schema["anyOf"].extend([{"type": "string"}, {"type": "object"}])
     )
-    streaming: bool = Field(
-        False,
-        description="SFT: read datasets of type: completion while training runs, instead of preparing all rows before "
-        "it. Documents are concatenated, and cut into rows of exactly sequence_len tokens. Needs max_steps.",
-    )
-    streaming_multipack_buffer_size: int = Field(
-        10_000,
-        ge=1,
-        description="streaming: number of documents that are in memory, and are shuffled together if "
-        "shuffle_merged_datasets is true.",
-    )
-    pretrain_multipack_buffer_size: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The same as streaming_multipack_buffer_size."
-    )
-    pretrain_multipack_attn: bool = Field(
-        True,
-        description="streaming: documents of a row do not attend to each other. If false, a row is one text, for "
-        "models that cannot keep documents apart.",
-    )
+    """SFT: streams of raw text to train on instead of datasets: a list of entries, one entry, or a path. The same as
+    datasets with type: completion and streaming: true."""
+    streaming: bool = False
+    """SFT: read datasets of type: completion while training runs, instead of preparing all rows before it. Documents
+    are concatenated, and cut into rows of exactly sequence_len tokens. Needs max_steps."""
+    streaming_multipack_buffer_size: int = Field(10_000, ge=1)
+    """streaming: number of documents that are in memory, and are shuffled together if shuffle_merged_datasets is
+    true."""
+    pretrain_multipack_buffer_size: Annotated[int, Field(ge=1)] | None = None
+    """The same as streaming_multipack_buffer_size."""
+    pretrain_multipack_attn: bool = True
+    """streaming: documents of a row do not attend to each other. If false, a row is one text, for models that cannot
+    keep documents apart."""
 
     @field_validator("pretraining_dataset", mode="before")
     @classmethod
@@ -336,7 +281,7 @@ class StreamSettings(StreamKeys, DataSettings):
         if self.datasets[0] is not _TO_BE_MOVED:
             raise ValueError(
                 "pretraining_dataset and datasets are both set. Move the entries of pretraining_dataset to datasets, "
-                "with type: completion, and set streaming: true; or remove one of them."
+                "with type: completion, and set streaming: true; or remove one."
             )
         if not self.streaming and "streaming" in self.model_fields_set:
             raise ValueError(
@@ -355,7 +300,7 @@ class StreamSettings(StreamKeys, DataSettings):
         if "streaming_multipack_buffer_size" in self.model_fields_set and self.streaming_multipack_buffer_size != size:
             raise ValueError(
                 "streaming_multipack_buffer_size and pretrain_multipack_buffer_size are two names of the same key. "
-                "Keep one of them."
+                "Keep one."
             )
         self.streaming_multipack_buffer_size, self.pretrain_multipack_buffer_size = size, None
         return self

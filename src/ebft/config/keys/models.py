@@ -19,20 +19,17 @@ class SpecialTokens(Section):
     eos_token: str | None = Field(None, min_length=1, description="End-of-sequence token.")
     bos_token: str | None = Field(None, min_length=1, description="Beginning-of-sequence token.")
     unk_token: str | None = Field(None, min_length=1, description="Token for out-of-vocabulary text.")
-    additional_special_tokens: list[NotBlank] | None = Field(
-        None, description="Further special tokens; those that are not in the vocabulary are added."
-    )
+    additional_special_tokens: list[NotBlank] | None = None
+    """Further special tokens; those that are not in the vocabulary are added."""
 
 
 class ConfigOverrides(Section):
     """The section `overrides_of_model_config:`."""
 
-    output_router_logits: bool | None = Field(
-        None, description="Add the load-balancing loss of a mixture of experts to the cross-entropy of SFT."
-    )
-    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Weight of the load-balancing loss."
-    )
+    output_router_logits: bool | None = None
+    """Add the load-balancing loss of a mixture of experts to the cross-entropy of SFT."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """Weight of the load-balancing loss."""
 
 
 class BitsAndBytesKeys(Section):
@@ -40,18 +37,14 @@ class BitsAndBytesKeys(Section):
 
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = Field("nf4", description="Data type of 4-bit weights.")
     bnb_4bit_use_double_quant: bool = Field(True, description="Also quantise the scales of 4-bit weights.")
-    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="dtype of products with 4-bit weights. If unset, that of other weights (torch_dtype, bf16)."
-    )
-    bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] = Field(
-        "uint8", description="dtype of the tensors that the 4-bit weights of linear layers are packed into."
-    )
-    blocksize: Literal[64] = Field(
-        64, description="Number of 4-bit weights with the same scale; transformers has no setting for another one."
-    )
-    llm_int8_threshold: float = Field(
-        6.0, ge=0, description="Magnitude of inputs above which their products with 8-bit weights are in 16 bits."
-    )
+    bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of products with 4-bit weights. If unset, that of other weights (torch_dtype, bf16)."""
+    bnb_4bit_quant_storage: Literal["uint8", "float16", "bfloat16", "float32"] = "uint8"
+    """dtype of the tensors that the 4-bit weights of linear layers are packed into."""
+    blocksize: Literal[64] = 64
+    """Number of 4-bit weights with the same scale; transformers has no setting for another one."""
+    llm_int8_threshold: float = Field(6.0, ge=0)
+    """Magnitude of inputs above which their products with 8-bit weights are in 16 bits."""
     llm_int8_has_fp16_weight: Literal[False] = Field(False, description="No effect: the base weights are not trained.")
     load_in_4bit: Literal[True] | None = Field(None, description="Accepted with load_in_4bit: true of the config.")
     load_in_8bit: Literal[True] | None = Field(None, description="Accepted with load_in_8bit: true of the config.")
@@ -65,96 +58,61 @@ class BitsAndBytesKeys(Section):
 class ModelKeys(Section):
     """Base model and tokenizer."""
 
-    base_model: NotBlank = Field(
-        description="Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id."
-    )
-    gguf_file: NotBlank | None = Field(
-        None,
-        description="GGUF file in the folder base_model from which the model (as dense weights) and its tokenizer are "
-        "loaded.",
-    )
-    base_model_config: NotBlank | None = Field(
-        None, description="Folder or Hub id of the model configuration. If unset, base_model."
-    )
+    base_model: NotBlank
+    """Model to fine-tune: a folder, a model listed by `ebft fetch`, or a Hub id."""
+    gguf_file: NotBlank | None = None
+    """GGUF file in the folder base_model from which the model (as dense weights) and its tokenizer are loaded."""
+    base_model_config: NotBlank | None = None
+    """Folder or Hub id of the model configuration. If unset, base_model."""
     revision_of_model: str | None = Field(None, description="Hub revision of the model and its tokenizer.")
-    tokenizer_config: NotBlank | None = Field(
-        None, description="Folder or Hub id of the tokenizer. If unset, base_model."
-    )
+    tokenizer_config: NotBlank | None = None
+    """Folder or Hub id of the tokenizer. If unset, base_model."""
     trust_remote_code: bool = Field(False, description="Allow running custom code from the model's repository.")
-    special_tokens: SpecialTokens = Field(
-        default_factory=SpecialTokens, description="Special tokens that override those of the tokenizer."
-    )
-    tokens: list[NotBlank] | None = Field(
-        None, description="Tokens to add to the vocabulary; new embeddings are appended to the model's."
-    )
-    added_tokens_overrides: dict[Annotated[int, Field(ge=0, lt=2**31)], NotBlank] | None = Field(
-        None,
-        description="Other texts for tokens that the tokenizer reserves, by id: the embeddings keep their number. "
-        "Tokens that are special stay special.",
-    )
-    resize_token_embeddings_to_32x: bool = Field(
-        False, description="Resize the embeddings to a multiple of 32, at least the size of the vocabulary."
-    )
-    shrink_embeddings: bool = Field(
-        False, description="Also resize the embeddings if the model has more than the tokenizer has tokens."
-    )
-    mean_resizing_embeddings: bool = Field(
-        True,
-        description="Draw new embeddings from a distribution around the mean of the others; false: as the model is "
-        "initialised.",
-    )
-    overrides_of_model_config: ConfigOverrides = Field(
-        default_factory=ConfigOverrides, description="Settings of the router of a mixture of experts."
-    )
-    chat_template_jinja: str | None = Field(
-        None, min_length=1, description="Text of the chat template, for chat_template: jinja (or unset)."
-    )
-    chat_template: str | None = Field(
-        None,
-        description="Chat template: a known name (chatml, llama3, qwen3, gemma, ...), tokenizer_default, "
-        "tokenizer_default_fallback_NAME (the known name is for tokenizers without one), a file, or Jinja text. If "
-        "unset, the template of the tokenizer.",
-    )
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None,
-        description="Arguments of the chat template, such as {enable_thinking: false}, for every row. Those of a "
-        "dataset and of the column chat_template_kwargs of a row come before it.",
-    )
-    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="dtype of the loaded weights. If unset, determined by bf16 and fp16."
-    )
-    device_map: str | dict[str, str | int] | None = Field(
-        None,
-        description="Placement of the model's parts, as in transformers. If unset, the trainer places the model.",
-    )
-    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "scattermoe", "sonicmoe"] | None = Field(
-        None,
-        description="Computation of a mixture of experts: one expert at a time, or batched or grouped matrix products. "
-        "If unset, and with the names of axolotl's kernels scattermoe and sonicmoe, grouped_mm where the machine "
-        "supports it.",
-    )
-    model_quantization_config: Literal["Mxfp4Config"] | None = Field(
-        None,
-        description="For models that are stored in MXFP4, such as gpt-oss: their weights are dequantised when they are "
-        "loaded, with or without this key.",
-    )
-    bnb_config_kwargs: BitsAndBytesKeys = Field(
-        default_factory=BitsAndBytesKeys,
-        description="Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats.",
-    )
+    special_tokens: SpecialTokens = Field(default_factory=SpecialTokens)
+    """Special tokens that override those of the tokenizer."""
+    tokens: list[NotBlank] | None = None
+    """Tokens to add to the vocabulary; new embeddings are appended to the model's."""
+    added_tokens_overrides: dict[Annotated[int, Field(ge=0, lt=2**31)], NotBlank] | None = None
+    """Other texts for tokens that the tokenizer reserves, by id: the embeddings keep their number. Tokens that are
+    special stay special."""
+    resize_token_embeddings_to_32x: bool = False
+    """Resize the embeddings to a multiple of 32, at least the size of the vocabulary."""
+    shrink_embeddings: bool = False
+    """Also resize the embeddings if the model has more than the tokenizer has tokens."""
+    mean_resizing_embeddings: bool = True
+    """Draw new embeddings from a distribution around the mean of the others; false: as the model is initialised."""
+    overrides_of_model_config: ConfigOverrides = Field(default_factory=ConfigOverrides)
+    """Settings of the router of a mixture of experts."""
+    chat_template_jinja: str | None = Field(None, min_length=1)
+    """Text of the chat template, for chat_template: jinja (or unset)."""
+    chat_template: str | None = None
+    """Chat template: a known name (chatml, llama3, qwen3, gemma, ...), tokenizer_default,
+    tokenizer_default_fallback_NAME (the known name is for tokenizers without one), a file, or Jinja text. If unset, the
+    template of the tokenizer."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Arguments of the chat template, such as {enable_thinking: false}, for every row. Those of a dataset and of the
+    column chat_template_kwargs of a row come before it."""
+    torch_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """dtype of the loaded weights. If unset, determined by bf16 and fp16."""
+    device_map: str | dict[str, str | int] | None = None
+    """Placement of the model's parts, as in transformers. If unset, the trainer places the model."""
+    experts_implementation: Literal["eager", "batched_mm", "grouped_mm", "scattermoe", "sonicmoe"] | None = None
+    """Computation of a mixture of experts: one expert at a time, or batched or grouped matrix products. If unset, and
+    with the names of axolotl's kernels scattermoe and sonicmoe, grouped_mm where the machine supports it."""
+    model_quantization_config: Literal["Mxfp4Config"] | None = None
+    """For models that are stored in MXFP4, such as gpt-oss: their weights are dequantised when they are loaded, with or
+    without this key."""
+    bnb_config_kwargs: BitsAndBytesKeys = Field(default_factory=BitsAndBytesKeys)
+    """Settings of bitsandbytes for load_in_4bit and load_in_8bit, which ebft merge-lora repeats."""
     load_in_4bit: bool = Field(False, description="Load the base weights in 4 bits (adapter: qlora).")
-    quantize_moe_experts: bool = Field(
-        False,
-        description="With load_in_4bit: also store fused experts in 4 bits, which are dequantised while a layer runs.",
-    )
+    quantize_moe_experts: bool = False
+    """With load_in_4bit: also store fused experts in 4 bits, which are dequantised while a layer runs."""
     load_in_8bit: bool = Field(False, description="Load the base weights in 8 bits (adapter: lora).")
 
-    unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None,
-        description="Regular expressions of parameter names, or of their names in the checkpoint, compared from the "
-        "start of the name: without an adapter, only the parameters that match one are trained. One with a negative "
-        "lookahead is compared with other names only if it matches no name in the model. If unset, all are trained.",
-    )
+    unfrozen_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    """Regular expressions of parameter names, or of their names in the checkpoint, compared from the start of the name:
+    without an adapter, only the parameters that match one are trained. One with a negative lookahead is compared with
+    other names only if it matches no name in the model. If unset, all are trained."""
 
     _model_paths = paths("base_model", "base_model_config", "tokenizer_config")
 
@@ -175,26 +133,21 @@ class ModelKeys(Section):
 class PrecisionKeys(Section):
     """Data types of weights and computation."""
 
-    bf16: bool | Literal["auto"] = Field(
-        "auto",
-        description="Train in bfloat16, including the weights (without an adapter, torch_dtype: float32 preserves "
-        "small updates). auto enables it if the GPU supports it.",
-    )
+    bf16: bool | Literal["auto"] = "auto"
+    """Train in bfloat16, including the weights (without an adapter, torch_dtype: float32 preserves small updates). auto
+    enables it if the GPU supports it."""
     fp16: bool = Field(False, description="Train in float16 mixed precision.")
-    tf32: bool | None = Field(
-        None, description="Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."
-    )
+    tf32: bool | None = None
+    """Use TF32 matrix products on Ampere and newer GPUs. If unset, PyTorch's default."""
 
 
 class AttentionKeys(Section):
     """Attention implementation; the flags are aliases for its values."""
 
-    attn_implementation: str | None = Field(
-        None,
-        description="Attention implementation of the model: eager, sdpa, flash_attention_2, flash_attention_3, "
-        "flex_attention (or flex), or a kernel on the Hub such as kernels-community/flash-attn2. If unset, selected "
-        "automatically for the model and the machine.",
-    )
+    attn_implementation: str | None = None
+    """Attention implementation of the model: eager, sdpa, flash_attention_2, flash_attention_3, flex_attention (or
+    flex), or a kernel on the Hub such as kernels-community/flash-attn2. If unset, selected automatically for the model
+    and the machine."""
     flash_attention: bool | None = Field(None, description="Alias for attn_implementation: flash_attention_2.")
     flex_attention: bool | None = Field(None, description="Alias for attn_implementation: flex_attention.")
     sdp_attention: bool | None = Field(None, description="Alias for attn_implementation: sdpa.")
@@ -217,63 +170,41 @@ MAX_RANK = 2**16  # more than any model has hidden units
 class AdapterKeys(Section):
     """LoRA adapters."""
 
-    adapter: Literal["lora", "qlora"] | None = Field(
-        None, description="Adapter to train. If unset, all weights are trained."
-    )
+    adapter: Literal["lora", "qlora"] | None = None
+    """Adapter to train. If unset, all weights are trained."""
     lora_r: Annotated[int, Field(ge=1, le=MAX_RANK)] | None = Field(None, description="Rank of the adapter.")
-    lora_alpha: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="Scaling of the adapter: its output is multiplied by lora_alpha / lora_r. If unset, 2 * lora_r.",
-    )
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scaling of the adapter: its output is multiplied by lora_alpha / lora_r. If unset, 2 * lora_r."""
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the adapter's input.")
-    lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = Field(
-        None,
-        description="Modules to adapt: a list of name suffixes, or one regular expression, which may name them as in a "
-        "multimodal model whose text model is trained. With lora_target_linear, a list is adapted in addition to the "
-        "linear layers. all-linear is an alias for lora_target_linear: true. For many mixtures of experts, PEFT takes "
-        "gate_proj, up_proj and down_proj (Mixtral: w1, w2, w3) for the fused experts.",
-    )
-    lora_target_linear: bool = Field(
-        False,
-        description="Adapt every linear layer except the output layer, routers, and out_proj of Mamba, which PEFT "
-        "refuses. Fused experts are not linear layers; see lora_target_parameters. The first lines of a run "
-        "name what is adapted.",
-    )
-    lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None,
-        description="Linear layers to adapt, in addition to other targets, as a list of regular expressions, which are "
-        r"compared with names or their ends after a dot, for example layers\.[01]\.self_attn\.(q|v)_proj.",
-    )
-    lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None,
-        description="Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused "
-        "experts of a mixture of experts, for example mlp.experts.gate_up_proj and mlp.experts.down_proj.",
-    )
-    lora_modules_to_save: list[str] | None = Field(
-        None, description="Modules that are fully trained and saved in addition to the adapter."
-    )
-    peft_use_dora: bool = Field(
-        False, description="DoRA: train the norm of each output's weights separately from their direction."
-    )
-    peft_use_rslora: bool = Field(
-        False, description="Rank-stabilised LoRA: multiply the output by lora_alpha / sqrt(lora_r) instead."
-    )
-    peft_layers_to_transform: Layer | Annotated[list[Layer], Field(min_length=1)] | None = Field(
-        None, description="Indices of the decoder layers to adapt, from 0. If unset, all layers."
-    )
-    peft_layers_pattern: NotBlank | Annotated[list[NotBlank], Field(min_length=1)] | None = Field(
-        None,
-        description="Name of the list of layers to which peft_layers_to_transform refers. If unset, any list.",
-    )
-    peft_init_lora_weights: bool | Literal["gaussian", "orthogonal"] = Field(
-        True,
-        description="Initial values of the adapter: true (PEFT's default), gaussian or orthogonal, which do not change "
-        "the model's outputs; false: random values, which do.",
-    )
-    lora_model_dir: NotBlank | None = Field(
-        None,
-        description="Folder of a saved adapter to continue training. Its settings take precedence over the lora_ keys.",
-    )
+    lora_target_modules: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules to adapt: a list of name suffixes, or one regular expression, which may name them as in a multimodal
+    model whose text model is trained. With lora_target_linear, a list is adapted in addition to the linear layers.
+    all-linear is an alias for lora_target_linear: true. For many mixtures of experts, PEFT takes gate_proj, up_proj and
+    down_proj (Mixtral: w1, w2, w3) for the fused experts."""
+    lora_target_linear: bool = False
+    """Adapt every linear layer except the output layer, routers, and out_proj of Mamba, which PEFT refuses. Fused
+    experts are not linear layers; see lora_target_parameters. The first lines of a run name what is adapted."""
+    lora_target_linear_modules: Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    r"""Linear layers to adapt, in addition to other targets, as a list of regular expressions, which are compared with
+    names or their ends after a dot, for example layers\.[01]\.self_attn\.(q|v)_proj."""
+    lora_target_parameters: Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    """Parameters to adapt that are not weights of linear layers, as a list of name suffixes: the fused experts of a
+    mixture of experts, for example mlp.experts.gate_up_proj and mlp.experts.down_proj."""
+    lora_modules_to_save: list[str] | None = None
+    """Modules that are fully trained and saved in addition to the adapter."""
+    peft_use_dora: bool = False
+    """DoRA: train the norm of each output's weights separately from their direction."""
+    peft_use_rslora: bool = False
+    """Rank-stabilised LoRA: multiply the output by lora_alpha / sqrt(lora_r) instead."""
+    peft_layers_to_transform: Layer | Annotated[list[Layer], Field(min_length=1)] | None = None
+    """Indices of the decoder layers to adapt, from 0. If unset, all layers."""
+    peft_layers_pattern: NotBlank | Annotated[list[NotBlank], Field(min_length=1)] | None = None
+    """Name of the list of layers to which peft_layers_to_transform refers. If unset, any list."""
+    peft_init_lora_weights: bool | Literal["gaussian", "orthogonal"] = True
+    """Initial values of the adapter: true (PEFT's default), gaussian or orthogonal, which do not change the model's
+    outputs; false: random values, which do."""
+    lora_model_dir: NotBlank | None = None
+    """Folder of a saved adapter to continue training. Its settings take precedence over the lora_ keys."""
 
     _adapter_path = paths("lora_model_dir")
 
@@ -295,9 +226,7 @@ class AdapterKeys(Section):
                 "layers, remove them; if not, replace all-linear with lora_target_linear: true."
             )
         if data.get("lora_target_linear") is False:
-            raise ValueError(
-                f"lora_target_modules: {ALL_LINEAR} contradicts lora_target_linear: false. Remove one of them."
-            )
+            raise ValueError(f"lora_target_modules: {ALL_LINEAR} contradicts lora_target_linear: false. Remove one.")
         rest = {key: value for key, value in data.items() if key != "lora_target_modules"}
         return {**rest, "lora_target_linear": True}
 
@@ -321,35 +250,25 @@ class FSDPKeys(Section):
     """The section `fsdp_config:`; its keys may have the prefix `fsdp_`."""
 
     version: int | None = Field(None, description="2, the default. FSDP1 is not supported.")
-    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = Field(
-        "FULL_STATE_DICT",
-        description="FULL_STATE_DICT gathers the weights and the optimizer state of a checkpoint on one process, and "
-        "saves them as a run without FSDP does. With SHARDED_STATE_DICT, every process saves its own part.",
-    )
-    final_state_dict_type: Literal["FULL_STATE_DICT"] = Field(
-        "FULL_STATE_DICT", description="No effect: the final model is always gathered and saved as safetensors."
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="Free the gathered parameters of a layer after its forward pass. With false, all of them stay in "
-        "memory until the backward pass, and each layer is gathered once per step.",
-    )
+    state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] = "FULL_STATE_DICT"
+    """FULL_STATE_DICT gathers the weights and the optimizer state of a checkpoint on one process, and saves them as a
+    run without FSDP does. With SHARDED_STATE_DICT, every process saves its own part."""
+    final_state_dict_type: Literal["FULL_STATE_DICT"] = "FULL_STATE_DICT"
+    """No effect: the final model is always gathered and saved as safetensors."""
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a layer after its forward pass. With false, all of them stay in memory until the
+    backward pass, and each layer is gathered once per step."""
     cpu_offload: bool = Field(False, description="Keep parameters, gradients and optimizer state in CPU memory.")
-    cpu_ram_efficient_loading: bool = Field(
-        False, description="Keep the weights in one process per machine until it has sent the others their parts."
-    )
-    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = Field(
-        "TRANSFORMER_BASED_WRAP",
-        description="The modules that are gathered one at a time: decoder layers, modules with more than "
-        "min_num_params parameters, or only the model as a whole.",
-    )
-    transformer_layer_cls_to_wrap: str | list[str] | None = Field(
-        None, description="Class names of the decoder layers. If unset, those that the model declares."
-    )
+    cpu_ram_efficient_loading: bool = False
+    """Keep the weights in one process per machine until it has sent the others their parts."""
+    auto_wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = "TRANSFORMER_BASED_WRAP"
+    """The modules that are gathered one at a time: decoder layers, modules with more than min_num_params parameters, or
+    only the model as a whole."""
+    transformer_layer_cls_to_wrap: str | list[str] | None = None
+    """Class names of the decoder layers. If unset, those that the model declares."""
     min_num_params: int = Field(0, ge=0, description="Number of parameters for SIZE_BASED_WRAP.")
-    activation_checkpointing: bool = Field(
-        False, description="Recompute the activations of each decoder layer. SFT only; see gradient_checkpointing."
-    )
+    activation_checkpointing: bool = False
+    """Recompute the activations of each decoder layer. SFT only; see gradient_checkpointing."""
 
     @model_validator(mode="before")
     @classmethod

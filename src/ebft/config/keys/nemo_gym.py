@@ -19,11 +19,9 @@ class NemoGymDataset(Section):
     """One element of `nemo_gym_datasets:`."""
 
     path: str = Field(description="JSONL file of rows, relative to nemo_gym_dir or absolute.")
-    server_name: str | None = Field(
-        None,
-        description="Name of the resources server or agent server of these rows, as in NeMo Gym's config. Rows with an "
-        "agent_ref use the server that it names.",
-    )
+    server_name: str | None = None
+    """Name of the resources server or agent server of these rows, as in NeMo Gym's config. Rows with an agent_ref use
+    the server that it names."""
     max_samples: int | None = Field(None, ge=1, description="Read only this many rows, from the start of the file.")
 
 
@@ -32,44 +30,29 @@ class NemoGymKeys(Section):
 
     nemo_gym_enabled: bool = Field(False, description="Train on rows of NeMo Gym, with rewards from its servers.")
     nemo_gym_dir: str = Field("~/Gym", description="Folder of the NeMo Gym repository.")
-    nemo_gym_auto_clone: bool | None = Field(
-        None, description="No effect: the repository is never downloaded. Clone it to nemo_gym_dir."
-    )
-    nemo_gym_auto_start: bool = Field(
-        True,
-        description="Start the servers of nemo_gym_config_paths with ng_run from nemo_gym_dir/.venv, unless a head "
-        "server responds at nemo_gym_head_port, and stop them at the end of training.",
-    )
-    nemo_gym_config_paths: list[str] = Field(
-        [], description="Configs of the servers to start with nemo_gym_auto_start, relative to nemo_gym_dir."
-    )
-    nemo_gym_datasets: list[NemoGymDataset] = Field(
-        [], description="Training rows. `datasets` can be omitted, or must list the same files."
-    )
-    nemo_gym_head_port: int = Field(
-        11000, ge=1, le=65535, description="Port of NeMo Gym's head server on this machine, which lists its servers."
-    )
+    nemo_gym_auto_clone: bool | None = None
+    """No effect: the repository is never downloaded. Clone it to nemo_gym_dir."""
+    nemo_gym_auto_start: bool = True
+    """Start the servers of nemo_gym_config_paths with ng_run from nemo_gym_dir/.venv, unless a head server responds at
+    nemo_gym_head_port, and stop them at the end of training."""
+    nemo_gym_config_paths: list[str] = []
+    """Configs of the servers to start with nemo_gym_auto_start, relative to nemo_gym_dir."""
+    nemo_gym_datasets: list[NemoGymDataset] = []
+    """Training rows. `datasets` can be omitted, or must list the same files."""
+    nemo_gym_head_port: int = Field(11000, ge=1, le=65535)
+    """Port of NeMo Gym's head server on this machine, which lists its servers."""
     nemo_gym_server_timeout: Seconds = Field(360.0, description="Timeout in seconds for the servers to start.")
-    nemo_gym_verify_timeout: Seconds = Field(
-        30.0, description="Timeout in seconds of a request for the reward of a reply."
-    )
-    nemo_gym_run_timeout: Seconds = Field(
-        300.0,
-        description="Timeout in seconds of the run of an agent (nemo_gym_multi_turn), including all of its turns.",
-    )
-    nemo_gym_model_name: str | None = Field(
-        None, description="Name of the model in requests for the reward of a reply. If unset, base_model."
-    )
-    nemo_gym_multi_turn: bool = Field(
-        False,
-        description="Let NeMo Gym's agent servers run each conversation, with tools. They sample from the vLLM server.",
-    )
-    nemo_gym_max_turns: int | None = Field(
-        None,
-        ge=1,
-        description="Maximum number of replies in a conversation. Agents count them: max_steps of each agent in NeMo "
-        "Gym's config must not be larger, or training does not start. If unset, the agents decide.",
-    )
+    nemo_gym_verify_timeout: Seconds = 30.0
+    """Timeout in seconds of a request for the reward of a reply."""
+    nemo_gym_run_timeout: Seconds = 300.0
+    """Timeout in seconds of the run of an agent (nemo_gym_multi_turn), including all of its turns."""
+    nemo_gym_model_name: str | None = None
+    """Name of the model in requests for the reward of a reply. If unset, base_model."""
+    nemo_gym_multi_turn: bool = False
+    """Let NeMo Gym's agent servers run each conversation, with tools. They sample from the vLLM server."""
+    nemo_gym_max_turns: int | None = Field(None, ge=1)
+    """Maximum number of replies in a conversation. Agents count them: max_steps of each agent in NeMo Gym's config must
+    not be larger, or training does not start. If unset, the agents decide."""
 
     @model_validator(mode="before")
     @classmethod

@@ -19,9 +19,8 @@ Probability = Annotated[float, Field(gt=0, le=1)]
 class VLLMSection(Section):
     """The section `vllm:`, with the options of the server that generates completions."""
 
-    python: NotBlank | None = Field(
-        None, description="Path of a Python interpreter with vLLM; if unset, the interpreter that runs ebft."
-    )
+    python: NotBlank | None = None
+    """Path of a Python interpreter with vLLM; if unset, the interpreter that runs ebft."""
     env: dict[str, str] | None = Field(None, description="Additional environment variables for the server.")
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 listens on all interfaces.")
     port: Port = Field(8000, description="Port to listen on; defaults to trl.vllm_server_port if that is set.")
@@ -29,17 +28,14 @@ class VLLMSection(Section):
     tensor_parallel_size: Count | None = Field(None, description="Number of GPUs per copy of the model.")
     data_parallel_size: Count | None = Field(None, description="Number of copies of the model.")
     gpu_memory_utilization: Probability = Field(0.9, description="Fraction of GPU memory that the server may use.")
-    dtype: str = Field(
-        "auto", description="Data type of the weights: auto (float32 on CPU), float16, bfloat16, float32."
-    )
+    dtype: str = "auto"
+    """Data type of the weights: auto (float32 on CPU), float16, bfloat16, float32."""
     max_model_len: Count | None = Field(None, description="Maximum sequence length in tokens.")
     enable_prefix_caching: bool | None = Field(None, description="Enable prefix caching.")
     enable_reasoning: bool | None = Field(None, description="Separate reasoning from the answers.")
     reasoning_parser: str | None = Field(None, description="Name of vLLM's reasoning parser.")
-    tool_call_parser: str | None = Field(
-        None,
-        description="Name of vLLM's parser of tool calls, for agents that call tools; enables automatic tool choice.",
-    )
+    tool_call_parser: str | None = None
+    """Name of vLLM's parser of tool calls, for agents that call tools; enables automatic tool choice."""
     enforce_eager: bool | None = Field(None, description="Disable CUDA graphs.")
     serve_module: str | None = Field(None, description="Has no effect: vLLM's OpenAI server is always used.")
     worker_extension_cls: str | None = Field(None, description="Class that extends vLLM's workers.")

@@ -12,13 +12,9 @@ neither, so that configs are checked quickly.
 
 import difflib
 import importlib
-import os
-import re
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -41,7 +37,7 @@ _FIELDS: dict[Rows, str] = {
 
 # Keys of a turn that SFT and strided mode train on; an empty one of the first three can be meant as in axolotl.
 LABELS = ("roles_to_train", "train_on_eos", "train_on_eot", "message_field_training")
-# Keys of a dataset that only some of the built-in transforms read. A custom transform may read any of them.
+# Keys of a dataset that only some of the built-in transforms read. A custom transform may read any key.
 _CHAT = (
     *("message_property_mappings", "roles", "field_thinking", "template_thinking_key", "split_thinking"),
     *("drop_system_message", "field_messages"),
@@ -156,12 +152,6 @@ OTHER_TYPES = {
 }
 
 _KEY = "datasets.type"
-# Prompt strategies of axolotl that describe the columns of one data set, and the keys that describe any columns.
-_STRATEGIES = {
-    *("alpaca_instruct", "alpaca_w_system", "concisechoice", "context_qa", "creative_acr", "explainchoice"),
-    *("gpteacher", "instruct_w_system", "jeopardy", "llama2_chat", "metharme", "oasst", "orcamini", "pygmalion"),
-    *("reflection", "sharegpt", "sharegpt_jokes", "simple_shareGPT", "summarizetldr"),
-}
 _REFUSED = {
     "zephyr.nectar": "it samples pairs from a ranking, with other pairs in each run. Convert the rows to prompt, "
     "chosen and rejected once, and use passthrough",
@@ -241,7 +231,7 @@ def built_in(name: Type) -> str | None:
         return USER_DEFINED
     if name in TRANSFORMS:
         return name
-    if name in _REFUSED and not _is_module(name.partition(".")[0]):
+    if name in _REFUSED:
         raise DataError(f"{_KEY}: {name!r} is not supported: {_REFUSED[name]}.")
     module, function = name.rpartition(".")[::2] if "." in name else (name, "transform")
     full = f"{module}.{function}"
@@ -256,14 +246,9 @@ def own_transform(name: str) -> Callable:
 
     Raises DataError if it does not exist.
     """
-    strategy = re.split(r"[.:]", name)[0]
-    if strategy in _STRATEGIES and not _is_module(strategy):
-        raise DataError(
-            f"{_KEY}: {name!r} is a prompt strategy of axolotl that is not built in. Name the columns and the text of "
-            "the prompt with a mapping, type: {field_instruction: ..., field_output: ..., format: ...}, or use one of "
-            f"{', '.join(MODULES)}, or a custom transform module.function."
-        )
-    return find_function(_KEY, name, DataError, _hint(name.rpartition(".")[0] or name))
+    near = difflib.get_close_matches(name.rpartition(".")[0] or name, MODULES, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return find_function(_KEY, name, DataError, f"{guess} Built-in transforms: {', '.join(MODULES)}.")
 
 
 def check_transform(name: Type, rows: RequiredRows) -> None:
@@ -309,14 +294,3 @@ def wanted_rows(rows: RequiredRows) -> str:
 def trains_on(rows: RequiredRows) -> str:
     """The rows that a run trains on, for messages."""
     return f"{rows.method} trains on rows of {_FIELDS[rows.kind]}"
-
-
-def _is_module(name: str) -> bool:
-    """Whether there is a module of this name, also in the working directory."""
-    return PathFinder.find_spec(name, [*sys.path, os.getcwd()]) is not None
-
-
-def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name, MODULES, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{guess} Built-in transforms: {', '.join(MODULES)}."

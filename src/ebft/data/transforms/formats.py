@@ -4,14 +4,13 @@ A row becomes an `Example`. Raw text, from the entry's `field`, else `text`, `co
 answer (the columns of the paper authors' datasets), is a reply to an empty prompt.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ebft.config.section import PromptFormat
 from ebft.data.columns import first_present, first_shape, first_text, optional_text, text_of, value_of
-from ebft.data.messages import Message, chat_of, from_json, messages_of, normaliser, with_system
+from ebft.data.messages import Message, chat_in_json, chat_of, from_json, messages_of, normaliser, with_system
 from ebft.data.tokens import THINKING
 from ebft.data.transforms import PreferenceColumns
 from ebft.errors import DataError
@@ -120,6 +119,9 @@ FORMATS = {
         for function, prompts in _QUESTIONS.items()
     },
 }
+_MAPPING = (
+    "Choose another type, or name the columns with type: {field_prompt: ..., field_chosen: ..., field_rejected: ...}."
+)
 _NAMES = "Name its columns with a mapping as type: {field_instruction: ..., field_input: ..., field_output: ...}."
 
 
@@ -181,52 +183,37 @@ def _written(row: Row, keys: PromptFormat, reads_system: bool) -> Example:
 
 
 def _columns(row: Row, fields: PreferenceColumns, names: tuple[str, ...]) -> Example:
-    """A mapping of columns. Not str.format: formats may contain other braces, such as those of JSON or LaTeX."""
-    prompt = text_of(row, _present(row, fields.field_prompt))
+    """A mapping of columns. Not str.format: formats may contain other braces, such as in JSON or LaTeX."""
+    prompt = text_of(row, first_present(row, [fields.field_prompt], "the prompt", _MAPPING))
     before, _, after = fields.prompt_format.partition("{prompt}")
     if prompt.strip() and "{system}" in fields.prompt_format:
-        system = text_of(row, _present(row, fields.field_system))
+        system = text_of(row, first_present(row, [fields.field_system], "the system message", _MAPPING))
         before, after = (part.replace("{system}", system) for part in (before, after))
     replies = []
     for name in names:
-        text = text_of(row, _present(row, getattr(fields, f"field_{name}") or name))
+        text = text_of(row, first_present(row, [getattr(fields, f"field_{name}") or name], name, _MAPPING))
         given = getattr(fields, f"{name}_format")
         replies.append(given.replace(f"{{{name}}}", text) if given is not None and text.strip() else text)
     return Example(before + prompt + after if prompt.strip() else "", replies)
 
 
-def _present(row: Row, *names: str) -> str:
-    """The first of the columns that the row has, in formats of preferences."""
-    found = first_shape(row, [(name,) for name in names])
-    if found is None:
-        raise DataError(
-            f"the column {' or '.join(names)!r} is missing: the row has {', '.join(row)}. Choose another type, or name "
-            "the columns with type: {field_prompt: ..., field_chosen: ..., field_rejected: ...}"
-        )
-    return found[0]
-
-
 def _compared(row: Row, given: Format, entry: Any, names: tuple[str, ...]) -> Example:
     """The replies in the columns `names` to what the row asks, or whole chats that end with them."""
-    columns = [_present(row, getattr(entry, f"field_{name}", None) or name, f"{name}_response") for name in names]
-    values = [_messages_in(value_of(row, column), given.is_text) for column in columns]
+    shapes = {name: (getattr(entry, f"field_{name}", None) or name, f"{name}_response") for name in names}
+    columns = [first_present(row, shape, f"the {name} reply", _MAPPING) for name, shape in shapes.items()]
+    values = [value_of(row, column) for column in columns]
+    values = values if given.is_text else list(map(chat_in_json, values))
     has_prompt = given.prompts and (not given.is_optional or first_shape(row, [(name,) for name in given.prompts]))
-    column = _present(row, *given.prompts) if has_prompt else None
+    column = first_present(row, given.prompts, "the prompt", _MAPPING) if has_prompt else None
     asked = None if column is None else value_of(row, column)
     if given.is_text and isinstance(asked, str) and all(isinstance(value, str | None) for value in values):
         return Example(asked, [value or "" for value in values])
     if given.style or given.is_optional:
-        asked = _messages_in(asked, given.is_text)
+        asked = asked if given.is_text else chat_in_json(asked)
     normal, is_text = (
         normaliser(entry),
         isinstance(asked, str) and bool(given.style or given.is_optional or given.is_text),
     )
-    for name, value in zip(columns, values):
-        if column is None and isinstance(value, str) and value.strip():
-            raise DataError(
-                f"column {name!r} must contain a list of messages, since the row has no column with the question "
-                f"({', '.join(given.prompts) or 'which this type does not read'})"
-            )
     if is_text:
         question = [{"role": "user", "content": asked}] if asked.strip() else []
     else:
@@ -272,7 +259,13 @@ def _continued(
     """The messages before a reply, and the reply, of a column with the reply to `asked` or with the whole chat."""
     if not messages or (asked and messages[0]["role"] in ("assistant", "tool")):
         return asked, messages
-    if not asked or (is_text and any(_same(asked[0], message) for message in messages)):
+    if not asked or (
+        is_text
+        and any(
+            message["role"] == "user" and str(message.get("content")).strip() == str(asked[0]["content"]).strip()
+            for message in messages
+        )
+    ):
         return messages[:-1], messages[-1:]
     if messages[: len(asked)] == asked:
         return asked, messages[len(asked) :]
@@ -285,20 +278,3 @@ def _continued(
             "the prompt. Provide whole conversations that start with the prompt, or only the replies to it."
         )
     return asked, messages
-
-
-def _same(asked: Message, message: Message) -> bool:
-    return message["role"] == "user" and str(message.get("content")).strip() == str(asked["content"]).strip()
-
-
-def _messages_in(value: Any, is_text: bool) -> Any:
-    """The message or messages in a JSON text, which have roles; another value as it is."""
-    if is_text or not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        found = json.loads(value)
-    except ValueError:
-        return value
-    each = found if isinstance(found, list) else [found]
-    has_role = lambda message: isinstance(message, Mapping) and ("role" in message or "from" in message)
-    return found if each and all(map(has_role, each)) else value

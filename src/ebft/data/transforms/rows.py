@@ -136,8 +136,6 @@ class _Chats:
         self.omissions = Omissions(self.template)
 
     def __call__(self, example: Row, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        if tokenizer.chat_template is None:
-            raise DataError("the tokenizer has no chat template. Set chat_template (chatml, llama3, or Jinja text).")
         turns = self._turns(messages)
         if not turns:
             raise Dropped(NO_REFERENCE if messages else EMPTY)  # templates may fail to render such a chat
@@ -245,10 +243,6 @@ def rendered_reply(reply: Message, tokenizer: PreTrainedTokenizerBase) -> Messag
     return reply if has_key and ChatTemplate(tokenizer).thinking_keys else with_thinking(reply)
 
 
-def _answer_only(reply: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
-    return {"role": "assistant", "content": split_thinking(reply.get("content", ""))[1]}
-
-
 def _apart(reply: Message) -> Message:
     """The reply with its thinking in `reasoning_content` and only the answer in the content."""
     thinking, answer = split_thinking(reply.get("content", ""))
@@ -259,7 +253,9 @@ _REFERENCES = {
     "first": _first,
     "last": _last,
     "rendered": _reasoned(rendered_reply),
-    "answer": _reasoned(_answer_only),
+    "answer": _reasoned(
+        lambda reply, tokenizer: {"role": "assistant", "content": split_thinking(reply.get("content", ""))[1]}
+    ),
     # The template may render or omit the thinking of earlier turns; the reference keeps its own, in <think> tags.
     "split": _reasoned(lambda reply, tokenizer: rendered_reply(_apart(reply), tokenizer), in_prompt=_apart),
 }
@@ -301,9 +297,6 @@ def _comparisons(cfg: Any, entry: Any, read: Callable[[Row], Example]) -> Transf
     return transform_fn, _ALL
 
 
-_STEP_FIX = "Rename the columns, or use a custom transform that returns input_ids and labels."
-
-
 def _steps(entry: Any) -> Transform:
     """A prompt with labelled steps, each with the separator after it, whose last token has the class of the step.
 
@@ -312,17 +305,12 @@ def _steps(entry: Any) -> Transform:
     """
 
     def transform_fn(example, tokenizer=None):
-        for column in ("prompt", "completions", "labels"):
-            first_present(example, [column], column, _STEP_FIX)
         steps, classes = (value_of(example, column) or [] for column in ("completions", "labels"))
-        if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
-            raise DataError("column 'completions' must contain a list with the text of each step.")
-        if not isinstance(classes, list) or not all(isinstance(label, int) for label in classes):
+        are_lists = isinstance(steps, list) and isinstance(classes, list) and len(steps) == len(classes)
+        if not are_lists or not all(isinstance(label, int) for label in classes):
             raise DataError(
-                "column 'labels' must contain a list with the class of each step (true, false or an integer)."
+                "'completions' and 'labels' must be lists of equal length: the steps, and an integer for each."
             )
-        if len(steps) != len(classes):
-            raise DataError(f"the row has {len(steps)} steps in 'completions' and {len(classes)} in 'labels'.")
         separator = encode(tokenizer, entry.step_separator, special=False)
         completion, labels = [], []
         for number, (step, label) in enumerate(zip(steps, classes)):
@@ -408,7 +396,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list
     """
     if not special:
         return token_ids(tokenizer, text)
-    before, after = _added_ids(tokenizer)
+    own, whole = (tokenizer("x", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
+    at = next((at for at in range(len(whole)) if whole[at : at + len(own)] == own), len(whole))
+    before, after = whole[:at], whole[at + len(own) :]  # the special tokens that the tokenizer adds to a text
     if len(text) > LONGEST:
         ids = token_ids(tokenizer, text)
         start = [] if ids[: len(before)] == before else before
@@ -419,13 +409,6 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, special: bool) -> list
     if after and ids[-2 * len(after) :] == after * 2:
         ids = ids[: -len(after)]
     return ids
-
-
-def _added_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The special tokens that the tokenizer puts before and after a text."""
-    own, whole = (tokenizer("x", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True))
-    start = next((start for start in range(len(whole)) if whole[start : start + len(own)] == own), len(whole))
-    return whole[:start], whole[start + len(own) :]
 
 
 def continued_ids(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
@@ -457,7 +440,7 @@ def text_row(input_ids: list[int]) -> dict[str, Any]:
 
 
 def segments_row(segments: list[tuple[list[int], bool]], train_on_inputs: bool) -> dict[str, Any]:
-    """Fields of a row that consists of (token ids, trained on) segments, the last of which is the reference.
+    """Fields of a row that consists of (token ids, trained on) segments; the last one is the reference.
 
     `prompt_length` counts all tokens before the last segment. Labels are -100 for tokens that are not trained on.
     """

@@ -9,7 +9,7 @@ attention_adapters.py  layers that do not use transformers' attention interface
 """
 
 from ebft.prefix.attention.decoding import DecodePass, SharedCache
-from ebft.prefix.attention.flex import Tokens
+from ebft.prefix.attention.flex import Visibility
 from ebft.prefix.attention.passes import HINT, IMPLEMENTATION, MaskPattern, PrefixPass, document_attention
 from ebft.prefix.attention.suffixes import PromptLayout, SuffixPass
 
@@ -22,6 +22,6 @@ __all__ = [
     "PromptLayout",
     "SharedCache",
     "SuffixPass",
-    "Tokens",
+    "Visibility",
     "document_attention",
 ]

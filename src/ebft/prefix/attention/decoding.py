@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ebft.prefix.attention.passes import Call, MaskPattern, PrefixPass
 from ebft.prefix.attention.suffixes import PromptBatch, PromptLayout, SuffixPass, batches, padded_positions
-from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.attention.tiles import AttentionScores
 from ebft.prefix.sampling import on_device
 
 _GROWTH = 64  # fewest own tokens by which the cache grows; it doubles if it has more
@@ -73,7 +73,7 @@ class SharedCache:
         return found
 
     def _grouped(self) -> list[SampleGroup]:
-        """Return the samples of every batch of prompts that has any; those of copied prompts are one group."""
+        """Return the samples of every batch of prompts that has any; the samples of copied prompts are one group."""
         groups, first = [], 0
         for number, (prompts, numbers) in enumerate(zip(self._batches, self._numbers)):
             counts = [self.prompt_of.count(i) for i in numbers]
@@ -127,7 +127,7 @@ class SampleGroup:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor] | None:
-        """The sample at each of the G * M places, any for those of dropped ones, and the place of each sample."""
+        """The sample at each of the G * M places (any for the places of dropped ones), and the place of each sample."""
         most = max(self.counts)
         if min(self.counts) == most:
             return None
@@ -187,7 +187,9 @@ class DecodePass(PrefixPass):
         return pattern.keep(("samples", group.number), make)
 
 
-def _attend(group: SampleGroup, query: Tensor, prompts, own, masks, scores: Scores, sinks: Tensor | None) -> Tensor:
+def _attend(
+    group: SampleGroup, query: Tensor, prompts, own, masks, scores: AttentionScores, sinks: Tensor | None
+) -> Tensor:
     """Compute attention of query (K, Q, n, D) to keys and values of prompts, (K, G, P, D), and own, (K, n, U, D).
 
     A single softmax, in float32, covers both. Returns (n, H, D).

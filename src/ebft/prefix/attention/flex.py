@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from ebft.machine import copy_to
-from ebft.prefix.attention.tiles import Scores
+from ebft.prefix.attention.tiles import AttentionScores
 
 
 def available(device: torch.device) -> bool:
@@ -26,7 +26,7 @@ def available(device: torch.device) -> bool:
 
 
 def attend_all(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scores: Scores, sinks: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scores: AttentionScores, sinks: Tensor | None
 ) -> Tensor:
     """Compute attention of query (1, H, X, D) to key and value (1, K, X, D) with the layout's mask: (X, H, D)."""
     query, key = query.to(value.dtype), key.to(value.dtype)
@@ -52,7 +52,7 @@ def attend_all(
 
 
 @dataclass(frozen=True)
-class Tokens:
+class Visibility:
     """What each token of a pass [documents | rollouts] may attend to, all (X,) long.
 
     A token attends to the first `limit` tokens of its document, and to earlier tokens of its own rollout. `owner` is
@@ -78,7 +78,7 @@ class Tokens:
         prefix: Tensor,
         step: Tensor | None = None,
         path: Tensor | None = None,
-    ) -> Tokens:
+    ) -> Visibility:
         """Add the tokens of documents, at `spans`, to the values of the rollout tokens."""
         device, s = position.device, spans[-1][1]
         lengths = torch.tensor([end - start for start, end in spans])
@@ -93,7 +93,7 @@ class Tokens:
         )
 
 
-def pass_mask(tokens: Tokens, pattern) -> BlockMask:
+def pass_mask(tokens: Visibility, pattern) -> BlockMask:
     """Return the mask of the X keys that each of the X queries attends to, shared by all heads.
 
     Everything that changes between batches is captured as tensors, so that a new layout does not recompile the kernel.

@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ebft.errors import ModelError
 from ebft.prefix.attention import flex
-from ebft.prefix.attention.tiles import BatchedTiles, Scores, Tile, attend, batch_tiles
+from ebft.prefix.attention.tiles import AttentionScores, BatchedTiles, Tile, attend, batch_tiles
 from ebft.prefix.sampling import of_device
 from ebft.transformers_internals import causal_mask_function
 
@@ -146,7 +146,7 @@ def rows_per_tile(device: torch.device, key_heads: int, num_keys: int) -> int:
 class PrefixPass(ABC):
     """One forward pass; `cache` maps each call of the attention function to keys and values that later passes read.
 
-    A call is given by its layer and its number among the calls of this layer, of which a model may make several.
+    A call is given by its layer and its number among the calls of this layer: a model may make several.
     `reuse` is entered as a context manager while the layers run, to keep or reuse their products, see `prefix.cpu`.
     """
 
@@ -164,7 +164,7 @@ class PrefixPass(ABC):
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         """Compute one call's attention: query (K, Q, tokens, D), key and value (K, tokens, D) -> (tokens, H, D)."""
 
-    def tokens(self) -> flex.Tokens | None:
+    def tokens(self) -> flex.Visibility | None:
         """Return what the tokens may attend to, if flex_attention can compute the entire pass."""
         return None
 
@@ -215,7 +215,7 @@ def prefix_attention(module, query, key, value, attention_mask, **kwargs):
     _check_supported(module, attention_mask, kwargs)
     call = id(module), run.calls.get(id(module), 0)
     run.calls[id(module)] = call[1] + 1
-    scores = Scores(
+    scores = AttentionScores(
         scaling=kwargs["scaling"] if kwargs.get("scaling") is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),
         dropout=(kwargs.get("dropout") or 0.0) if run.apply_dropout else 0.0,
@@ -238,7 +238,8 @@ def document_attention(spans: Spans, query, key, value, pattern, scores, sinks) 
     # Where there are several short documents on CPU, batched tiles are faster than a kernel for each.
     longest = max(end - start for start, end in spans)
     are_short = query.device.type == "cpu" and len(spans) > 1 and longest <= _SHORT and not scores.dropout
-    if _is_plain(pattern, scores, sinks) and not are_short:
+    is_plain = pattern.is_causal and scores.softcap is None and sinks is None
+    if is_plain and not are_short:  # scaled_dot_product_attention supports the pattern and scores
         query, key = query.to(value.dtype), key.to(value.dtype)  # with autocast, float32 after the rotary embedding
         documents, lengths = [], [end - start for start, end in spans]
         # Split rather than sliced, whose gradients would be as many tensors, padded with zeros.
@@ -267,18 +268,13 @@ def takes_grouped_heads(query: Tensor, key: Tensor, value: Tensor, dropout: floa
     return query.device.type == "cpu" or (is_half and query.shape[-1] == value.shape[-1] <= 256)
 
 
-def _is_plain(pattern: MaskPattern, scores: Scores, sinks: Tensor | None) -> bool:
-    """Whether scaled_dot_product_attention supports the pattern and scores."""
-    return pattern.is_causal and scores.softcap is None and sinks is None
-
-
 def sink_rows(sinks: Tensor | None, k: int, q: int, t: int) -> Tensor | None:
     """Expand the learned sinks (H,) to the Q * T rows that repeat along a layout: (K, Q * T)."""
     return None if sinks is None else sinks.view(k, q, 1).expand(-1, -1, t).flatten(1)
 
 
 def _check_supported(module, attention_mask, kwargs) -> None:
-    """Raise ModelError, naming the feature, if strided scores would differ from those of the model."""
+    """Raise ModelError, naming the feature, if strided scores would differ from the model's."""
     name = type(module).__name__
     if not isinstance(attention_mask, MaskPattern):
         raise ModelError(

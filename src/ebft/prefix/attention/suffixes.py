@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ebft.machine import copy_to
 from ebft.prefix.attention import flex
 from ebft.prefix.attention.passes import MaskPattern, PrefixPass, document_attention, sink_rows
-from ebft.prefix.attention.tiles import Own, Scores, Tile, attend
+from ebft.prefix.attention.tiles import AttentionScores, Own, Tile, attend
 from ebft.prefix.sampling import of_device, on_device
 
 # Query rows per tile where scaled_dot_product_attention cannot be used.
@@ -37,7 +37,7 @@ _FEWEST_TOKENS = 256  # of a suffix; shorter ones count as having as many scores
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """Prompts with their suffixes: `prompts` are the prompts' lengths, `suffixes` those of each prompt's suffixes.
+    """Prompts with their suffixes: `prompts` are their lengths, `suffixes` the lengths of each prompt's suffixes.
 
     Tokens are ordered [all prompts | suffixes of the first prompt | suffixes of the second | ...].
     """
@@ -64,13 +64,13 @@ class PromptLayout:
 
     @cached_property
     def groups(self) -> list[SuffixGroup]:
-        """The suffixes of all prompts that have any, those of adjacent prompts together if `batches` says so."""
+        """The suffixes of all prompts that have any, together for adjacent prompts if `batches` says so."""
         suffixes = [[length for length in own if length] for own in self.suffixes]
         return self._groups(batches(self.prompts, suffixes, self.device), suffixes)
 
     @cached_property
     def groups_by_prompt(self) -> list[SuffixGroup]:
-        """The suffixes of every prompt that has any, those of each prompt separately."""
+        """The suffixes of every prompt that has any, separately for each prompt."""
         suffixes = [[length for length in own if length] for own in self.suffixes]
         return self._groups([[number] for number, own in enumerate(suffixes) if own], suffixes)
 
@@ -86,7 +86,7 @@ class PromptLayout:
 def batches(prompts: list[int], suffixes: list[list[int]], device: torch.device) -> list[list[int]]:
     """Return the numbers of all prompts with suffixes; of adjacent ones together if they are to be computed at once.
 
-    These have equally many suffixes. `suffixes` are the lengths of those of each prompt, all above 0.
+    These have equally many suffixes. `suffixes` are the lengths of each prompt's suffixes, all above 0.
     """
     found: list[list[int]] = []
     for number, lengths in enumerate(suffixes):
@@ -131,7 +131,7 @@ class PromptBatch:
 
     @cached_property
     def _index(self) -> Tensor | None:
-        """Index among the S tokens of each of the G * P, some of which are any tokens; None if they are adjacent."""
+        """Index among the S tokens of each of the G * P (any token for padding); None if they are adjacent."""
         if not self.is_padded and self.spans[-1][1] - self.spans[0][0] == len(self.spans) * self.longest:
             return None
         last = self.spans[-1][1] - 1
@@ -221,7 +221,7 @@ class SuffixPass(PrefixPass):
         parts += [torch.arange(start, start + length) for start, length in zip(starts, layout.lengths)]
         return copy_to(layout.device, torch.cat(parts)[None])[0]
 
-    def tokens(self) -> flex.Tokens | None:
+    def tokens(self) -> flex.Visibility | None:
         if self.keeps_keys:  # which flex_attention does not
             return None
         device, layout = self.layout.device, self.layout
@@ -230,7 +230,7 @@ class SuffixPass(PrefixPass):
         owner = torch.arange(len(lengths)).repeat_interleave(lengths)
         prefix = torch.tensor(layout.prompts)[prompt]
         document, owner, prefix = copy_to(device, prompt, owner, prefix)
-        return flex.Tokens.of(layout.spans, self.position_ids()[0], document, owner, prefix)
+        return flex.Visibility.of(layout.spans, self.position_ids()[0], document, owner, prefix)
 
     def attend(self, call, query, key, value, pattern, scores, sinks) -> Tensor:
         if self.keeps_keys:
@@ -270,13 +270,13 @@ def _with_kernel(group, query, prompts, own, pattern, scores, sinks) -> Tensor:
 
 
 def _joined(of_prompts: Tensor, of_suffixes: Tensor) -> Tensor:
-    """Return keys of prompts (K, G, P, D) followed by those of suffixes (K, G, M, L, D): (N, K, P + L, D)."""
+    """Return keys of prompts (K, G, P, D) followed by keys of suffixes (K, G, M, L, D): (N, K, P + L, D)."""
     of_suffixes = of_suffixes.permute(1, 2, 0, 3, 4)
     repeated = of_prompts.transpose(0, 1).unsqueeze(1).expand(-1, of_suffixes.shape[1], -1, -1, -1)
     return torch.cat([repeated, of_suffixes], 3).flatten(0, 1)
 
 
-def _with_tiles(group, query, prompts, own, pattern, scores: Scores, sinks) -> Tensor:
+def _with_tiles(group, query, prompts, own, pattern, scores: AttentionScores, sinks) -> Tensor:
     """The same attention in tiles, for models that cap scores or have attention sinks, of one prompt: (N, L, H, D)."""
     (k, n, length, _), q = own[0].shape, len(query) // len(own[0])
     prompt = tuple(x.squeeze(1) for x in prompts)

@@ -24,7 +24,7 @@ from ebft.prefix import gpu
 class Tile:
     """Query rows `rows` and the shared keys `keys` that they attend to; `hidden` (rows, W) masks the last W keys.
 
-    If rows have own keys, at least as many shared keys must follow `keys` (for a rollout, those of its reference).
+    If rows have own keys, at least as many shared keys must follow `keys` (for a rollout, its reference's keys).
     `joined` (rows, W + U), optional: `hidden`, and beside it the mask of the own keys.
     """
 
@@ -77,7 +77,7 @@ class Own:
     """The owners' own keys and values (K, E, U, D), and the mask `hidden` (E, R / E, U), True for masked keys.
 
     `hidden` is None if no own key is masked, or if all tiles have `joined` masks.
-    With `path` (E, U), owners have keys in common: the keys and values are (K, C, D), and owner e has those of path[e].
+    With `path` (E, U), owners share keys: the keys and values are (K, C, D), and owner e has the ones at path[e].
     """
 
     key: Tensor
@@ -87,7 +87,7 @@ class Own:
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionScores:
     """How scores are computed from query-key products, and the dropout rate of the attention weights."""
 
     scaling: float
@@ -101,7 +101,7 @@ def attend(
     value: Tensor,
     own: Own | None,
     tiles: list[Tile],
-    scores: Scores,
+    scores: AttentionScores,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention of query (K, R, D) to key and value (K, S, D) and to the rows' own keys: (K, R, D).
@@ -254,7 +254,7 @@ def _taken(common: Tensor | None, path: Tensor | None) -> Tensor | None:
 
 
 def _put_back(grad: Tensor | None, common: Tensor | None, path: Tensor | None) -> Tensor | None:
-    """Return the gradient of `common` from that of `_taken`, in float32 until all owners are added."""
+    """Return the gradient of `common` from the gradient of `_taken`, in float32 until all owners are added."""
     if grad is None or common is None or path is None:
         return grad
     rows = grad.flatten(1, 2).transpose(0, 1).flatten(1)  # (E * U, K * D), since adding whole rows is faster
@@ -270,7 +270,7 @@ class _Weights:
     which takes fewer kernels. Otherwise they are computed for all tiles at once, and copied.
     """
 
-    def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: Scores, seed: int):
+    def __init__(self, query, key, own_key, own_hidden, sinks, tiles, scores: AttentionScores, seed: int):
         self.query, self.key, self.sinks, self.scores, self.seed = query, key, sinks, scores, seed
         self.dtype = torch.promote_types(query.dtype, torch.float32)  # dtype of the softmax and of sums over tiles
         self.is_direct = gpu.is_accelerator(query.device) and [type(tile) for tile in tiles] == [Tile]
@@ -354,7 +354,7 @@ class _Weights:
 
 
 def join_masks(tiles: list[Tile], own_hidden: Tensor | None) -> list[Tile]:
-    """Return the tiles with the mask of shared and own keys in one tensor, given that of all rows' own keys (R, U)."""
+    """Return the tiles with the mask of shared and own keys in one tensor, given the own keys' mask (R, U)."""
     found = []
     for tile in tiles:
         hidden = tile.hidden if own_hidden is None else torch.cat([tile.hidden, own_hidden[tile.rows]], 1)
@@ -364,7 +364,7 @@ def join_masks(tiles: list[Tile], own_hidden: Tensor | None) -> list[Tile]:
 
 # Maximum number of scores of batched tiles, which fit in the processor's cache.
 _SCORES = 2**18
-# Maximum ratio of the scores of batched tiles, including padding, to those of its tiles.
+# Maximum ratio of the scores of batched tiles, including padding, to the scores of its tiles.
 _MOST_PADDING = 1.5
 
 

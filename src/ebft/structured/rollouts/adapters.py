@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,8 @@ class AdapterSync:
         for version in [version for version in self._live if version not in held]:
             self._live.remove(version)
             if self._accelerator.is_main_process:
-                self._forget(version)
+                self._client.unload_adapter(version.name)
+                shutil.rmtree(version.path, ignore_errors=True)  # which may be needed to reload it until then
         self._live.append(self.current)
         self._weights[self.current] = [parameter.detach().clone() for parameter in self._parameters()]
         kept = dict.fromkeys((*self._live, previous))  # in the same order on all processes
@@ -148,22 +149,15 @@ class AdapterSync:
 
     def close(self) -> None:
         """Remove all versions from the server, and their folders; a server that is not running is ignored."""
-        if self._accelerator.is_main_process:
-            for name in self._other_names:
-                self._client.unload_adapter(name)
-        self._other_names.clear()
-        for version in list(self._live):
-            if self._accelerator.is_main_process:
-                self._forget(version)
-        self._live.clear()
-        self._held.clear()
-        self._weights.clear()
-        self.current = None
         if self._run is not None and self._accelerator.is_main_process:
+            for name in (*self._other_names, *(version.name for version in self._live)):
+                self._client.unload_adapter(name)
             shutil.rmtree(self._root / self._run, ignore_errors=True)
-            if self._root.is_dir() and not any(self._root.iterdir()):
+            with suppress(OSError):  # with adapters of another run
                 self._root.rmdir()
-        self._run = None
+        for part in (self._other_names, self._live, self._held, self._weights):
+            part.clear()
+        self.current = self._run = None
 
     def _publish(self, step: int, whole: dict[str, Tensor] | None) -> Version:
         """Save and load the adapter, with the weights `whole` by name if the model is sharded."""
@@ -192,8 +186,3 @@ class AdapterSync:
             raise RolloutError(
                 f"The vLLM server at {self._client.address} reports that it loaded the adapter {name}, but {found}."
             )
-
-    def _forget(self, version: Version) -> None:
-        """Unload the version, then delete its folder, which may be needed to reload it until then."""
-        self._client.unload_adapter(version.name)
-        shutil.rmtree(version.path, ignore_errors=True)

@@ -37,12 +37,7 @@ class VLLMClient:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        timeout: float,
-        *,
-        failure: Callable[[], str | None] = lambda: None,
+        self, host: str, port: int, timeout: float, *, failure: Callable[[], str | None] = lambda: None
     ) -> None:
         url = base_url(host, port)
         self.address: str = url.removeprefix("http://")
@@ -52,8 +47,6 @@ class VLLMClient:
         self._loop = BackgroundLoop("ebft-vllm-client", closed)
         self._run = self._loop.run
         self._http = HTTPClient(url)
-
-    # Server state
 
     def wait_until_up(self) -> None:
         """Block until the server responds; raises RolloutError if it does not respond within the timeout."""
@@ -65,10 +58,7 @@ class VLLMClient:
 
     def base_model(self) -> dict[str, Any]:
         """Return the entry of the base model: `id`, `root` (the name or path it was loaded from), `max_model_len`."""
-        entries = [entry for entry in self.models() if entry.get("parent") is None]
-        if not entries:
-            raise RolloutError(f"The server at {self.address} does not list a base model. Is it a vLLM server?")
-        return entries[0]
+        return next(entry for entry in self.models() if entry.get("parent") is None)
 
     def tokenize(self, model: str, text: str) -> list[int]:
         """Return the token ids of a text from the server's tokenizer, without special tokens."""
@@ -88,8 +78,6 @@ class VLLMClient:
         body = {"lora_name": name}
         with suppress(httpx2.RequestError):
             self._run(self._http.whole("POST", "/v1/unload_lora_adapter", CONNECT_TIMEOUT, body))
-
-    # Sampling
 
     def complete(
         self, model: str, prompts: list[list[int]], max_tokens: list[int], sampling: Sampling
@@ -115,21 +103,18 @@ class VLLMClient:
     async def _complete(self, body: dict[str, Any]) -> list[Completion]:
         for _ in range(2):  # an aborted request returns no tokens, so it is repeated once
             choices = await self._list("choices", "POST", "/v1/completions", body)
-            completions = [self._completion(choice) for choice in choices]
+            completions = []
+            for choice in choices:
+                ids, logps = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
+                if len(ids) != len(logps):
+                    raise RolloutError(f"The vLLM server returned {len(ids)} tokens, {len(logps)} log-probabilities.")
+                completions.append(Completion(ids, [float("nan") if logp is None else logp for logp in logps]))
             if len(completions) == body["n"] and all(completion.ids for completion in completions):
                 return completions
         raise RolloutError(
             f"The vLLM server at {self.address} returned no tokens in two attempts for a prompt of "
             f"{len(body['prompt'])} tokens (n {body['n']}, max_tokens {body['max_tokens']}). See the server's log."
         )
-
-    def _completion(self, choice: dict[str, Any]) -> Completion:
-        ids, logps = choice.get("token_ids") or [], (choice.get("logprobs") or {}).get("token_logprobs") or []
-        if len(ids) != len(logps):
-            raise RolloutError(f"The vLLM server returned {len(ids)} tokens but {len(logps)} log-probabilities.")
-        return Completion(ids, [float("nan") if logp is None else logp for logp in logps])
-
-    # Requests
 
     async def _list(self, name: str, method: str, path: str, body: dict[str, Any] | None = None) -> list[Any]:
         """Return the list `name` in the JSON response."""
@@ -180,11 +165,6 @@ class VLLMClient:
             response = await self._http.whole("GET", "/health", CONNECT_TIMEOUT)
         except httpx2.RequestError as error:
             return told(error)
-        if response.status_code in (307, 404):  # the server of `trl vllm-serve` redirects to /health/
-            raise RolloutError(
-                f"The server at {self.address} is not vLLM's (no /health endpoint). Start one with `ebft vllm-serve "
-                "CONFIG`, and set trl.vllm_server_host and trl.vllm_server_port to its address."
-            )
         return None if response.status_code == 200 else f"/health returns status {response.status_code}"
 
     def cancel(self) -> None:

@@ -28,12 +28,7 @@ class Generator:
     def __init__(self, sampling: Sampling, pad_token_id: int, cache_implementation: str | None = None) -> None:
         self._pad_token_id = pad_token_id
         self._end_ids = sorted(sampling.end_ids)
-        warpers = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-        }
+        warpers = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         self._kwargs = {
             "do_sample": sampling.temperature > 0,
             **(warpers if sampling.temperature > 0 else {}),
@@ -64,13 +59,11 @@ class Generator:
                 stopping_criteria=StoppingCriteriaList([_OwnLimit(input_ids.shape[1], max_tokens, causal_lm.device)]),
                 synced_gpus=False,  # see `lockstep`
             )
-        sampled = output[:, input_ids.shape[1] :].tolist()
-        return [Completion(self._cut(ids[:limit]), None) for ids, limit in zip(sampled, max_tokens)]
-
-    def _cut(self, ids: list[int]) -> list[int]:
-        """Return the ids up to and including the first end token; the rest is padding."""
-        end = next((index for index, token in enumerate(ids) if token in self._end_ids), len(ids))
-        return ids[: end + 1]
+        completions = []
+        for ids, limit in zip(output[:, input_ids.shape[1] :].tolist(), max_tokens):
+            end = next((index for index, token in enumerate(ids) if token in self._end_ids), limit)
+            completions.append(Completion(ids[: min(end + 1, limit)], None))  # the rest is padding
+        return completions
 
 
 class HFBackend:
@@ -317,7 +310,7 @@ def lockstep(model: nn.Module, accelerator: Any) -> Iterator[None]:
     take_programs(model)
     idle(model)  # gathers what remains gathered between passes, so that later passes of all processes do the same
 
-    def report(*_: Any) -> None:
+    def report(*_: Any) -> None:  # a result would replace the inputs
         _someone_goes_on(accelerator, True)
 
     hook = backbone_of(unwrap_adapter(model)).register_forward_pre_hook(report)

@@ -10,7 +10,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,8 @@ class ServerRollouts:
         """
         step, server = self._step(), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        compared = _rows_with(mask, _COMPARED_TOKENS)
+        enough = (mask.sum(-1).cumsum(0) >= _COMPARED_TOKENS).nonzero()
+        compared = int(enough[0]) + 1 if len(enough) else len(mask)  # the first rows
         is_outdated = weights_step != step
         if is_outdated or "old_per_token_logps" not in inputs:
             with self._adapters.weights_of(version) if is_outdated and version else nullcontext():
@@ -116,20 +117,18 @@ class ServerRollouts:
         name = "the transferred weights" if version is None else _name(version)
         if version is not None and version != self._identified:
             self._identified = version
+            # What the server may have used instead of `version`.
+            kept = {_name(other): partial(self._adapters.weights_of, other) for other in self._adapters.kept}
+            weights = {"the base model without an adapter": self._model.disable_adapter} | kept
             others = {}
-            for other, active in self._other_weights(version).items():
-                with active():
-                    others[other] = difference(score(compared))
+            for other, active in weights.items():
+                if other != name:
+                    with active():
+                        others[other] = difference(score(compared))
             self._check.check_others(difference(own[:compared]), name, step, others)
         if self._is_scored and not (is_outdated and version is None):
             self._check.check_limits(found, name, step)
         return found
-
-    def _other_weights(self, version: Version) -> dict[str, Callable[[], AbstractContextManager]]:
-        """Return contexts with the weights that the server may have used instead of `version`, by name."""
-        others = [other for other in self._adapters.kept if other != version]
-        named = {_name(other): partial(self._adapters.weights_of, other) for other in others}
-        return {"the base model without an adapter": self._model.disable_adapter} | named
 
     def release(self, backend: VLLMBackend) -> None:
         """Release the weights of `backend`, which must not be used for sampling any more."""
@@ -146,12 +145,6 @@ class ServerRollouts:
 
 def _name(version: Version) -> str:
     return f"the adapter of step {version.step} ({version.name})"
-
-
-def _rows_with(mask: Tensor, tokens: int) -> int:
-    """Return the number of the first rows of `mask` (B, C) that contain at least `tokens` tokens, or of all rows."""
-    enough = (mask.sum(-1).cumsum(0) >= tokens).nonzero()
-    return int(enough[0]) + 1 if len(enough) else len(mask)
 
 
 _RELOADS = 3  # attempts per call to reload an adapter that a restarted server has lost
@@ -182,24 +175,15 @@ class VLLMBackend:
 POLICY = "ebft-policy"  # the name of the policy's current adapter on the server
 
 
-@dataclass(frozen=True)
-class AgentSampling:
-    """How an agent samples: `version` is the name of the adapter's version, which `POLICY` stands for meanwhile.
-
-    `max_tokens` is the maximum number of tokens of each reply.
-    """
-
-    version: str
-    temperature: float
-    top_p: float
-    max_tokens: int
-
-
 class Agents(Protocol):
     """Runs conversations with agents."""
 
-    def run(self, rows: list[dict[str, Any]], sampling: AgentSampling) -> list[Rollout]:
-        """Return one rollout with its reward per row; blocks until all are complete. Raises RolloutError."""
+    def run(self, rows: list[dict[str, Any]], params: dict[str, Any]) -> list[Rollout]:
+        """Return one rollout with its reward per row; blocks until all are complete. Raises RolloutError.
+
+        `params` of requests: the `model`, a version of the adapter, which `POLICY` stands for meanwhile; `temperature`,
+        `top_p`, and `max_output_tokens`, the limit of each reply.
+        """
         ...
 
     def cancel(self) -> None:
@@ -214,7 +198,8 @@ def run_agents(agents: Agents, rows: list[dict[str, Any]], backend: VLLMBackend,
     """
     version, sampling = backend.version, backend.sampling
     with backend.adapters.served_as(POLICY, version):
-        return agents.run(rows, AgentSampling(version.name, sampling.temperature, sampling.top_p, max_tokens))
+        params = {"model": version.name, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        return agents.run(rows, params | {"max_output_tokens": max_tokens})
 
 
 _TEXT = "def add(a, b):\n    return a + b\n\n# Every token counts: 3.14159, naïve, 東京."
@@ -226,12 +211,7 @@ _SAME_NAME, _OTHER_NAME = 0.25, 0.05
 
 
 def check_server(
-    client: VLLMClient,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-    *,
-    compare_weights: bool,
+    client: VLLMClient, model: Any, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, *, compare_weights: bool
 ) -> tuple[dict[str, Any], float | None]:
     """Check the server and return the entry of its base model. Raises RolloutError if it does not match the trainer.
 
@@ -253,35 +233,22 @@ def check_server(
         return entry, None
     probe = replace(sampling, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, regex=None, extra={})
     [completion] = client.complete(entry["id"], [ours], [_TOKENS], replace(probe, end_ids=frozenset()))
-    tempered, plain = (_logps(model, ours, completion.ids, t) for t in (probe.temperature, 1.0))
-    sampled = torch.tensor(completion.logps, dtype=torch.float64)
-    difference = (sampled - tempered).abs().mean().item()
+    causal_lm, device = unwrap_adapter(model), next(model.parameters()).device
+    with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
+        logits = causal_lm(input_ids=torch.tensor([ours + completion.ids], device=device)).logits[0, len(ours) - 1 : -1]
+    logps = (logits.double().cpu() / probe.temperature).log_softmax(-1)
+    logps = logps.gather(-1, torch.tensor(completion.ids)[:, None]).squeeze(-1)
+    difference = (torch.tensor(completion.logps, dtype=torch.float64) - logps).abs().mean().item()
     paths = [Path(name).expanduser() for name in (served, base_model)]
     is_same = served == base_model or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
     limit = _SAME_NAME if is_same else _OTHER_NAME
     if difference <= limit:
         return entry, difference
-    if probe.temperature != 1.0 and (sampled - plain).abs().mean().item() <= limit:
-        raise RolloutError(
-            f"The vLLM server at {client.address} reports log-probabilities at temperature 1, but this run requires "
-            f"them at its sampling temperature {probe.temperature}. Start the server with --logprobs-mode "
-            "processed_logprobs, as `ebft vllm-serve` does."
-        )
     raise RolloutError(
-        f"{who}: they are different models. The log-probabilities of {_TOKENS} sampled tokens differ by "
-        f"{difference:.2f} nats on average (tolerance: {limit}). Start the server with the config of this run: `ebft "
-        "vllm-serve CONFIG`."
+        f"{who}: they are different models, or the server reports log-probabilities at another temperature. For "
+        f"{_TOKENS} sampled tokens, they differ by {difference:.2f} nats on average (tolerance {limit}). Start it "
+        "with the config of this run: `ebft vllm-serve CONFIG` sets --logprobs-mode processed_logprobs."
     )
-
-
-def _logps(model: Any, prompt_ids: list[int], ids: list[int], temperature: float) -> torch.Tensor:
-    """Return the log-probabilities of `ids` after the prompt under the base model, at a temperature, in float64."""
-    causal_lm = unwrap_adapter(model)
-    tokens = torch.tensor([prompt_ids + ids], device=next(causal_lm.parameters()).device)
-    with evaluating(model), model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext():
-        logits = causal_lm(input_ids=tokens).logits[0, len(prompt_ids) - 1 : -1].double().cpu()
-    logps = (logits / temperature).log_softmax(-1)
-    return logps.gather(-1, torch.tensor(ids)[:, None]).squeeze(-1)
 
 
 # Limits of the mean absolute difference in nats: a multiple of the difference that dtypes and kernels cause, which is
@@ -360,7 +327,7 @@ class SamplingCheck:
         sampled = " or ".join(name for name, other in others.items() if other.mean <= best + _ROUNDING)
         raise RolloutError(
             f"Step {step}: {self._server} should have sampled this batch from {version}, but it sampled from "
-            f"{sampled}: the log-probabilities it reports differ by {found.mean:.3g} nats on average from those of the "
-            f"former and by {best:.3g} from those of the latter. The server ignored the update or serves a stale copy "
+            f"{sampled}: the log-probabilities it reports differ by {found.mean:.3g} nats on average from the "
+            f"former and by {best:.3g} from the latter. The server ignored the update or serves a stale copy "
             "of the weights. Restart it, and resume from the last checkpoint."
         )

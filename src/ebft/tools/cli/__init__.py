@@ -11,15 +11,8 @@ import typer
 
 from ebft.printed import BROKEN_PIPE, OutputError, open_streams, say
 from ebft.processes import watch_parent
+from ebft.tools import console
 from ebft.tools.cli.arguments import ConfigCommand
-from ebft.tools.cli.console import (
-    FAILED,
-    listing,
-    say_error,
-    set_log_level,
-    show_progress_bars_in_terminals_only,
-    show_warnings,
-)
 from ebft.tools.cli.models import ServingCommand, fetch, merge_lora, merge_sharded, quantize, vllm_serve
 from ebft.tools.cli.prepare import config, doctor, env, preprocess, quickstart
 from ebft.tools.cli.results import evaluate, inference, report, show
@@ -73,7 +66,7 @@ def options(
     ] = False,
 ) -> None:
     """Energy-based fine-tuning of language models."""
-    listing(set_log_level)()
+    console.listing(console.set_log_level)()
 
 
 def main() -> None:
@@ -82,8 +75,8 @@ def main() -> None:
     with suppress(OSError, ValueError):  # not a file
         faulthandler.enable()  # a crash in C prints the lines of Python that led to it, also in forked processes
     watch_parent()
-    show_progress_bars_in_terminals_only()
-    show_warnings()
+    console.show_progress_bars_in_terminals_only()
+    console.show_warnings()
     try:
         try:
             app()
@@ -92,5 +85,5 @@ def main() -> None:
     except OutputError as error:
         if error.is_broken_pipe:  # as with `| head`
             sys.exit(BROKEN_PIPE)
-        say_error(str(error))
-        sys.exit(FAILED)
+        console.say_error(str(error))
+        sys.exit(console.FAILED)

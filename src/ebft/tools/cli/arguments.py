@@ -1,17 +1,10 @@
 """Arguments shared by several commands, and the names of options.
 
-Names of options, in all commands:
-
-- CONFIG, FOLDER, CONFIG|FOLDER: what the command reads, as its first argument. Overrides (key=value) follow a config;
-  they may also be written as options (--key value), unless the command has an option of that name.
-- `--output`: the file or folder in which the command writes its result. Further files are named after their contents
-  (`--plot`, `--html`).
-- `--model`: a model of any kind, a name, folder or Hub id; `--base-model`: the one that an adapter or a trained model
-  started from; `--lora-model-dir`: folder of the adapter, as the config key of that name.
-- `--count`, `-n`: number of items to show; `--json`: print JSON instead of text; `--seed`: random seed.
-- An option that stands for a config key has the key's name with dashes: `--max-new-tokens`, `--top-p`.
-
-An option that was renamed keeps its former name as a hidden option (`hidden=True`), which `renamed` merges with it.
+CONFIG, FOLDER or CONFIG|FOLDER, what a command reads, is its first argument; overrides (key=value) follow a config, and
+may be written as options (--key value) unless the command has an option of that name. `--output` is where the result
+is written, `--model` a model of any kind, `--base-model` the one that it started from, `--count` a number of items.
+An option that stands for a config key has the key's name with dashes. A renamed option keeps its former name as a
+hidden one, which `renamed` merges with it.
 """
 
 import difflib
@@ -27,12 +20,12 @@ from typer.core import TyperCommand
 
 from ebft.catalog import MODELS, locate
 from ebft.config.axolotl import OTHER_NAMES, SAME_KEYS, UNSUPPORTED_KEYS
-from ebft.config.checks.processes import FETCH
-from ebft.config.reference import choices_of, option_groups, takes_text
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import dotted_keys, model_at
 from ebft.errors import ConfigError
-from ebft.tools.cli.console import WRONG_INPUT, say_error
+from ebft.methods.processes import FETCH
+from ebft.run.config.reference import choices_of, option_groups, takes_text
+from ebft.run.config.schema import RunConfig, load_config
+from ebft.tools.console import WRONG_INPUT, say_error
 from ebft.tools.dashboard.rollouts import TERMS, all_samples
 
 COPIED = {"examples": "example configs to start from", FETCH: "DeepSpeed configs"}  # by `ebft fetch`
@@ -57,10 +50,8 @@ class ConfigCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
     def _as_overrides(self, ctx: Any, left: deque[str]) -> Iterator[str]:
-        """The words of a command line, with `key=value` in place of options that are not the command's.
-
-        Those before the first argument, which is the config, follow it.
-        """
+        """The words of a command line, with `key=value` in place of options that are not the command's. Those before
+        the first argument, which is the config, follow it."""
         parameters = self.get_params(ctx)
         own = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts)}
         early: list[str] | None = []  # None after the first argument
@@ -88,8 +79,12 @@ class ConfigCommand(TyperCommand):
         """`key=value` for the option `name` and its value, which may be the next word, or for one without a value."""
         key, is_negated = self._key_of(name[2:].replace("-", "_"))
         if key is None:
-            near = self._nearest(name.replace("_", "-"), own)
-            raise ConfigError(f"Unknown option {name!r:.100}. {near or 'Run `ebft config` to list all keys.'}")
+            given, keys = name.replace("_", "-"), [f"--{key.replace('_', '-')}" for key in dotted_keys(RunConfig)]
+            keys = [*(key.replace(f"--{self.section}.", "--") for key in keys), *keys] if self.section else keys
+            near = [key for key in keys if key.rpartition(".")[2] == given[2:]]
+            near += difflib.get_close_matches(given, own + keys, n=1, cutoff=_SLIP)
+            hint = f"Did you mean {near[0]}?" if near else "Run `ebft config` to list all keys."
+            raise ConfigError(f"Unknown option {name!r:.100}. {hint}")
         choices, following = choices_of(key), left[0] if left else ""
         if is_negated:
             if value is not None or following.lower() in _BOOLEANS:
@@ -119,23 +114,10 @@ class ConfigCommand(TyperCommand):
             return (key, True) if key is not None and "true" in choices_of(key) else (None, False)
         return None, False
 
-    def _nearest(self, name: str, own: list[str]) -> str | None:
-        """A sentence with the option of the command, or of a key, that is most similar to `name`."""
-        keys = [f"--{key.replace('_', '-')}" for key in dotted_keys(RunConfig)]
-        keys = [*(key.replace(f"--{self.section}.", "--") for key in keys), *keys] if self.section else keys
-        same = (key for key in keys if key.rpartition(".")[2] == name[2:])
-        near = next(same, None) or next(iter(difflib.get_close_matches(name, own + keys, n=1, cutoff=_SLIP)), None)
-        return near and f"Did you mean {near}?"
-
 
 def complete_model(incomplete: str) -> list[str]:
     """Names of models of `ebft fetch`; the shell itself completes paths where none begins with `incomplete`."""
     return [name for name in MODELS if name.startswith(incomplete)]
-
-
-def complete_fetched(incomplete: str) -> list[str]:
-    """What `ebft fetch` takes: names of models, and of copies of configs."""
-    return [name for name in (*MODELS, *COPIED) if name.startswith(incomplete)]
 
 
 def complete_term(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -182,13 +164,13 @@ def _keys(incomplete: str) -> Iterator[str]:
 
 
 def option(
-    names: str | tuple[str, ...],
     metavar: str | None,
     text: str,
     complete: Callable[..., list[str]] | None = None,
+    names: str | tuple[str, ...] = (),
     **settings: Any,
 ) -> Any:
-    """An option with a value, whose default is not shown; `complete` gives the words for the Tab key."""
+    """An option with a value, named after its argument unless it has `names`; `complete` is for the Tab key."""
     names = (names,) if isinstance(names, str) else names
     return typer.Option(*names, metavar=metavar, help=text, show_default=False, autocompletion=complete, **settings)
 
@@ -211,27 +193,17 @@ Overrides = Annotated[
 ]
 BaseModel = Annotated[
     str | None,
-    option(
-        "--base-model",
-        "MODEL",
-        "Base model, if it is not where the adapter or the model card says.",
-        complete=complete_model,
-    ),
+    option("MODEL", "Base model, if it is not where the adapter or the model card says.", complete=complete_model),
 ]
-LoraModelDir = Annotated[
-    str | None, option("--lora-model-dir", "DIR", "With a config: folder of the adapter. Default: output_dir.")
-]
+LoraModelDir = Annotated[str | None, option("DIR", "With a config: folder of the adapter. Default: output_dir.")]
 FormerTo = Annotated[Path | None, typer.Option("--to", hidden=True)]
 Value = TypeVar("Value", Path, int)
 
 
-def read_source(
+def config_and_model(
     source: Path, overrides: list[str] | None, lora_model_dir: str | None = None
 ) -> tuple[RunConfig | None, Path]:
-    """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`.
-
-    A folder may also be the name of a fetched model. Raises ConfigError for a folder with options that need a config.
-    """
+    """The config that CONFIG|FOLDER names, or None, and the folder of the model: with a config, its `output_dir`."""
     is_name = not source.exists() and str(source) in MODELS
     if source.is_dir() or is_name:
         if overrides or lora_model_dir:

@@ -15,51 +15,35 @@ import typer
 from pydantic import ValidationError
 
 from ebft.catalog import MODELS, fetched_folder, is_gguf, locate, looks_local, nearest_model
-from ebft.config.base import QuantizationSection
-from ebft.config.checks.processes import FETCH, shipped_configs
-from ebft.config.schema import load_config
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError, FetchError, ServerError
 from ebft.machine import peak_resident
+from ebft.methods.base_config import QuantizationSection
+from ebft.methods.processes import FETCH, shipped_configs
 from ebft.printed import say
 from ebft.processes import signal_handler
-from ebft.tools.cli.arguments import (
-    COPIED,
-    BaseModel,
-    ConfigCommand,
-    ConfigFile,
-    ConfigOrFolder,
-    FormerTo,
-    LoraModelDir,
-    Overrides,
-    argument,
-    complete_fetched,
-    option,
-    read_source,
-    renamed,
-)
-from ebft.tools.cli.console import FAILED, listing, polite, say_error, say_loading
+from ebft.run.config.schema import load_config
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import COPIED, ConfigCommand, argument, config_and_model, option, renamed
+from ebft.tools.console import FAILED, listing, polite, say_error, say_loading
 
 
 @polite
 def merge_lora(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
     output: Annotated[
-        Path | None,
-        option("--output", "DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter."),
+        Path | None, option("DIR", "Folder of the merged model. Default: the folder `merged` in that of the adapter.")
     ] = None,
     max_shard_size: Annotated[
         str | None,
         option(
-            "--max-shard-size",
-            "SIZE",
-            "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model.",
+            "SIZE", "Largest size of a file of weights, such as 5GB or 500MB. Default: the files of the base model."
         ),
     ] = None,
-    base_model: BaseModel = None,
-    lora_model_dir: LoraModelDir = None,
-    former_to: FormerTo = None,
+    base_model: shared.BaseModel = None,
+    lora_model_dir: shared.LoraModelDir = None,
+    former_to: shared.FormerTo = None,
 ) -> None:
     """Merge a LoRA adapter into the weights of its base model.
 
@@ -73,26 +57,20 @@ def merge_lora(
     ebft merge-lora outputs/run --output merged --max-shard-size 2GB
     """
     output = renamed(output, former_to, "--output", "--to")
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     say_loading()
     from rich.console import Console
     from rich.progress import Progress
 
     from ebft.tools.export.merge import adapter_in_folder, adapter_of_run, merge_adapter  # imports torch
 
-    if config is None:
-        found = adapter_in_folder(folder, base_model)
-    else:
-        found = adapter_of_run(config, lora_model_dir, base_model)
+    of_run = config is not None
+    found = adapter_of_run(config, lora_model_dir, base_model) if of_run else adapter_in_folder(folder, base_model)
     before = peak_resident()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("Merging shards", total=None)
-        result = merge_adapter(
-            found,
-            output or found.adapter / "merged",
-            max_shard_size,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+        tell = lambda done, total: progress.update(task, completed=done, total=total)
+        result = merge_adapter(found, output or found.adapter / "merged", max_shard_size, tell)
     peak = peak_resident()
     again = f" ({result.resumed} from the interrupted merge)" if result.resumed else ""
     shards = "1 shard" if result.shards == 1 else f"{result.shards} shards"
@@ -107,15 +85,12 @@ def merge_lora(
 def merge_sharded(
     folder: Annotated[Path, argument("FOLDER", "The checkpoint folder.")],
     output: Annotated[
-        Path | None,
-        option("--output", "DIR", "Folder of the merged model. Default: the folder `merged` in the checkpoint."),
+        Path | None, option("DIR", "Folder of the merged model. Default: the folder `merged` in the checkpoint.")
     ] = None,
     base_model: Annotated[
         str | None,
         option(
-            "--base-model",
-            "MODEL",
-            "The model that was trained, for a checkpoint of another program without config and tokenizer.",
+            "MODEL", "The model that was trained, for a checkpoint of another program without config and tokenizer."
         ),
     ] = None,
     max_shard_size: Annotated[
@@ -145,9 +120,9 @@ def merge_sharded(
 
 @polite
 def quantize(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
-    output: Annotated[Path | None, option("--output", "DIR", "Folder of the quantised model.")] = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
+    output: Annotated[Path | None, option("DIR", "Folder of the quantised model.")] = None,
     weight_dtype: Annotated[
         str | None,
         typer.Option(
@@ -159,8 +134,7 @@ def quantize(
         ),
     ] = None,
     activation_dtype: Annotated[
-        str | None,
-        option("--activation-dtype", "int8|float8_e4m3fn", "dtype of the inputs of layers; float8_e4m3fn needs a GPU."),
+        str | None, option("int8|float8_e4m3fn", "dtype of the inputs of layers; float8_e4m3fn needs a GPU.")
     ] = None,
     group_size: Annotated[
         int | None, typer.Option("--group-size", metavar="N", help="Number of weights with the same scale.")
@@ -169,13 +143,12 @@ def quantize(
         bool, typer.Option("--quantize-embedding", help="Also quantise the embeddings, to int8 or int4.")
     ] = False,
     text: Annotated[
-        Path | None,
-        option("--text", "FILE", "Text to measure the perplexity on. Default: the held-out data of the config."),
+        Path | None, option("FILE", "Text to measure the perplexity on. Default: the held-out data of the config.")
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", metavar="N", min=2, help="Number of tokens of the text.")
     ] = 16384,
-    former_to: FormerTo = None,
+    former_to: shared.FormerTo = None,
 ) -> None:
     """Quantise the weights of a trained model with torchao, and print the perplexity before and after.
 
@@ -193,7 +166,7 @@ def quantize(
     output = renamed(output, former_to, "--output", "--to")
     if output is None:
         raise ConfigError("--output DIR is required: the folder of the quantised model.")
-    config, folder = read_source(source, overrides)
+    config, folder = config_and_model(source, overrides)
     if config is None and text is None:
         raise ConfigError("A folder has no held-out data. Give a text to measure the perplexity on with --text FILE.")
     given = {"weight_dtype": weight_dtype, "activation_dtype": activation_dtype, "group_size": group_size}
@@ -207,12 +180,8 @@ def quantize(
     say_loading()
     from ebft.tools.export.quantize import held_out_sequences, quantize_model, text_sequences  # imports torch
 
-    def sequences(tokenizer):
-        if text is not None:
-            return text_sequences(text, tokenizer, max_tokens)
-        return held_out_sequences(config, tokenizer, max_tokens)
-
-    result = quantize_model(folder, output, wanted, sequences)
+    read, source = (held_out_sequences, config) if text is None else (text_sequences, text)
+    result = quantize_model(folder, output, wanted, lambda tokenizer: read(source, tokenizer, max_tokens))
     say(f"Weights: {as_mib(result.size_before)} before, {as_mib(result.size_after)} after ({wanted.weight_dtype})")
     perplexities = f"{result.perplexity_before:.4f} before, {result.perplexity_after:.4f} after"
     say(f"Perplexity of {result.tokens:,} predicted tokens: {perplexities}")
@@ -240,22 +209,21 @@ def fetch(
         argument(
             "[NAME]",
             "A listed model, `examples`, `deepspeed_configs`, or the path of a GGUF file to convert.",
-            complete=complete_fetched,
+            complete=lambda incomplete: [each for each in (*MODELS, *COPIED) if each.startswith(incomplete)],
         ),
     ] = None,
     folder: Annotated[Path | None, argument("[DIR]", "Same as --output.")] = None,
     output: Annotated[
         Path | None,
         option(
-            "--output",
             "DIR",
             "Destination folder. Default: the cache (EBFT_CACHE, else ~/.cache/ebft) for models, and a folder "
             "of that name in the current folder for examples and deepspeed_configs.",
         ),
     ] = None,
-    wheel: Annotated[Path | None, option("--wheel", "FILE", "Use this wheel file instead of downloading it.")] = None,
+    wheel: Annotated[Path | None, option("FILE", "Use this wheel file instead of downloading it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing copies of configs.")] = False,
-    former_to: FormerTo = None,
+    former_to: shared.FormerTo = None,
     dest: Annotated[Path | None, typer.Option("--dest", hidden=True)] = None,
 ) -> None:
     """Download a pretrained model, or copy example configs or configs of DeepSpeed.
@@ -333,8 +301,8 @@ class ServingCommand(ConfigCommand):
 
 @polite
 def vllm_serve(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help=f"Also print the output of the server, which is written to {LOG}.")
     ] = False,
@@ -363,7 +331,11 @@ def vllm_serve(
     if looks_local(run_config.base_model):
         locate(run_config.base_model, "model", "base_model")
         check_served(run_config)
-    with signal_handler((signal.SIGINT, signal.SIGTERM), _stop):
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(number)
+
+    with signal_handler((signal.SIGINT, signal.SIGTERM), stop):
         python = find_interpreter(run_config.vllm.python)
         started = server_command(run_config.server_settings, python, torch.cuda.device_count())
         server = VLLMServer(started, Path(run_config.output_dir) / LOG)
@@ -378,10 +350,6 @@ def vllm_serve(
         except ServerError as error:
             say_error(str(error))
             raise typer.Exit(FAILED) from None
-
-
-def _stop(number: int, _: Any) -> None:
-    raise Stopped(number)
 
 
 @contextmanager

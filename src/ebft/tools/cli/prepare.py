@@ -12,17 +12,17 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from ebft.config.reference import option_groups
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError, DataError
 from ebft.files import is_free
 from ebft.printed import REMOVED, safe_console, say, value_without_secrets, without_secrets_in_text
 from ebft.run.checks import check_runnable, check_types, imported_names
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.tools.cli.arguments import ConfigFile, Overrides, argument, complete_word, option, renamed
-from ebft.tools.cli.console import FAILED, listing, polite, say_loading
+from ebft.tools.console import FAILED, listing, polite, say_loading
 from ebft.tools.doctor.environment import Attempt, Check, as_text, check_installation, environment
-from ebft.tools.doctor.known import card_of
+from ebft.tools.doctor.known import gpu_card
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
@@ -37,17 +37,15 @@ def doctor(
     card: Annotated[
         str | None,
         option(
-            "--for",
             "CARD",
             "Plan the training step on this GPU instead, without weights, data or GPU: rtx4090, a6000, l40s, a100-40, "
             "a100, h100, h200 or b200.",
+            names="--for",
         ),
     ] = None,
     memory: Annotated[
         str | None,
-        option(
-            "--memory", "SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."
-        ),
+        option("SIZE", "Plan the step on a GPU with this memory instead, such as 24GiB, or 80GB (80e9 bytes)."),
     ] = None,
 ) -> None:
     """Check the installation, and whether a config can be trained on this machine.
@@ -75,11 +73,9 @@ def doctor(
     console, levels = safe_console(soft_wrap=True), Counter()
     plans = card is not None or memory is not None
     if plans and config is None:
-        raise ConfigError(
-            "--for and --memory plan the step of a config: add it, as in `ebft doctor run.yaml --for h100`."
-        )
+        raise ConfigError("--for and --memory plan a step of a config: add it, as in `ebft doctor run.yaml --for h100`")
 
-    planned_on = card_of(card, memory) if plans else None
+    planned_on = gpu_card(card, memory) if plans else None
 
     def show(checks: Iterable[Check]) -> None:
         """Print checks as they are made, and count them."""
@@ -151,7 +147,7 @@ def config(
             complete=complete_word,
         ),
     ] = None,
-    check: Annotated[Path | None, option("--check", "FILE", CHECK_HELP)] = None,
+    check: Annotated[Path | None, option("FILE", CHECK_HELP)] = None,
     json_schema: Annotated[
         bool, typer.Option("--json-schema", help="Print the JSON schema of a config, for editors and other tools.")
     ] = False,
@@ -223,14 +219,14 @@ def preprocess(
     count: Annotated[
         int | None,
         option(
-            ("--count", "-n"),
             "N",
             "Number of rows for training and for evaluation to show (default: 5); implies --debug unless --html "
             "is given.",
             min=1,
+            names=("--count", "-n"),
         ),
     ] = None,
-    html: Annotated[Path | None, option("--html", "FILE", "Write the same rows to this HTML file.")] = None,
+    html: Annotated[Path | None, option("FILE", "Write the same rows to this HTML file.")] = None,
     former_debug_num: Annotated[int | None, typer.Option("--debug-num", min=1, hidden=True)] = None,
 ) -> None:
     """Prepare the rows of a config and store them, for use by `ebft train`.
@@ -261,10 +257,7 @@ def preprocess(
     if not run_config.streaming:
         prepared = prepare_rows(run_config, tokenizer, Path(run_config.dataset_prepared_path or DEFAULT_FOLDER))
     elif not shows:
-        raise ConfigError(
-            "streaming: the rows of a stream are not prepared and stored, but read while training runs. Use "
-            "--debug to show the first ones, or remove streaming."
-        )
+        raise ConfigError("streaming: the rows of a stream are not prepared. --debug shows the first ones.")
     if shows:
         rows = run_config.method.load_rows(run_config, tokenizer) if prepared is None else prepared.rows
         is_new = prepared is None or prepared.is_new
@@ -308,7 +301,7 @@ def quickstart(
     ] = "ebft",
     seed: Annotated[int, typer.Option(help="Seed of fine-tuning and measurement.")] = 0,
     output: Annotated[
-        Path | None, option("--output", "DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
+        Path | None, option("DIR", "Default: outputs/quickstart, with -tiny and -sft where they apply.")
     ] = None,
     scale: Annotated[Literal["full", "test"], typer.Option(hidden=True)] = "full",  # test: seconds, for the tests
 ) -> None:

@@ -10,23 +10,13 @@ from typing import Annotated
 
 import typer
 
-from ebft.config.schema import load_config
 from ebft.errors import ConfigError, DataError, RunError
 from ebft.printed import print_table, printable_json, safe_console, say
+from ebft.run.config.schema import load_config
 from ebft.run_files import check_rollouts, check_run, read_object
-from ebft.tools.cli.arguments import (
-    BaseModel,
-    ConfigFile,
-    ConfigOrFolder,
-    LoraModelDir,
-    Overrides,
-    RunFolder,
-    complete_model,
-    complete_term,
-    option,
-    read_source,
-)
-from ebft.tools.cli.console import listing, polite, say_loading
+from ebft.tools.cli import arguments as shared
+from ebft.tools.cli.arguments import complete_model, complete_term, config_and_model, option
+from ebft.tools.console import listing, polite, say_loading
 from ebft.tools.dashboard.report import write_report
 from ebft.tools.dashboard.rollouts import REWARD, all_samples, sample_text, take, without_repetitions
 
@@ -35,13 +25,12 @@ COUNT, COUNT_INTERACTIVE = 5, 200
 
 @listing
 def show(
-    folder: RunFolder,
+    folder: shared.RunFolder,
     best: Annotated[bool, typer.Option("--best", help="The best rollouts by --sort, best first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The worst rollouts by --sort, worst first.")] = False,
     sort: Annotated[
         str | None,
         option(
-            "--sort",
             "TERM",
             "A term: reward (default), alignment, diversity, advantage, length, or rewards/NAME of a reward "
             "function. Higher is better, except for diversity. Implies --best without --worst.",
@@ -49,15 +38,15 @@ def show(
         ),
     ] = None,
     step: Annotated[
-        int | None, option("--step", "N", "Only rollouts of optimizer step N, counted from 1 as in the logs.")
+        int | None, option("N", "Only rollouts of optimizer step N, counted from 1 as in the logs.")
     ] = None,
     count: Annotated[
         int | None,
         option(
-            ("--count", "-n"),
             "N",
             f"Number of rollouts. Default: {COUNT}, or {COUNT_INTERACTIVE} with --interactive.",
             min=1,
+            names=("--count", "-n"),
         ),
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Show whole prompts instead of their last 400 characters.")] = (
@@ -112,11 +101,10 @@ def _nothing(folder: Path, step: int | None, sort: str | None) -> str:
 
 @polite
 def report(
-    folder: RunFolder,
+    folder: shared.RunFolder,
     evaluation: Annotated[
         Path | None,
         option(
-            "--evaluation",
             "FILE.json",
             "Include this result of `ebft evaluate --output`. Default: evaluation.json in the folder, if any.",
         ),
@@ -140,12 +128,11 @@ def report(
 
 @polite
 def evaluate(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
     model: Annotated[
         list[str] | None,
         option(
-            "--model",
             "PATH",
             "Folder or Hub id of a model or an adapter; can be repeated. Default: base_model, and the trained "
             "model in output_dir if there is one. Differences are relative to the first model.",
@@ -155,13 +142,12 @@ def evaluate(
     metric: Annotated[
         list[str] | None,
         option(
-            "--metric",
             "MODULE.FUNCTION",
             "Additional metric: a function (prompt, completions, row) -> float, as in evaluation.metrics.",
         ),
     ] = None,
-    output: Annotated[Path | None, option("--output", "FILE.json", "Write all results to this file.")] = None,
-    plot: Annotated[Path | None, option("--plot", "FILE.png", "Plot curves and histograms to this file.")] = None,
+    output: Annotated[Path | None, option("FILE.json", "Write all results to this file.")] = None,
+    plot: Annotated[Path | None, option("FILE.png", "Plot curves and histograms to this file.")] = None,
 ) -> None:
     """Evaluate and compare models on the held-out data of a config.
 
@@ -178,17 +164,15 @@ def evaluate(
     if metric:
         run_config.evaluation.metrics = [*run_config.evaluation.metrics, *metric]
     say_loading()
-    from ebft.tools.evaluation.result import check_plots, check_writable, save_plots
+    from ebft.tools.evaluation.result import check_plots, check_result_file, save_plots
     from ebft.tools.evaluation.run import evaluate  # imports torch, which is not needed for help and config errors
 
     if plot is not None:
         check_plots(plot)
     for path in filter(None, (output, plot)):
-        check_writable(path)
+        check_result_file(path)
     if output is not None and output.is_file() and output.stat().st_size and not _is_evaluation(output):
-        raise ConfigError(
-            f"--output {output}: the file exists and is not the result of an evaluation. Choose another file."
-        )
+        raise ConfigError(f"--output {output}: the file exists and is not the result of an evaluation.")
     save = None if output is None else lambda so_far: so_far.save(output)
     evaluation = evaluate(run_config, model, after_each=save)
     for table in filter(None, (evaluation.table(), evaluation.differences_table())):
@@ -209,8 +193,8 @@ FEWEST_WHITENED = 4  # samples; the whitened rewards of fewer say only an order
 
 @listing
 def inference(
-    source: ConfigOrFolder,
-    overrides: Overrides = None,
+    source: shared.ConfigOrFolder,
+    overrides: shared.Overrides = None,
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Answer this prompt and exit.")] = None,
     completion: Annotated[
         bool | None,
@@ -222,29 +206,24 @@ def inference(
     ] = None,
     base: Annotated[bool, typer.Option("--base", help="Use the base model: switch the adapter off.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Show the base model and the trained model.")] = False,
-    base_model: BaseModel = None,
-    lora_model_dir: LoraModelDir = None,
+    base_model: shared.BaseModel = None,
+    lora_model_dir: shared.LoraModelDir = None,
     reference: Annotated[
-        str | None,
-        option("--reference", "TEXT", "Show the feature-matching rewards of --samples replies against this text."),
+        str | None, option("TEXT", "Show the feature-matching rewards of --samples replies against this text.")
     ] = None,
     samples: Annotated[
-        int | None, option("--samples", "N", "Number of replies scored with --reference (default: 4).", min=1, max=256)
+        int | None, option("N", "Number of replies scored with --reference (default: 4).", min=1, max=256)
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Largest number of tokens of a reply.")
     ] = 256,
     temperature: Annotated[
         float | None,
-        option(
-            "--temperature", None, "Sampling temperature; 0 is greedy. Default: the model's generation config.", min=0.0
-        ),
+        option(None, "Sampling temperature; 0 is greedy. Default: the model's generation config.", min=0.0),
     ] = None,
-    top_p: Annotated[float | None, option("--top-p", None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
-    top_k: Annotated[int | None, option("--top-k", None, "Top-k sampling.", min=0)] = None,
-    seed: Annotated[
-        int | None, option("--seed", None, "Random seed, set before every reply.", min=0, max=2**32 - 1)
-    ] = None,
+    top_p: Annotated[float | None, option(None, "Nucleus sampling.", min=0.0, max=1.0)] = None,
+    top_k: Annotated[int | None, option(None, "Top-k sampling.", min=0)] = None,
+    seed: Annotated[int | None, option(None, "Random seed, set before every reply.", min=0, max=2**32 - 1)] = None,
 ) -> None:
     """Sample from a trained model, its adapter on or off.
 
@@ -259,7 +238,7 @@ def inference(
 
     ebft inference run.yaml --prompt "What is a monad?" --reference "A monoid in ..." --samples 4
     """
-    config, folder = read_source(source, overrides, lora_model_dir)
+    config, folder = config_and_model(source, overrides, lora_model_dir)
     if config is not None and base_model is not None:
         raise ConfigError("--base-model requires a folder: with a config, set base_model=MODEL.")
     if samples is not None and reference is None:

@@ -14,7 +14,7 @@ from ebft.errors import ConfigError
 from ebft.methods import named_methods
 from ebft.printed import say
 from ebft.tools.cli.arguments import argument, complete_model, complete_word, option
-from ebft.tools.cli.console import polite
+from ebft.tools.console import polite
 
 if TYPE_CHECKING:
     from ebft.methods.method import Method
@@ -24,8 +24,8 @@ MODEL_HELP = "Base model: a folder, a Hub id, or a model of `ebft fetch`."
 DATA_HELP = "Training data: a file, a folder or a Hub id."
 CONFIG = "train.yaml"  # of a run without a config, in its output_dir
 _OF_ONE_START = ("resume_from_checkpoint", "auto_resume_from_checkpoints")  # overrides that are not written
-ModelOption = Annotated[str | None, option("--model", "MODEL", MODEL_HELP, complete=complete_model)]
-MethodOption = Annotated[str | None, option("--method", "NAME", METHOD_HELP, complete=lambda: list(named_methods()))]
+ModelOption = Annotated[str | None, option("MODEL", MODEL_HELP, complete=complete_model)]
+MethodOption = Annotated[str | None, option("NAME", METHOD_HELP, complete=lambda: list(named_methods()))]
 
 
 @polite
@@ -40,7 +40,7 @@ def init(
     ] = None,
     model: ModelOption = None,
     method: MethodOption = None,
-    output: Annotated[Path, option("--output", "FILE", "The file to write. Default: run.yaml.")] = Path("run.yaml"),
+    output: Annotated[Path, option("FILE", "The file to write. Default: run.yaml.")] = Path("run.yaml"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Write a config for your data and model.
@@ -58,7 +58,10 @@ def init(
 
     ebft init pairs.parquet --model my/model learning_rate=1e-5
     """
-    data, overrides = _split(words or [])
+    # A path may contain `=` if it exists.
+    overrides = [word for word in words or [] if "=" in word and not Path(word).exists()]
+    data = [word for word in words or [] if word not in overrides]
+    apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
     asks = sys.stdin.isatty() and sys.stdout.isatty()
     if output.exists() and not overwrite:
         raise ConfigError(f"{output} exists. Choose another file with --output, or replace it with --overwrite.")
@@ -80,10 +83,8 @@ def init(
 def config_of_data(
     model: str | None, data: Sequence[str], method: str | None, overrides: Sequence[str]
 ) -> tuple[Path, list[str]]:
-    """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it.
-
-    The config that the same command wrote before is used again. Raises ConfigError if another one is there.
-    """
+    """The config of `ebft train` without a file, in its output_dir, and the overrides that are not in it. The config
+    that the same command wrote before is used again. Raises ConfigError if another one is there."""
     for name, value in (("--model", model), ("--data", data)):
         if not value:
             raise ConfigError(f"{name} is missing: training without a config needs --model and --data.")
@@ -105,14 +106,6 @@ def config_of_data(
             f"`ebft train {path} auto_resume_from_checkpoints=true`, with what it changes, such as max_steps, after it."
         )
     return path, [each for each in overrides if each not in kept]
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The data and the overrides among the words of a command line; a path may contain `=` if it exists."""
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
-    data = [word for word in words if word not in overrides]
-    apply_overrides({"datasets": [{} for _ in data]}, overrides)  # raises
-    return data, overrides
 
 
 def _asked(asks: bool, name: str, question: str) -> str:

@@ -14,15 +14,15 @@ import typer
 
 from ebft.catalog import base_name, is_gguf
 from ebft.config.load import read_values
-from ebft.config.schema import RunConfig, load_config
-from ebft.errors import ConfigError, RunError
+from ebft.errors import ConfigError, RunError, warn
 from ebft.printed import print_table, say, traced
 from ebft.processes import is_launched, is_main_process, join_launch, launch_command, typed_command
 from ebft.run.checks import check_runnable
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import EVALUATION, REPORT, check_run, rollout_files
 from ebft.tools.cli.arguments import ConfigCommand, Overrides, RunFolder, argument, option
-from ebft.tools.cli.console import polite, say_loading
 from ebft.tools.cli.start import DATA_HELP, MethodOption, ModelOption, config_of_data
+from ebft.tools.console import polite, say_loading
 from ebft.tools.launch.plan import RAY, LaunchOptions, Plan, plan_launch
 from ebft.tools.launch.sweep import MOST_RUNS, RESULTS, Sweep, read_sweep
 
@@ -42,26 +42,12 @@ class LaunchingCommand(ConfigCommand):
         return super().parse_args(ctx, args)
 
 
-def options_of(context: typer.Context) -> LaunchOptions:
-    """The launch options of a `LaunchingCommand` that is running, by the names of its parameters."""
-    names = LaunchOptions.__dataclass_fields__.keys() - {"passed_on"}
-    values = {name: context.params[name] for name in names}
-    return LaunchOptions(**values, passed_on=context.meta.get(_PASSED_ON, ()))
-
-
 def checked_plan(config: Path, overrides: Sequence[str], options: LaunchOptions) -> tuple[RunConfig, Plan]:
-    """The config and how its run is started, both checked.
-
-    Warnings about the config are left to the processes, if several are started.
-    """
+    """The config and how its run is started, both checked; if processes are started, they give the warnings."""
     with warnings.catch_warnings(record=True) as found:
         run_config = load_config(config, overrides)
         say_loading()
         plan = plan_launch(options, run_config)
-        if plan.options.passed_on:
-            from ebft.tools.launch.agent import check_passed_on  # imports the launcher, which is slow
-
-            check_passed_on(plan)
         check_runnable(run_config, plan.processes if plan.launcher else None)
     for warning in found if plan.launcher is None else ():
         warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
@@ -101,7 +87,7 @@ def train(
     ] = None,
     overrides: Overrides = None,
     model: ModelOption = None,
-    data: Annotated[list[str] | None, option("--data", "PATH", f"{DATA_HELP} Can be repeated.")] = None,
+    data: Annotated[list[str] | None, option("PATH", f"{DATA_HELP} Can be repeated.")] = None,
     method: MethodOption = None,
     tui: Annotated[
         bool | None,
@@ -116,7 +102,6 @@ def train(
     sweep: Annotated[
         Path | None,
         option(
-            "--sweep",
             "FILE",
             "Train every combination of a YAML file one after another, each in its own folder in output_dir, and "
             "compare them on the held-out rows. The file maps keys to lists of values, or lists mappings, one per run. "
@@ -124,18 +109,17 @@ def train(
         ),
     ] = None,
     max_runs: Annotated[
-        int, option("--max-runs", "N", f"Largest number of runs of --sweep. Default: {MOST_RUNS}.", min=1)
+        int, option("N", f"Largest number of runs of --sweep. Default: {MOST_RUNS}.", min=1)
     ] = MOST_RUNS,
     dry_run: Annotated[
         bool,
         _launch_option(
-            "--dry-run", None, "Print the command that starts the processes, or the runs of a sweep, and exit."
+            None, "Print the command that starts the processes, or the runs of a sweep, and exit.", names="--dry-run"
         ),
     ] = False,
     launcher: Annotated[
         Literal["accelerate", "torchrun", "python"] | None,
         _launch_option(
-            "--launcher",
             "NAME",
             "accelerate, torchrun, or python for one process. Default: accelerate if several processes are started. "
             "Options after -- are passed on to it.",
@@ -144,29 +128,21 @@ def train(
     num_processes: Annotated[
         int | None,
         _launch_option(
-            "--num-processes",
-            "N",
-            "Number of processes on all machines together. Default: one per visible GPU, one on CPU.",
-            min=1,
+            "N", "Number of processes on all machines together. Default: one per visible GPU, one on CPU.", min=1
         ),
     ] = None,
     num_machines: Annotated[
-        int | None,
-        _launch_option(
-            "--num-machines", "N", "Number of machines; the command runs on each of them. Default: 1.", min=1
-        ),
+        int | None, _launch_option("N", "Number of machines; the command runs on each of them. Default: 1.", min=1)
     ] = None,
     machine_rank: Annotated[
-        int | None,
-        _launch_option("--machine-rank", "R", "Number of this machine, from 0; each machine has another one.", min=0),
+        int | None, _launch_option("R", "Number of this machine, from 0; each machine has another one.", min=0)
     ] = None,
     main_process_ip: Annotated[
-        str | None, _launch_option("--main-process-ip", "ADDRESS", "Address of machine 0, the same on all machines.")
+        str | None, _launch_option("ADDRESS", "Address of machine 0, the same on all machines.")
     ] = None,
     main_process_port: Annotated[
         int | None,
         _launch_option(
-            "--main-process-port",
             "PORT",
             "Port of machine 0, the same on all machines. Default: 29500, or a free port on one machine.",
             min=1,
@@ -202,7 +178,8 @@ def train(
     join_launch()
     config, overrides = _config_and_overrides(config, overrides or [], model, data or [], method)
     words = [str(config), *overrides]
-    options = options_of(context)
+    given = {name: context.params[name] for name in LaunchOptions.__dataclass_fields__.keys() - {"passed_on"}}
+    options = LaunchOptions(**given, passed_on=context.meta.get(_PASSED_ON, ()))
     if sweep is not None:
         os.environ[DASHBOARD] = "0"  # in its runs
         status = train_sweep(sweep, config, words[1:], options, most=max_runs, dry_run=dry_run)
@@ -211,9 +188,9 @@ def train(
     if tui is None:
         tui = not dry_run and wants_dashboard(run_config.tui.enabled)
     if dry_run:
-        from ebft.tools.launch.agent import command_line
+        from ebft.tools.launch.agent import shell_command
 
-        say(command_line(plan, ["train", *words]))
+        say(shell_command(plan, ["train", *words]))
         return
     if tui:
         raise typer.Exit(train_with_dashboard([*words, *options.words()], Path(run_config.output_dir)))
@@ -238,7 +215,7 @@ def _config_and_overrides(
     if is_override:
         overrides = [str(config), *overrides]
     elif config is not None:
-        raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one of them.")
+        raise ConfigError(f"{config} and --model, --data or --method: a config contains them. Remove one.")
     if is_launched():
         raise ConfigError("--model and --data need no launcher: remove it, and use --num-processes.")
     return config_of_data(model, data, method, overrides)
@@ -302,10 +279,7 @@ def what_next(config: RunConfig, folder: Path, typed: list[str]) -> list[str]:
 
 
 def _merging(config: RunConfig, folder: Path, typed: list[str]) -> list[list[str]]:
-    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first.
-
-    Quantised weights are merged with the settings of the config.
-    """
+    """The commands that merge the adapter in `folder`; the weights of a GGUF file are converted first."""
     if config.load_in_4bit or config.load_in_8bit:
         return [["merge-lora", *typed]]
     base = base_name(config.base_model, config.gguf_file)
@@ -360,7 +334,7 @@ def wants_dashboard(in_config: bool) -> bool:
     if value in _OFF or is_launched():
         return False
     if not is_terminal():
-        warnings.warn(f"{name}: {value} has no effect: training was not started in a terminal.", stacklevel=2)
+        warn(f"{name}: {value} has no effect: training was not started in a terminal.")
         return False
     return True
 
@@ -379,16 +353,11 @@ def check_terminal(command: str) -> None:
 
 
 def train_with_dashboard(arguments: list[str], folder: Path) -> int:
-    """Run `ebft train ARGUMENTS` in another process beside the dashboard; returns the exit status.
-
-    If the dashboard fails, this waits for the training process instead, and passes Ctrl-C on to it.
-    """
+    """Run `ebft train ARGUMENTS` in another process beside the dashboard; returns the exit status. If the dashboard
+    fails, this waits for the training process instead, and passes Ctrl-C on to it."""
     check_terminal("ebft train --tui")
     if is_launched():
-        raise RunError(
-            "--tui starts the processes itself. Use it without a launcher, with --num-processes, or launch without "
-            "--tui and run `ebft tui` in another terminal."
-        )
+        raise RunError("--tui starts the processes itself. Use --num-processes in place of a launcher, or `ebft tui`.")
     from ebft.tools.dashboard.tui import Training, TrainingDashboard
 
     training = Training(arguments, folder)

@@ -22,7 +22,7 @@ _NO_METRICS = ("step", "time", "epoch")
 _RECENT_LOGS = 50  # that the speed is measured over
 # Metrics that do not compare models: each model's features are whitened with its own samples.
 NOT_COMPARABLE = ("cfm_loss_whitened",)
-# Of the metrics of an evaluation; those of a user's own functions are better if they are higher.
+# Metrics of an evaluation; metrics of a user's own functions are better if they are higher.
 LOWER_IS_BETTER = ("ce_loss", "ce_loss_all", "perplexity", "perplexity_all", "cfm_loss", "cfm_loss_plugin", "diversity")
 
 
@@ -55,10 +55,7 @@ def _halved(values: list[float]) -> list[float]:  # means of neighbours; a last 
 
 
 class Metrics:
-    """All metrics in the lines of metrics.jsonl: `series` and the last value of each by name, the `last_step`.
-
-    `history` are the lines as in the trainer's log history, without what an outcome does not depend on.
-    """
+    """Metrics of metrics.jsonl by name: `series`, `first` and `latest`; `history` has what an outcome depends on."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
@@ -95,10 +92,7 @@ class Metrics:
 
 
 def evaluation_changes(metrics: Metrics) -> list[tuple[str, float, float]]:
-    """Name, first and last value of each held-out metric that was measured at least twice.
-
-    Speeds and metrics that do not compare models are left out.
-    """
+    """Name, first and last value of each held-out metric with two values or more that compares models."""
     found = []
     for name, series in metrics.series.items():
         left_out = name.endswith(("_runtime", "_per_second")) or name.removeprefix("eval_") in NOT_COMPARABLE
@@ -176,10 +170,7 @@ def curves_of(metrics: Metrics, config: dict[str, Any]) -> list[Curve]:
 
 
 def healthy_range(title: str, config: dict[str, Any]) -> Range | None:
-    """The usual range of values of a curve, by the method and the reward of the config; None if there is none.
-
-    Values outside can be right for a run; they are a reason to look at its rollouts.
-    """
+    """The usual range of values of a curve, by method and reward; values outside can be right for a run."""
     ebft = config.get("ebft") or {}
     healthy = find_method(config.get("rl"), ebft.get("mode", "structured")).healthy
     return healthy.get(f"whitened {title}" if ebft.get("use_whitening") else title, healthy.get(title))
@@ -194,11 +185,7 @@ def range_text(healthy: Range) -> str:
 
 
 class LiveRun:
-    """The state, metrics, newest rollouts, health messages and log of a run; `poll` reads what is new.
-
-    Missing files are empty. `is_missing` is whether the folder does not exist, `corrupted` the number of lines that
-    could not be read.
-    """
+    """The state, metrics, newest rollouts, health messages and log of a run; `poll` reads what is new."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -29,14 +29,16 @@ def plot(curve: Curve, width: int, height: int) -> Text:
     if rows < 1 or columns < 4 or not curve.last_values():
         return title
     (low, high), (first, last) = axes(curve)
-    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one of them.
+    # The middle of an axis is between two dots: with a hundredth of a dot more, a flat line stays on one dot.
     height_of = lambda value: round((high - min(high, max(low, value))) / (high - low) * (rows * 4 - 1) + 0.01)
     dots, owners = Counter(), {}  # of each character, by row and column: its dots, and the number of the series
     for owner, series in enumerate(curve.series.values()):
         values = enumerate(columns_of(series, columns * 2, first, last))
         points = [(x, min(rows * 4 - 1, height_of(y))) for x, y in values if y is not None]
         for start, end in pairwise(points[:1] + points):
-            for x, y in _line(start, end):
+            steps = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
+            for step in range(steps + 1):
+                x, y = (round(a + (b - a) * step / steps) for a, b in zip(start, end))
                 dots[y // 4, x // 2] |= _DOTS[x % 2][y % 4]
                 owners[y // 4, x // 2] = owner
     shaded = band(curve.healthy, low, high)
@@ -83,12 +85,6 @@ def columns_of(series: Series, count: int, first: float, last: float) -> list[fl
         sums[column] += value
         counts[column] += 1
     return [total / size if size else None for total, size in zip(sums, counts)]
-
-
-def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    (x0, y0), (x1, y1) = start, end
-    length = max(abs(x1 - x0), abs(y1 - y0), 1)
-    return [(round(x0 + (x1 - x0) * t / length), round(y0 + (y1 - y0) * t / length)) for t in range(length + 1)]
 
 
 def axes(curve: Curve) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -159,16 +155,9 @@ def band(healthy: Range | None, low: float, high: float) -> tuple[float, float] 
 
 
 def number(value: float) -> str:
-    """A number with three significant digits (four from 1,000)."""
-    size = abs(value)
-    if size == 0:
-        return "0"
-    if not 9.995e-4 <= size < 9999.5:
-        return f"{value:.2e}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
-    # Half a unit of the last digit below a power of ten, so that 0.9996 is 1.00 and not 1.000.
-    bounds = ((9.995e-3, 5), (9.995e-2, 4), (0.9995, 3), (9.995, 2), (99.95, 1))
-    digits = next((digits for bound, digits in bounds if size < bound), 0)
-    return f"{value:.{digits}f}"
+    """A number with three significant digits (four from 1,000 to 9,999)."""
+    text = f"{value:.{4 if 999.5 <= abs(value) < 9999.5 else 3}g}"
+    return text.replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
 
 
 STATES = {
@@ -228,13 +217,20 @@ def _facts(live: LiveRun, width: int) -> Text:
 def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> RenderableType:
     """The newest samples: each prompt, then the reference above its completions with the terms of their rewards."""
     if not samples:
-        return Text(_no_rollouts(config), style="dim")
+        text = "No rollouts yet. They are shown unless log_rollouts is none."
+        if config and not samples_rollouts(config):
+            text = "The method of this run logs no rollouts."
+        elif logs_rollouts(config):
+            text = "No rollouts yet: waiting for the first step."
+        return Text(text, style="dim")
     parts: list[RenderableType] = []
     for (step, place, prompt, reference), found in groupby(samples, key=lambda sample: sample.origin):
         group = list(found)
         parts.append(Text(f"step {step}" + (f", {place}" if place else ""), style="bold"))
         if prompt:
-            parts.append(Text(_end(prompt, _PROMPT_LINES, width * _PROMPT_LINES), style="dim"))
+            text = printable(prompt).rstrip("\n")
+            end = "\n".join(text.split("\n")[-_PROMPT_LINES:])[-width * _PROMPT_LINES :]
+            parts.append(Text(("" if end == text else "... ") + end, style="dim"))
         names = list(dict.fromkeys(name for sample in group for name in sample.terms))
         names = names[: max(1, (width - _MIN_TEXT) // (_TERM + 1))]
         table = Table(expand=True, box=None, padding=(0, 1, 0, 0), show_header=True, header_style="dim")
@@ -242,39 +238,22 @@ def rollouts(samples: list[Sample], width: int, config: dict[str, Any]) -> Rende
         for name in names:
             table.add_column(name.rpartition("/")[2][:_TERM], width=_TERM, justify="right", no_wrap=True)
         if reference is not None:
-            table.add_row(Text(_start(reference, _TEXT_LINES, _TEXT_LINES * width), style="green"))
+            table.add_row(Text(_start(reference, width), style="green"))
         for sample in group:
-            text = Text(_start(sample.completion, _TEXT_LINES, _TEXT_LINES * width), style="cyan")
+            text = Text(_start(sample.completion, width), style="cyan")
             table.add_row(text, *(value_text(name, sample.terms.get(name)) for name in names))
         parts += [table, Text("")]
     return Group(*parts)
 
 
-def _no_rollouts(config: dict[str, Any]) -> str:
-    if config and not samples_rollouts(config):
-        return "The method of this run logs no rollouts."
-    if logs_rollouts(config):
-        return "No rollouts yet: waiting for the first step."
-    return "No rollouts yet. They are shown unless log_rollouts is none."
-
-
-def _start(text: str, lines: int, characters: int) -> str:
+def _start(text: str, width: int) -> str:
     text = printable(text)
-    shown = "\n".join(text.split("\n")[:lines])[:characters]
+    shown = "\n".join(text.split("\n")[:_TEXT_LINES])[: _TEXT_LINES * width]
     return shown + ("" if shown == text else " ...")
 
 
-def _end(text: str, lines: int, characters: int) -> str:
-    text = printable(text)
-    shown = "\n".join(text.rstrip("\n").split("\n")[-lines:])[-characters:]
-    return ("" if shown == text.rstrip("\n") else "... ") + shown
-
-
 def health(live: LiveRun) -> RenderableType:
-    """The health messages, newest first, each with what to do, and the outcome: below them while the run goes on.
-
-    The error of a run that failed is above.
-    """
+    """The outcome and the health messages, newest first; the error of a run that failed is above."""
     parts: list[RenderableType] = []
     is_running, found = live.state == "running", live.outcome()
     outcome = [] if found is None else [Text(f"{found}\n", style="dim" if is_running else "")]

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from importlib.resources import files
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, Template
+from jinja2 import Environment
 from jinja2.filters import do_mark_safe
 
 from ebft.files import write_text
-from ebft.health.outcome import Change, Outcome
+from ebft.health.outcome import Outcome
 from ebft.printed import duration
 from ebft.run_files import EVALUATION, REPORT, START, is_report, read_object, settings_in_effect
 from ebft.tools.dashboard.live import NOT_COMPARABLE, Curve, LiveRun, clock, evaluation_changes, local_time, range_text
 from ebft.tools.dashboard.panels import axes, band, columns_of, number, outside_text
-from ebft.tools.dashboard.rollouts import (
-    PROMPT_CHARACTERS,
-    Sample,
-    first_and_last,
-    heading,
-    html_text,
-    is_number,
-)
+from ebft.tools.dashboard.rollouts import PROMPT_CHARACTERS, Sample, first_and_last, heading, html_text, is_number
 
 _SAMPLES = 4  # before and after
 _COMPLETION_CHARACTERS = 2000
@@ -64,11 +56,21 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
         if name not in judged
     ]
     compared = read_object(evaluation or folder / EVALUATION) or {}
-    return _template().render(
+    start = read_object(folder / START) or {}
+    later = None  # a run that did not begin to train
+    if start and not start.get("state") == live.run.get("state") == "running":
+        when = local_time(start.get("started"))
+        later = start | {"at": when and f", started {when},"}
+    # Values are escaped, with control characters as visible symbols, and None is empty.
+    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
+    options = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    text = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
+    template = Environment(finalize=shown, **options).from_string(text)
+    return template.render(
         title=f"ebft: {folder.absolute().name}",
         live=live,
         state=", ".join(filter(None, [live.state, steps, "" if seconds is None else duration(seconds)])),
-        later=_later_start(live),
+        later=later,
         size=_PLOT,
         figures=[_figure(curve) for curve in live.curves()],
         clock=clock,
@@ -84,17 +86,6 @@ def report(folder: Path, evaluation: Path | None = None) -> str:
     )
 
 
-@cache
-def _template() -> Template:
-    """The template; values are escaped, with control characters as visible symbols, and None is empty."""
-    shown = lambda value: value if hasattr(value, "__html__") else do_mark_safe(html_text(value))
-    environment = Environment(
-        autoescape=True, finalize=shown, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    text = files("ebft.tools.dashboard").joinpath("report.jinja").read_text(encoding="utf-8")
-    return environment.from_string(text)
-
-
 def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[str, ...]]]]]:
     """A title and rows of the training logs and of the evaluations that an outcome is based on."""
     if outcome is None:
@@ -104,22 +95,16 @@ def _changes(outcome: Outcome | None) -> list[tuple[str, list[tuple[str, tuple[s
         f"First and last evaluation{steps}": outcome.held_out,
         "First and last tenth of the training logs": outcome.training,
     }
-    return [(title, [(each.name, _cells(each)) for each in found]) for title, found in parts.items() if found]
-
-
-def _cells(change: Change) -> tuple[str, ...]:
-    known = [f"{value:.2g}" if value is not None else "unknown" for value in (change.error, change.limit)]
-    values = f"{change.before:.4g}", f"{change.after:.4g}", f"{change.after - change.before:+.2g}"
-    return (*values, *known, change.word)
-
-
-def _later_start(live: LiveRun) -> dict[str, Any] | None:
-    """What became of a later run in the same folder that did not begin to train; None if there is none."""
-    start = read_object(live.folder / START) or {}
-    if not start or start.get("state") == live.run.get("state") == "running":
-        return None
-    when = local_time(start.get("started"))
-    return start | {"at": when and f", started {when},"}
+    found = []
+    for title, changes in parts.items():
+        rows = []
+        for each in changes:
+            known = [f"{value:.2g}" if value is not None else "unknown" for value in (each.error, each.limit)]
+            values = f"{each.before:.4g}", f"{each.after:.4g}", f"{each.after - each.before:+.2g}"
+            rows.append((each.name, (*values, *known, each.word)))
+        if rows:
+            found.append((title, rows))
+    return found
 
 
 def _environment(live: LiveRun) -> dict[str, Any]:

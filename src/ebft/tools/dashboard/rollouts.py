@@ -48,7 +48,7 @@ class Sample:
 
 
 def all_samples(folder: Path, step: int | None = None) -> Iterator[Sample]:
-    """The samples of a run, or those of one step, in the order of the log."""
+    """The samples of a run, or of one step, in the order of the log."""
     entries = (entry for path in rollout_files(folder) for entry in read_all(path))
     return (sample for entry in entries if step in (None, entry.get("step")) for sample in samples_of(entry))
 
@@ -71,10 +71,7 @@ def without_repetitions(samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[Sample]:
-    """Return up to `count` samples: those with the best or worst value of the term `sort`, or the newest.
-
-    Higher is better, except for diversity. Samples without the term are left out. "newest" starts with the last one.
-    """
+    """Up to `count` samples: with the best or worst value of the term `sort`, or the newest, the last one first."""
     if order == "newest":
         return list(reversed(deque(samples, maxlen=count)))
     found = (sample for sample in samples if sort in sample.terms)
@@ -84,10 +81,7 @@ def take(samples: Iterable[Sample], order: str, sort: str, count: int) -> list[S
 
 
 def first_and_last(folder: Path, count: int) -> tuple[list[Sample], list[Sample]]:
-    """Return a sample of each of `count` entries at the start of the log, and of as many others at its end.
-
-    Only the ends of the log of the main process are read.
-    """
+    """A sample of each of `count` entries at the start of the log, and at its end, of the main process."""
     files = [path for path in rollout_files(folder) if path.name.startswith(ROLLOUTS)]
     if not files:
         return [], []
@@ -157,15 +151,15 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        return "\n".join(f"{message.get('role', '')}: {_content(message)}" for message in value)
+        lines = []
+        for message in value:
+            content = message.get("content")
+            if isinstance(content, list):  # parts of a message
+                texts = [part.get("text", part) if isinstance(part, dict) else part for part in content]
+                content = " ".join(map(str, texts))
+            lines.append(f"{message.get('role', '')}: {message.get('tool_calls', '') if content is None else content}")
+        return "\n".join(lines)
     return str(value)
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):  # parts of a message
-        return " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
-    return str(content if content is not None else message.get("tool_calls", ""))
 
 
 def is_number(value: Any) -> bool:

@@ -179,10 +179,7 @@ class CurveGrid(VerticalScroll):
 
 
 class Training:
-    """The process of `ebft train ARGUMENTS` in its own session, with its console output appended to train.log.
-
-    It goes on if this process ends. `interrupts` is the number of times that it was interrupted from here.
-    """
+    """The process of `ebft train ARGUMENTS` in a session of its own, with its output in train.log."""
 
     def __init__(self, arguments: Sequence[str], folder: Path) -> None:
         self.log = folder / LOG
@@ -270,10 +267,7 @@ class LeaveDialog(ModalScreen[str]):
 
 
 class TrainingDashboard(Dashboard):
-    """The dashboard of a training process that was started with it, which it can stop.
-
-    Returns "left" if the process is to go on, otherwise "closed".
-    """
+    """The dashboard of a training process, which it can stop; returns "left" if the process is to go on."""
 
     BINDINGS: ClassVar[list[Any]] = [
         Binding("ctrl+c", "stop", "Stop", priority=True),
@@ -309,15 +303,10 @@ class TrainingDashboard(Dashboard):
         if self._has_ended():
             self.exit("closed")
         else:
-            self.push_screen(LeaveDialog(), self._decide)
+            acts = {"leave": lambda: self.exit("left"), "stop": self.action_stop, "back": lambda: None}
+            self.push_screen(LeaveDialog(), lambda choice: acts[choice or "back"]())
 
     def _has_ended(self) -> bool:
         """Whether training has ended, also if its process has not exited yet."""
         is_own = self.live.run.get("pid") == self.training.pid
         return not self.training.is_running() or (is_own and self.live.state not in ("running", "lost"))
-
-    def _decide(self, choice: str | None) -> None:
-        if choice == "leave":
-            self.exit("left")
-        elif choice == "stop":
-            self.action_stop()

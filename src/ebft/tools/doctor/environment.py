@@ -51,12 +51,15 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
     """Return the environment as nested dicts that JSON can represent; `vllm_python` is the interpreter of vLLM."""
     import torch
 
+    found = vllm_python and shutil.which(os.path.expanduser(vllm_python))
+    interpreter = output_of(found, "-c", _VLLM_VERSION) if found else None
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "ebft": {"version": version("ebft"), "commit": _commit(), "path": str(PACKAGE)},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "packages": {name: installed_version(name) for name in PACKAGES}
         | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
-        "vllm interpreter": None if vllm_python is None else _vllm(vllm_python),
+        "vllm interpreter": vllm_python and {"python": vllm_python, "vllm": interpreter or "cannot be run"},
         "system": {
             "os": platform.platform(),
             "cpus": os.cpu_count(),
@@ -65,7 +68,7 @@ def environment(vllm_python: str | None = None) -> dict[str, Any]:
             "memory (GiB)": _gib(memory_bytes()),
         },
         "devices": _devices(torch),
-        "cuda": {"torch built with": torch.version.cuda, "driver": _driver()},
+        "cuda": {"torch built with": torch.version.cuda, "driver": driver.splitlines()[0] if driver else None},
         "environment variables": relevant_variables(os.environ),
     }
 
@@ -88,7 +91,12 @@ def relevant_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that affect a run; values of tokens, keys and passwords are not included."""
     names = [name for name in variables if name.startswith(_PREFIXES) or name in _NAMES]
     names += [name for name in variables if name.upper() in _PROXIES]
-    return {name: _without_secrets(name, variables[name]) for name in sorted(set(names))}
+    hidden = lambda value: "(set, not shown)" if value else "(empty)"
+    return {
+        name: hidden(value) if is_secret_variable(name, value) else without_secrets_in_text(value)
+        for name in sorted(set(names))
+        for value in [variables[name]]
+    }
 
 
 def usable_cpus() -> int:
@@ -106,12 +114,6 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _without_secrets(name: str, value: str) -> str:
-    if is_secret_variable(name, value):
-        return "(set, not shown)" if value else "(empty)"
-    return without_secrets_in_text(value)
-
-
 def _commit() -> str | None:
     """The commit that ebft was installed from, or the checked-out one of the clone that it is imported from."""
     try:
@@ -125,12 +127,6 @@ def _commit() -> str | None:
     return output_of("git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--exclude", "*")
 
 
-def _vllm(python: str) -> dict[str, str | None]:
-    found = shutil.which(os.path.expanduser(python))
-    known = None if found is None else output_of(found, "-c", _VLLM_VERSION)
-    return {"python": python, "vllm": known or "cannot be run"}
-
-
 def _devices(torch: Any) -> list[dict[str, Any]]:
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -138,11 +134,6 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
     if torch.accelerator.is_available():
         return [{"name": torch.accelerator.current_accelerator().type}] * torch.accelerator.device_count()
     return []
-
-
-def _driver() -> str | None:
-    found = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.splitlines()[0] if found else None
 
 
 def output_of(*command: str) -> str | None:
@@ -165,9 +156,9 @@ def _shown(value: Any) -> str:
 _INSTALL = "In a clone of ebft, pip install -c constraints.txt . installs the versions that the tests use."
 
 
-def check_installation(package: str = "ebft") -> Iterator[Check]:
+def check_installation() -> Iterator[Check]:
     """Yield a check for each required package that is missing or too old or new, and for each extra."""
-    required, extras = _requirements(package)
+    required, extras = _requirements()
     problems = _problems(required)
     for problem in problems:
         yield Check("error", "packages", f"{problem} {_INSTALL}")
@@ -183,14 +174,14 @@ def check_installation(package: str = "ebft") -> Iterator[Check]:
             yield Check("ok", f"extra {extra}", state)
 
 
-def _requirements(package: str) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """The required packages, and those of each extra, except extras that consist of others or are for development."""
-    lines = [Requirement(line) for line in requires(package) or []]
+def _requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
+    """The required packages, and the packages of each extra that does not consist of others."""
+    lines = [Requirement(line) for line in requires("ebft") or []]
     required = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": ""})]
     extras: dict[str, list[Requirement]] = {}
-    for extra in metadata(package).get_all("Provides-Extra") or []:
+    for extra in metadata("ebft").get_all("Provides-Extra") or []:
         own = [line for line in lines if line not in required and line.marker.evaluate({"extra": extra})]
-        if own and not any(line.name == package for line in own):
+        if own and not any(line.name == "ebft" for line in own):
             extras[extra] = own
     return required, extras
 
@@ -219,18 +210,12 @@ class Check:
 
 
 class Attempt:
-    """Runs a function and collects what it raises and warns of as checks.
-
-    `checks` has one error, or the warnings, or a single ok, whose message `ok` may be a function of the result.
-    `result` is what the function returned, and `failed` tells whether it raised an error.
-    """
+    """Runs a function and collects what it raises and warns of as checks. `checks` has one error, or the warnings, or a
+    single ok, whose message `ok` may be a function of the result. `result` is what the function returned, and `failed`
+    tells whether it raised an error."""
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *args: Any,
-        ok: str | Callable[[Any], str] = "",
+        self, name: str, function: Callable[..., Any], *args: Any, ok: str | Callable[[Any], str] = ""
     ) -> None:
         self.result, self.failed, error = None, False, []
         with warnings.catch_warnings(record=True) as caught:

@@ -1,6 +1,6 @@
 """A device whose floating-point tensors have a shape but no data, so that a training step of any size runs in seconds.
 
-Its tensors are those of PyTorch's FakeTensorMode, on a backend without kernels. Integers have their values in `known`,
+Its tensors come from PyTorch's FakeTensorMode, on a backend without kernels. Integers have their values in `known`,
 since shapes and layouts depend on values. Other numbers have none: read from Python they are 0, and integers that are
 computed from them are drawn at random (tokens from probabilities). A `Ledger` counts, by phase of the step, the bytes
 of the storages that live, the kernels, the FLOPs of matrix products and the bytes that kernels read and write. The
@@ -104,7 +104,7 @@ class _Hooks(_torch._C._acc.PrivateUse1Hooks):
 
 
 class Module:
-    """What PyTorch expects as `torch.pretend`. Random numbers are those of the CPU's generator."""
+    """What PyTorch expects as `torch.pretend`. Random numbers are drawn by the CPU's generator."""
 
     _initialized = True
     memory = 2**36  # bytes of a device
@@ -261,12 +261,12 @@ class Counting(TorchDispatchMode):
             return op(*args, **kwargs)
         if name == "masked_select":
             name, op, args = "index", aten.index.Tensor, (args[0].expand(args[1].shape), [args[1]])
-        if name in _INDEXING:  # places that booleans select instead of them, since shapes have to be known
+        if name in _INDEXING:  # places that booleans select, since shapes have to be known
             with self:
                 is_mask = [each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]]
                 parts = [each.nonzero(as_tuple=True) if mask else [each] for each, mask in zip(args[1], is_mask)]
             args = args[0], [each for part in parts for each in part], *args[2:]
-        if name in ("cat", "stack"):  # of which the known parts stay so, as tokens beside their log-probabilities
+        if name in ("cat", "stack"):  # known parts stay so, as tokens beside their log-probabilities
             for each in given:
                 if _values(each) is None and each.nbytes <= _KEPT:
                     each.known = torch.zeros(each.shape, dtype=each.dtype)

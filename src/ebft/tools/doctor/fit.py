@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, ModelError
 from ebft.machine import gib
 from ebft.models.load import load_model_config
+from ebft.run.config.schema import RunConfig
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.known import KNOWN, Card
 from ebft.tools.doctor.memory import CHANGES_TRAINING, changed, changes
-from ebft.tools.doctor.plan import BEFORE, Plan, Planner, Request
+from ebft.tools.doctor.plan import BEFORE, Planner, Request, StepPlan
 
 _GIB = 2**30
 _KERNEL = 10e-6  # seconds that Python needs to start a kernel
@@ -28,7 +28,7 @@ _RESERVE = 1.0  # GiB for the CUDA context, the libraries' workspaces and the al
 
 
 def model_config_of(config: RunConfig) -> tuple[Any, str]:
-    """The configuration of the base model, from its config.json or `KNOWN`, and which of them. Raises ModelError."""
+    """The configuration of the base model, from its config.json or `KNOWN`, and which one. Raises ModelError."""
     try:
         return load_model_config(config), "config.json"
     except (ModelError, ConfigError, OSError) as error:
@@ -59,7 +59,7 @@ class Floor:
         return max(self.flops, self.moved, self.kernels)
 
 
-def floor(plan: Plan, card: Card, config: RunConfig) -> Floor | None:
+def floor(plan: StepPlan, card: Card, config: RunConfig) -> Floor | None:
     """The floor of an optimizer step; None if the rates of the card are not known."""
     rate = card.bfloat16 if _is_rounded(config) else card.float32
     if rate is None or card.bandwidth is None:
@@ -94,15 +94,13 @@ def room(card: Card, config: RunConfig) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """The plan of a config on a card, and the changes with which it fits if it does not, with the plan of all of them.
+    """The plan of a config on a card, and the changes with which it fits if it does not, with the plan after them.
+    `changes` are texts; None if no combination of known changes is enough."""
 
-    `changes` are texts; None if no combination of those that are known is enough.
-    """
-
-    plan: Plan
+    plan: StepPlan
     room: float
     changes: list[str] | None
-    changed: Plan
+    changed: StepPlan
 
     @property
     def fits(self) -> bool:
@@ -110,23 +108,19 @@ class Fit:
 
 
 def fit(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Fit:
-    """Plan a step of the longest rows that `config` allows. Raises ModelError if that is not possible.
-
-    What does not fit is planned again with one change after another, those with the least cost first; those that do not
-    lower the peak by 1% are left out.
-    """
+    """Plan a step of the longest rows that `config` allows, with changes if it does not fit. Raises ModelError."""
     return _with_changes(config, model_config, card, planner, _planned(config, model_config, card, planner))
 
 
-def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> Plan:
+def _planned(config: RunConfig, model_config: Any, card: Card, planner: Planner) -> StepPlan:
     found = planner(_request(_on_gpu(config), model_config, card))
     if isinstance(found, str):
         raise ModelError(f"The step cannot be planned: {found}")
     return found
 
 
-def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: Plan) -> Fit:
-    """`fit`, from the plan of the config as it is."""
+def _with_changes(config: RunConfig, model_config: Any, card: Card, planner: Planner, first: StepPlan) -> Fit:
+    """Plan what does not fit again with one change after another, the cheapest first, if they lower the peak by 1%."""
     config = _on_gpu(config)
     limit, now, made, useless = room(card, config), first, [], set()
     while now.total > limit:
@@ -200,11 +194,9 @@ def _assumptions(config: RunConfig) -> Iterator[Check]:
         yield Check("warning", "attention", f"{text}, which may need less memory and time")
 
 
-def _described(plan: Plan, config: RunConfig, card: Card) -> Iterator[Check]:
+def _described(plan: StepPlan, config: RunConfig, card: Card) -> Iterator[Check]:
     """The lines of a plan: weights, phases, and the least time."""
-    trained = (
-        f"of which {plan.trained:,} are trained" if config.adapter is None else f"and {plan.trained:,} in the adapter"
-    )
+    trained = f"{plan.trained:,} trained" if config.adapter is None else f"{plan.trained:,} in the adapter"
     yield Check("ok", "weights", f"{plan.parameters:,} in the model, {trained}")
     others = 0.0
     for phase, use in plan.phases.items():

@@ -17,9 +17,7 @@ from ebft.errors import ConfigError
 @dataclass(frozen=True)
 class Card:
     """A GPU: GiB of memory that PyTorch sees, and by its data sheet dense FLOP/s in bfloat16 and float32, and bytes/s.
-
-    A card sold with 80 GB has 79.1 to 79.6 GiB: the driver keeps a part.
-    """
+    A card sold with 80 GB has 79.1 to 79.6 GiB: the driver keeps a part."""
 
     memory: float
     bfloat16: float | None = None
@@ -70,8 +68,8 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
-    """The card of `--for`, or one with the memory of `--memory`, of which no rates are known. Raises ConfigError."""
+def gpu_card(name: str | None, memory: str | None) -> tuple[str, Card]:
+    """The card of `--for`, or one with the memory of `--memory`, whose rates are not known. Raises ConfigError."""
     if name is not None and memory is not None:
         raise ConfigError(f"--for {name} and --memory {memory} both name a card: give one or the other.")
     if name is not None:
@@ -83,9 +81,7 @@ def card_of(name: str | None, memory: str | None) -> tuple[str, Card]:
     if parsed and (parsed[2] or "").lower() == "gb":
         size *= 1e9 / 2**30
     if not 0 < size < 10_000:
-        raise ConfigError(
-            f"--memory {memory}: expected the memory of a card, such as 24GiB, 24 (GiB) or 80GB (80e9 bytes)."
-        )
+        raise ConfigError(f"--memory {memory}: expected the memory of a card, such as 24GiB, or 80GB (80e9 bytes).")
     return f"a card with {size:.4g} GiB", Card(size)
 
 

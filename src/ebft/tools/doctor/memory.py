@@ -11,10 +11,10 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
-from ebft.config.schema import RunConfig
 from ebft.machine import available_memory, gib
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import spare_gpu, weights_dtype
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import checkpoints_kept, disk_need, optimizer_bytes
 from ebft.tools.doctor.environment import Check
 from ebft.tools.doctor.rows import LongestRows
@@ -22,8 +22,8 @@ from ebft.tools.doctor.rows import LongestRows
 # Bytes of activations per token, layer and unit of the hidden size, as a multiple of the bytes of a number: without
 # attention scores, about 17 (Korthikanti et al. 2022); with gradient checkpointing, the input of each layer.
 _ACTIVATIONS, _CHECKPOINTED = 17, 1
-# The peak of a strided forward pass whose activations are kept for the loss, as a multiple of them, without and with an
-# adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
+# The peak of a strided forward pass whose activations are kept for the loss, as a multiple of the activations, without
+# and with an adapter. Measured with SmolLM2-135M on the CPU: 1.2, and 1.8 to 1.95.
 _FORWARD_FULL, _FORWARD_ADAPTER = 1.2, 1.9
 _ROUGH = "activations (rough)"
 _LAST = "loss and backward"
@@ -31,15 +31,13 @@ _LAST = "loss and backward"
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose. `phases`: those on the device of the model, in each phase of `measure_step`.
-
-    Activations, rollouts and features are rough; the rest follows from the weights.
-    """
+    """Bytes by purpose. `phases`: those on the device of the model, in each phase of `measure_step`. Activations,
+    rollouts and features are rough; the rest follows from the weights."""
 
     phases: dict[str, dict[str, int]]
     weights: int
     features: int  # a frozen copy of the model
-    features_on: str | None  # its device; None: that of the model
+    features_on: str | None  # its device; None: the model's
     gradients: int
     optimizer: int
     checkpoint: int  # on disk
@@ -100,7 +98,10 @@ class Needs:
         states = optimizer_bytes(config.optimizer, trained_bytes) * trained
         has_copy = is_full and method.copies_model(config)
         features_on = _features_on(config, weights) if has_copy and method.compares_features(config) else None
-
+        heads = getattr(text, "num_attention_heads", None) or 1
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        # Keys and values of a token in all layers.
+        cached = 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width
         tokens = self.rows.step_tokens(config)
         layer = text.hidden_size * dtype.itemsize  # bytes of a token's hidden state
         factor = _CHECKPOINTED if config.gradient_checkpointing else _ACTIVATIONS
@@ -110,7 +111,7 @@ class Needs:
         forward = activations
         if method.samples_blocks:
             forward = int(activations * (_FORWARD_FULL if is_full else _FORWARD_ADAPTER))
-        cache = tokens.sampling * _cache_bytes(text, dtype)
+        cache = tokens.sampling * cached * dtype.itemsize
         features = tokens.features * (layer * _ACTIVATIONS + text.hidden_size * 4 * len(config.ebft.feature_layers))
 
         precision = "4 bits" if config.load_in_4bit else "8 bits" if config.load_in_8bit else str(dtype).split(".")[1]
@@ -120,7 +121,9 @@ class Needs:
         # Gradients of earlier micro-batches, while a later one samples and embeds.
         accumulates = method.samples_blocks and config.gradient_accumulation_steps > 1
         sampling = step | {"gradients": gradients if accumulates else 0}
-        if _samples_with_gradient(config):
+        ebft, single = config.ebft, config.ebft.single_pass
+        keeps = not (config.gradient_checkpointing or ebft.rollout_tokens_per_pass is not None)
+        if method.samples_blocks and keeps and (not torch.cuda.is_available() if single is None else single):
             rollouts, scoring, kept = {"activations and cache of rollouts (rough)": forward + cache}, 0, activations
         else:
             rollouts, scoring, kept = {"cache of rollouts (rough)": cache}, forward, 0
@@ -160,30 +163,15 @@ def needs(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
         if config.adapter is not None and config.lora_model_dir is not None:
             files = Path(config.lora_model_dir).expanduser().glob("adapter_model.*")
             trained = sum(path.stat().st_size for path in files) // 4
-        elif config.adapter is not None:  # its layers are those of the unquantised model
+        elif config.adapter is not None:  # its layers are as in the unquantised model
             plain = config.model_copy(update={"load_in_4bit": False, "load_in_8bit": False})
             adapted = attach_adapter(model, plain)
             trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
     return Needs(config, model_config, rows, weights, trained)
 
 
-def _cache_bytes(text: Any, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    heads = getattr(text, "num_attention_heads", None) or 1
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or heads) * width * dtype.itemsize
-
-
-def _samples_with_gradient(config: RunConfig) -> bool:
-    """Whether the sampling pass keeps its activations for the loss (see `ebft.single_pass`)."""
-    ebft = config.ebft
-    if not config.method.samples_blocks or config.gradient_checkpointing or ebft.rollout_tokens_per_pass is not None:
-        return False
-    return ebft.single_pass if ebft.single_pass is not None else not torch.cuda.is_available()
-
-
 def _features_on(config: RunConfig, size: int) -> str | None:
-    """The device of the frozen copy; None if it is that of the model."""
+    """The device of the frozen copy; None if it is the model's."""
     if not torch.cuda.is_available():
         return None
     device = config.ebft.feature_device
@@ -198,28 +186,21 @@ _LEAST = 0.01  # of the phase's memory; what saves less is not listed
 
 def advice(needs: Needs | None, phase: str) -> str:
     """Return changes that lower the memory of `phase`, one per line, those with the least cost in quality first.
-
     `phase` is one of `ebft.tools.doctor.run.measure_step`. Each change is estimated alone, on the device of the model.
-    The text is empty if the memory cannot be estimated, or nothing lowers it.
-    """
+    The text is empty if the memory cannot be estimated, or nothing lowers it."""
     if needs is None:
         return ""
-    now, found = needs.of(needs.config).during(phase), ""
-    for text, values in _changes(needs):
+    now, found, half = needs.of(needs.config).during(phase), "", needs.rows.longest // 2
+    options = [*changes(needs.config, needs.rows.step_tokens(needs.config).loss, torch.cuda.is_available())]
+    if needs.rows.fit(needs.config, half):
+        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
+        options.append((f"{text} {CHANGES_TRAINING}", {"sequence_len": half}))
+    for text, values in options:
         trained = 0 if "adapter" in values and needs.config.adapter is None else None
         saved = now - needs.of(changed(needs.config, values), trained).during(phase)
         if saved > _LEAST * now:
             found += f"\n  - {text} (saves about {gib(saved)})"
     return found and f" To lower it:{found}"
-
-
-def _changes(needs: Needs) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changes that may lower the memory, as text and as values of keys."""
-    yield from changes(needs.config, needs.rows.step_tokens(needs.config).loss, torch.cuda.is_available())
-    half = needs.rows.longest // 2
-    if needs.rows.fit(needs.config, half):
-        text = f"sequence_len: {half}, half of the longest row; longer rows are cut, or dropped for lack of room"
-        yield f"{text} {CHANGES_TRAINING}", {"sequence_len": half}
 
 
 def changes(config: RunConfig, tokens: int, on_gpu: bool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -276,7 +257,7 @@ def _smaller_rollouts(config: RunConfig) -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """Return the config with other values, of which some are in sections (`ebft.stride`)."""
+    """Return the config with other values, some in sections (`ebft.stride`)."""
     top: dict[str, Any] = {}
     for name, value in changes.items():
         section, _, key = name.rpartition(".")
@@ -287,10 +268,8 @@ def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 
 def memory_checks(needs: Needs) -> Iterator[Check]:
-    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another.
-
-    An error if what follows from the number of weights is more.
-    """
+    """Compare the estimate with the free memory of the model's device, and of the frozen copy's if it is another. An
+    error if what follows from the number of weights is more."""
     needed = needs.of(needs.config)
     free, where = available_memory(needed.placed_on)
     shown = ", ".join(f"{name} {gib(size)}" for name, size in needed.parts(needed.peak).items() if size)

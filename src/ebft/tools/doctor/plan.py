@@ -25,10 +25,10 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ModelError, cause
 from ebft.models.adapter import attach_adapter
 from ebft.models.load import weights_dtype
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import optimizer_bytes
 from ebft.run.trainer import build_trainer, training_arguments
 from ebft.tools.doctor.known import Use, process_for_plans
@@ -41,7 +41,7 @@ _BITS = {4: 4.5 / 8, 8: 1.0}  # bytes of a quantised weight, with the scales of 
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The phases of a step, in their order, and what stays in memory, in bytes."""
 
     phases: dict[str, Use]
@@ -54,38 +54,18 @@ class Plan:
     @property
     def peak(self) -> str:
         """The phase that needs the most."""
-        return max(self.phases, key=self.during)
-
-    def during(self, phase: str) -> int:
-        """Bytes at the peak of a phase on the device that trains."""
-        return self.phases[phase if phase in self.phases else STEP].peak
+        return max(self.phases, key=lambda name: self.phases[name].peak)
 
     @property
     def total(self) -> int:
-        return self.during(self.peak)
-
-    @property
-    def elsewhere(self) -> int:
-        """Bytes at the peak on other devices, such as that of the feature network."""
-        return max(use.elsewhere for use in self.phases.values())
-
-    @property
-    def fixed(self) -> int:
-        """What a step needs at least: what stays in memory on the device that trains."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
-    def checkpoint(self) -> int:
-        return self.gradients + self.optimizer
+        return self.phases[self.peak].peak
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU.
-
-    `rows` and `tokenizer` are those of a run; without them, rows are as long as the config allows. The memory decides
-    whether adapters are added to float32 weights while rollouts are sampled.
-    """
+    """What to plan: a config with its model's configuration, for a GPU with `memory` bytes, or else a CPU. `rows` and
+    `tokenizer` are from a run; without them, rows are as long as the config allows. The memory decides whether adapters
+    are added to float32 weights while rollouts are sampled."""
 
     config: RunConfig
     model_config: Any
@@ -96,17 +76,15 @@ class Request:
 
 
 class Planner:
-    """Plans requests one after another in a process of its own, which ends with the block.
-
-    A request that cannot be planned returns the message of its error.
-    """
+    """Plans requests one after another in a process of its own, which ends with the block. A request that cannot be
+    planned returns the message of its error."""
 
     def __enter__(self) -> Planner:
-        self._known: dict[bytes, Plan | str] = {}
+        self._known: dict[bytes, StepPlan | str] = {}
         self._process = ProcessPoolExecutor(1, get_context("spawn"), process_for_plans)
         return self
 
-    def __call__(self, request: Request) -> Plan | str:
+    def __call__(self, request: Request) -> StepPlan | str:
         given = pickle.dumps(request)
         if given not in self._known:
             self._known[given] = self._process.submit(_answer, given).result()
@@ -116,7 +94,7 @@ class Planner:
         self._process.shutdown()
 
 
-def _answer(given: bytes) -> Plan | str:
+def _answer(given: bytes) -> StepPlan | str:
     from ebft.tools.doctor import fake  # needs a PyTorch whose backends can be written in Python
 
     fake.register()
@@ -127,7 +105,7 @@ def _answer(given: bytes) -> Plan | str:
         return cause(error)
 
 
-def _plan(request: Request, folder: str, ledger: Any) -> Plan:
+def _plan(request: Request, folder: str, ledger: Any) -> StepPlan:
     """Build the model and the trainer, and run one optimizer step."""
     from ebft.tools.doctor.fake import Module
 
@@ -141,12 +119,16 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     ledger.phases["model"].peak = ledger.held[0] - ledger.base[0]  # without the drawing
     rows = request.rows
     if rows is None:
-        rows = config.method.arrange(config, longest_rows(config, tokenizer))
+        rows = config.method.arrange(config, full_rows(config, tokenizer))
     args = training_arguments(config, rows=len(rows), has_eval=False)
     args.disable_tqdm = True
     with ledger.phase("trainer setup"):
         trainer: Any = build_trainer(config, args, model, tokenizer, rows, None)
-    _use_sizes_of("gpu" if request.on_gpu else "cpu")  # now that all modules are imported
+    for module in [module for name, module in sys.modules.items() if name.startswith("ebft.")]:
+        for sizes in vars(module).values():  # of tiles, for CPUs and others; now that all modules are imported
+            if type(sizes) is dict and {"cpu", "other"} <= set(sizes):
+                sizes.setdefault("gpu", sizes["other"])
+                sizes["other"] = sizes["gpu" if request.on_gpu else "cpu"]
     for name, method in config.method.phases.items():
         setattr(trainer, method, ledger.phase(name)(getattr(trainer, method)))
     if given.method.rows == "prompts" and given.trl.use_vllm:
@@ -161,7 +143,7 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
         held_out = [document for row in batch for document in row.get("documents", [row])]  # evaluated unpacked
         with ledger.phase("evaluation"):
             trainer.evaluate(Dataset.from_list(held_out))
-    return Plan(
+    return StepPlan(
         phases=_uses(ledger, given.gradient_accumulation_steps / config.gradient_accumulation_steps),
         weights=step.weights,
         gradients=sum(weight.nbytes for weight in trained),
@@ -171,18 +153,9 @@ def _plan(request: Request, folder: str, ledger: Any) -> Plan:
     )
 
 
-def _use_sizes_of(kind: str) -> None:
-    """Let the device compute in tiles of the sizes for GPUs, or for CPUs: `{"cpu": ..., "other": ...}` in modules."""
-    for module in [module for name, module in sys.modules.items() if name.startswith("ebft.")]:
-        for sizes in vars(module).values():
-            if type(sizes) is dict and {"cpu", "other"} <= set(sizes):
-                sizes.setdefault("gpu", sizes["other"])
-                sizes["other"] = sizes[kind]
-
-
 def _uses(ledger: Any, repeats: float) -> dict[str, Use]:
-    """The phases that computed something, as they follow each other; those of micro-batches are `repeats` as long."""
-    last = ["others", STEP, "optimizer", "evaluation"]  # of which the second has all others within it
+    """The phases that computed something, as they follow each other; phases of micro-batches are `repeats` as long."""
+    last = ["others", STEP, "optimizer", "evaluation"]  # the second has all others within it
     names = [name for name, use in ledger.phases.items() if use.kernels]
     for name in names:
         if name not in (*BEFORE, "optimizer", "evaluation"):
@@ -275,7 +248,7 @@ def _tokenizer(model_config: Any) -> PreTrainedTokenizerFast:
     return found
 
 
-def longest_rows(config: RunConfig, tokenizer: Any) -> Dataset:
+def full_rows(config: RunConfig, tokenizer: Any) -> Dataset:
     """Rows for one step, as long as `sequence_len` and the lengths of completions allow. Raises ModelError."""
     length, half, trl = config.sequence_len, config.sequence_len // 2, config.trl
     rest = length - half
@@ -305,12 +278,10 @@ def _for_device(config: RunConfig, folder: str) -> RunConfig:
     """The config with what the device decides in its place, and without what needs values or other processes."""
     from ebft.tools.doctor.run import without_output
 
-    none = ("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")
-    changes: dict[str, Any] = dict.fromkeys(none) | {
+    changes: dict[str, Any] = {
+        **dict.fromkeys(("device_map", "attn_implementation", "fsdp", "fsdp_config", "deepspeed")),
+        **dict.fromkeys(("load_in_4bit", "load_in_8bit", "torch_compile"), False),
         "logging_steps": 10**6,
-        "load_in_4bit": False,
-        "load_in_8bit": False,
-        "torch_compile": False,
         "dataloader_num_workers": 0,
         "val_set_size": 0.0,
         "adapter": "lora" if config.adapter == "qlora" else config.adapter,

@@ -9,11 +9,11 @@ from itertools import islice
 from typing import Any
 
 from ebft.anchors import BlockOptions, turn_anchors
-from ebft.config.schema import RunConfig
 from ebft.data.batches import PackedRows
 from ebft.data.conversation import Renderer
 from ebft.data.lengths import token_counts
 from ebft.data.row_counts import TRUNCATED
+from ebft.run.config.schema import RunConfig
 from ebft.structured.rollouts.turns import ReferenceLimit
 from ebft.tools.doctor.environment import Check
 
@@ -57,10 +57,8 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LongestRows:
-    """The rows of the largest batch of one optimizer step on this process, longest first.
-
-    `data` is a Dataset, PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts.
-    """
+    """The rows of the largest batch of one optimizer step on this process, longest first. `data` is a Dataset,
+    PackedRows, or a list of rows of a stream; `prompts` are the lengths of rows of prompts."""
 
     data: Any
     prompts: tuple[PromptLength, ...]
@@ -107,12 +105,14 @@ class LongestRows:
         if not config.method.samples_blocks:
             packed = [sum(map(_tokens, row["documents"])) for row in batch if "documents" in row] or lengths
             return StepTokens(loss=sum(lengths) if config.batch_flattening is True else len(packed) * max(packed))
-        total = sum(lengths) + _rollout_tokens(config, documents)
+        ebft, blocks = config.ebft, sum(most_blocks(config, each, config.sequence_len) for each in documents)
+        rollouts = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
+        total = sum(lengths) + min(rollouts, ebft.rollout_tokens_per_pass or rollouts)
         return StepTokens(loss=total, sampling=total, features=total)
 
 
 def row_lengths(config: RunConfig, tokenizer: Any, data: Any) -> list[int] | list[PromptLength]:
-    """Return the tokens of each row of a Dataset or PackedRows; of prompts, those of each turn."""
+    """Return the tokens of each row of a Dataset or PackedRows; of prompts, the tokens of each turn."""
     if isinstance(data, PackedRows):
         return data.lengths
     if "input_ids" in data.column_names:
@@ -144,7 +144,7 @@ def longest_rows(config: RunConfig, data: Any, lengths: list[int] | list[PromptL
 
 
 def first_of_stream(config: RunConfig, stream: Any) -> LongestRows:
-    """Return the first rows of a stream, all of which have the same length."""
+    """Return the first rows of a stream, where all rows have the same length."""
     return LongestRows(list(islice(stream.rows(), rows_per_step(config))), (), config.sequence_len)
 
 
@@ -161,20 +161,11 @@ def sequence_len_checks(config: RunConfig, rows: LongestRows, counts: dict[str, 
     limit, cut = config.sequence_len, counts.get(TRUNCATED, 0)
     longest = max(row.prompt + row.reference for row in rows.prompts) if rows.prompts else rows.longest
     if cut:
-        yield Check(
-            "warning",
-            "sequence_len",
-            f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}, so that completions end "
-            "early. Increase it, or remove such rows.",
-        )
+        text = f"{cut:,} row{'s are' if cut > 1 else ' is'} truncated at sequence_len: {limit}. Increase it"
+        yield Check("warning", "sequence_len", text)
     elif 2 * longest < limit:
-        enough = 2 ** math.ceil(math.log2(longest + 1))
-        text = "prompt with its reference" if rows.prompts else "row"
-        yield Check(
-            "ok",
-            "sequence_len",
-            f"{limit} is more than twice the longest {text} ({longest:,} tokens): sequence_len: {enough} is enough.",
-        )
+        enough = f"sequence_len: {2 ** math.ceil(math.log2(longest + 1))} is enough"
+        yield Check("ok", "sequence_len", f"{limit} is more than twice the longest row ({longest:,} tokens): {enough}")
 
 
 def completions_of(row: dict[str, Any]) -> list[str]:
@@ -192,13 +183,6 @@ def _longest_reply(config: RunConfig, reference: int) -> int:
     if not (config.method.needs_reference and ebft.adaptive_max_tokens):
         return limit
     return ReferenceLimit(ebft.gt_length_multiplier, ebft.gt_length_floor).of(reference or None, limit)
-
-
-def _rollout_tokens(config: RunConfig, documents: list[dict[str, Any]]) -> int:
-    ebft = config.ebft
-    blocks = sum(most_blocks(config, document, config.sequence_len) for document in documents)
-    tokens = blocks * ebft.n_samples_per_prompt * ebft.generate_max_len
-    return tokens if ebft.rollout_tokens_per_pass is None else min(tokens, ebft.rollout_tokens_per_pass)
 
 
 def rows_per_step(config: RunConfig) -> int:

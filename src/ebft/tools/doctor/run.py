@@ -20,38 +20,25 @@ from transformers import TrainerCallback
 
 from ebft.catalog import base_name, is_gguf, require_gguf
 from ebft.config.keys.run import BudgetSection
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.machine import free_disk, gib, peak_resident
-from ebft.models.load import (
-    find_base_model,
-    load_model,
-    load_model_config,
-    quantisation_config,
-    usable_attention,
-)
+from ebft.models.load import find_base_model, load_model, load_model_config, quantisation_config, usable_attention
 from ebft.models.tokenizer import load_tokenizer
 from ebft.monitor import ConsoleMetrics
 from ebft.printed import duration, say
 from ebft.run.checkpoints import find_checkpoints
 from ebft.run.checks import check_machine, check_runnable
+from ebft.run.config.schema import RunConfig
 from ebft.run.rehearsal import rehearse
 from ebft.run.reporting import trackers
 from ebft.run.trainer import build_trainer, planned_steps, this_machine, training_arguments
-from ebft.run.training import arranged, check_output_dir, run_rows
+from ebft.run.training import arranged, make_output_dir, run_rows
 from ebft.serving.command import find_interpreter
 from ebft.serving.server import await_ready, managed_server
+from ebft.tools.doctor import rows as of_rows
 from ebft.tools.doctor.environment import Attempt, Check
 from ebft.tools.doctor.memory import Needs, advice, disk_check, memory_checks, needs
-from ebft.tools.doctor.rows import (
-    LongestRows,
-    described,
-    first_of_stream,
-    longest_rows,
-    row_lengths,
-    rows_per_step,
-    sequence_len_checks,
-)
+from ebft.tools.doctor.rows import LongestRows
 
 _SERVER_TIMEOUT = 5.0  # seconds
 
@@ -63,15 +50,19 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     machine = yield from _attempt("machine", check_machine, config, this_machine(), ok=devices)
     named = lambda used: f"installed: {', '.join(used)}" if used else "none needed besides the required ones"
     packages = yield from _attempt("packages of this config", _check_packages, config, ok=named)
-    model = yield from _attempt("model", _find_model, config, ok=lambda found: found[0])
+    found = lambda: (find_base_model(config), load_model_config(config))
+    model = yield from _attempt("model", found, ok=lambda found: f"{found[0]} ({found[1].model_type})")
     tokenizer = yield from _attempt("tokenizer", load_tokenizer, config, ok=lambda found: f"{len(found):,} tokens")
     data = None
     if not (tokenizer.failed or settings.failed):
         given = config, tokenizer.result, None if model.failed else model.result[1]
         data = yield from _attempt("data", _load_data, *given, ok=_Data.described)
         if not data.failed:
-            yield from sequence_len_checks(config, data.result.longest, data.result.counts)
-            yield from _step_size_checks(config, data.result.count)
+            yield from of_rows.sequence_len_checks(config, data.result.longest, data.result.counts)
+            needed, count = of_rows.rows_per_step(config), data.result.count
+            if count is not None and needed > count:
+                text = f"a step needs {needed:,} rows, but there are {count:,} training rows. Use smaller batches"
+                yield Check("warning", "step size", text)
     needed_for_step = [settings, machine, packages]
     if config.uses_server:
         needed_for_step.append((yield from _attempt("server", _check_server, config, ok=str)))
@@ -79,7 +70,9 @@ def check_config(config: RunConfig, *, step: bool = True) -> Iterator[Check]:
     yield from _attempt("checkpoint", find_checkpoints, config, ok=of_run)
     if config.hub_model_id:
         yield from _attempt("hub", _check_login, config, ok="logged in")
-    yield from _attempt("output_dir", _check_output_dir, config, ok=str)
+    free, existing = free_disk(config.output_dir)
+    writable = f"{config.output_dir} is writable, {gib(free)} free"
+    yield from _attempt("output_dir", make_output_dir, existing, ok=writable)
     if model.failed or data is None or data.failed:
         what, done = ("step", "run") if step else ("memory", "estimated")
         yield Check("warning", what, f"not {done}, because model, tokenizer or data are missing (see above)")
@@ -127,17 +120,9 @@ def _check_packages(config: RunConfig) -> list[str]:
     return used
 
 
-def _find_model(config: RunConfig) -> tuple[str, Any]:
-    """Return a description of the model and its transformers configuration, which is enough for the estimates."""
-    found, model_config = find_base_model(config), load_model_config(config)
-    return f"{found} ({model_config.model_type})", model_config
-
-
 class _Data(NamedTuple):
-    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason.
-
-    The number of training rows of a stream is None.
-    """
+    """Numbers of training rows and of rows held out, the longest training rows in words, and rows by reason. The number
+    of training rows of a stream is None."""
 
     count: int | None
     held_out: int
@@ -156,23 +141,11 @@ def _load_data(config: RunConfig, tokenizer: Any, model_config: Any) -> _Data:
     rows = run_rows(config, tokenizer)
     train, evaluation = arranged(config, rows, model_config)
     if config.streaming:  # all rows have the same length
-        count, longest, counts = None, first_of_stream(config, train), {}
+        count, longest, counts = None, of_rows.first_of_stream(config, train), {}
     else:
-        longest = longest_rows(config, train, row_lengths(config, tokenizer, train))
+        longest = of_rows.longest_rows(config, train, of_rows.row_lengths(config, tokenizer, train))
         count, counts = len(train), rows.reports[0].counts
-    return _Data(count, len(evaluation or ()), longest, described(config, longest), counts)
-
-
-def _step_size_checks(config: RunConfig, count: int | None) -> Iterator[Check]:
-    """A warning if an optimizer step needs more rows than there are."""
-    needed = rows_per_step(config)
-    if count is not None and needed > count:
-        yield Check(
-            "warning",
-            "step size",
-            f"one optimizer step needs {needed:,} rows, but there are {count:,} training rows. "
-            "Decrease gradient_accumulation_steps or the batch size, or use more data.",
-        )
+    return _Data(count, len(evaluation or ()), longest, of_rows.described(config, longest), counts)
 
 
 def _estimated(config: RunConfig, model_config: Any, rows: LongestRows) -> Needs:
@@ -204,17 +177,8 @@ def _check_login(config: RunConfig) -> None:
         raise ConfigError(f"hub_model_id: {config.hub_model_id} needs a login. Run `hf auth login`, or remove it.")
 
 
-def _check_output_dir(config: RunConfig) -> str:
-    free, existing = free_disk(config.output_dir)
-    check_output_dir(existing)
-    return f"{config.output_dir} is writable, {gib(free)} free"
-
-
 def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs | None) -> Iterator[Check]:
-    say(
-        f"Training for one step on the longest rows ({data.length}), on a CPU for minutes; --no-step leaves it out ...",
-        err=True,
-    )
+    say(f"Training for a step on the longest rows ({data.length}), on a CPU for minutes; see --no-step ...", err=True)
     memory = PhaseMemory()
     given = config, tokenizer, data.longest.data, memory
     attempt = Attempt("step", measure_step, *given, ok="one step on the longest rows")
@@ -228,23 +192,12 @@ def _step_checks(config: RunConfig, tokenizer: Any, data: _Data, needed: Needs |
         return
     yield from attempt.checks
     for name, peak in memory.peaks.items():
-        yield Check(
-            "ok", f"peak memory, {name}", gib(peak) if memory.is_exact else f"{gib(peak)} (peak of the run so far)"
-        )
+        yield Check("ok", f"peak memory, {name}", gib(peak) + " (peak of the run so far)" * (not memory.is_exact))
     yield _peak_check(memory, attempt.result, needed)
-    yield _time_check(config, memory.seconds, data.count or 0)
-
-
-def _time_check(config: RunConfig, seconds: float, rows: int) -> Check:
-    """The time of the measured step, with all its micro-batches, and that of the run over `rows` rows at this speed."""
-    steps = planned_steps(config, this_machine(), rows)
-    seconds *= config.gradient_accumulation_steps / _micro_batches(config)
-    return Check(
-        "ok",
-        "time",
-        f"{seconds:.3g} s per step on the longest rows, the first one included; {duration(seconds * steps)} for "
-        f"{steps:,} steps at this speed, without evaluations and saves. Shorter rows take less.",
-    )
+    steps = planned_steps(config, this_machine(), data.count or 0)
+    seconds = memory.seconds * config.gradient_accumulation_steps / _micro_batches(config)
+    text = f"{seconds:.3g} s per step on the longest rows, the first one included; {duration(seconds * steps)} for "
+    yield Check("ok", "time", f"{text}{steps:,} steps at this speed, without evaluations and saves")
 
 
 def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
@@ -263,34 +216,26 @@ def _peak_check(memory: PhaseMemory, state: int, needed: Needs | None) -> Check:
 
 _MOST_MICRO_BATCHES = 2  # the second one has the gradients of the first in memory; further ones need no more
 # Keys that save, evaluate, report or end early, and their values for the step.
-_NOTHING_SAVED = {
+_NOTHING_SAVED: dict[str, Any] = {
+    **dict.fromkeys(("save_steps", "saves_per_epoch", "resume_from_checkpoint", "hub_model_id", "report_to")),
+    **dict.fromkeys(
+        [f"use_{name}" for name in ("tensorboard", "wandb", "trackio", "mlflow", "comet", "swanlab")], False
+    ),
     "max_steps": 1,
     "save_strategy": "no",
-    "save_steps": None,
-    "saves_per_epoch": None,
-    "resume_from_checkpoint": None,
     "load_best_model_at_end": False,
-    "hub_model_id": None,
-    "report_to": None,
-    "use_tensorboard": False,
-    "use_wandb": False,
-    "use_trackio": False,
-    "use_mlflow": False,
-    "use_comet": False,
-    "use_swanlab": False,
     "wandb_project": None,
     "plugins": [],
     "health": False,
     "logging_steps": 1,
+    "log_rollouts": "none",
 }
 
 
 def measure_step(config: RunConfig, tokenizer: Any, rows: Any, memory: PhaseMemory) -> int:
-    """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`.
-
-    Returns the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the
-    errors of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice.
-    """
+    """Load the model, train for one step on `rows`, and measure the peak memory of its phases with `memory`. Returns
+    the bytes of optimizer state on the device of the model, which later steps have from their start. Raises the errors
+    of training; torch.OutOfMemoryError, or RuntimeError on the CPU, if the memory does not suffice."""
     memory.begin("before loading")  # Python, libraries and data
     memory.end()
     with tempfile.TemporaryDirectory(prefix="ebft-doctor-") as folder:
@@ -327,7 +272,6 @@ def without_output(config: RunConfig, folder: str) -> RunConfig:
     """Return the config for one step that saves and reports nothing outside of `folder`."""
     changes = _NOTHING_SAVED | {"output_dir": folder, "budget": BudgetSection()}
     changes["gradient_accumulation_steps"] = _micro_batches(config)
-    changes["log_rollouts"] = "none"
     changes["ebft"] = config.ebft.model_copy(update={"log_completions": False})
     # A step that is skipped because all rewards are equal would not need the memory of others.
     changes["trl"] = config.trl.model_copy(update={"log_completions": False, "skip_zero_advantage_batches": False})
@@ -357,13 +301,11 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PhaseMemory:
-    """Peak memory in bytes by phase, in the order of their first use: `peaks`.
-
-    Phases may be nested; memory used in an inner phase counts for the inner one only. On CUDA, the memory that PyTorch
-    allocated on the current device; otherwise the resident memory of the process, whose high-water mark Linux lets a
-    process reset. Elsewhere (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in`
-    is the innermost phase in which an exception was raised, and `seconds` the time of the step.
-    """
+    """Peak memory in bytes by phase, in the order of their first use: `peaks`. Phases may be nested; memory used in an
+    inner phase counts for the inner one only. On CUDA, the memory that PyTorch allocated on the current device;
+    otherwise the resident memory of the process, whose high-water mark Linux lets a process reset. Elsewhere
+    (`is_exact` is False) a phase is reported with the peak of the process so far. `failed_in` is the innermost phase in
+    which an exception was raised, and `seconds` the time of the step."""
 
     seconds: float = 0.0
 
@@ -400,16 +342,12 @@ class PhaseMemory:
         """Add the peak since the last call to the innermost active phase."""
         if self._active:
             name = self._active[-1]
-            self.peaks[name] = max(self.peaks[name], self._peak())
+            peak = torch.cuda.max_memory_allocated() if self._on_cuda else peak_resident()
+            with suppress(OSError, StopIteration):
+                lines = () if self._on_cuda else _STATUS.read_text().splitlines()
+                peak = 2**10 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+            self.peaks[name] = max(self.peaks[name], peak)
         self._reset()
-
-    def _peak(self) -> int:
-        if self._on_cuda:
-            return torch.cuda.max_memory_allocated()
-        with suppress(OSError, StopIteration):
-            lines = _STATUS.read_text().splitlines()
-            return 2**10 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-        return peak_resident()
 
     def _reset(self) -> bool:
         if self._on_cuda:

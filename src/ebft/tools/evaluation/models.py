@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ebft.catalog import base_name, is_gguf, lasting_name
-from ebft.errors import ConfigError, ModelError, prefixed
+from ebft.errors import ConfigError, ModelError, prefixed, warn
 from ebft.features import FeatureNetwork
 from ebft.files import ADAPTER_CONFIG as ADAPTER_FILE
 from ebft.models.adapter import load_saved_adapter, read_adapter_config
@@ -24,7 +23,7 @@ from ebft.models.weight_files import refuse_parts
 from ebft.run.checkpoints import checkpoint_hint
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROBE = "The quick brown fox jumps over 13 lazy dogs.\n\tdef f(x): return x ** 2  # émigré 東京"
@@ -39,14 +38,12 @@ class Subject:
 
 
 def own_models(config: RunConfig) -> list[str]:
-    """Return the default models to evaluate: the config's base model and, if it exists, its trained model.
-
-    If output_dir has only checkpoints of a run that did not finish, a warning names the newest.
-    """
+    """Return the default models to evaluate: the config's base model and, if it exists, its trained model. If
+    output_dir has only checkpoints of a run that did not finish, a warning names the newest."""
     folder = Path(config.output_dir)
     trained = (folder / ADAPTER_FILE).is_file() or any(folder.glob("*.safetensors"))
     if not trained and (hint := checkpoint_hint(folder, f"--model {config.base_model} --model {{}}")):
-        warnings.warn(f"output_dir: {folder} has no model, so only the base model is evaluated. {hint}", stacklevel=2)
+        warn(f"output_dir: {folder} has no model, so only the base model is evaluated. {hint}")
     return [config.base_model, *([config.output_dir] if trained else [])]
 
 
@@ -62,10 +59,7 @@ def check_model(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase
         _check_tokenizer(find_model(name, "--model"), tokenizer)
     adapter = _adapter_of(name)
     if adapter is not None and (adapter.is_prompt_learning or adapter.peft_type == PeftType.ADAPTION_PROMPT):
-        raise ModelError(
-            f"--model {name}: {type(adapter).__name__} adds virtual tokens before the prompt, which is not supported. "
-            "Evaluate an adapter of the layers, such as LoRA, or a full model."
-        )
+        raise ModelError(f"--model {name}: {type(adapter).__name__} adds virtual tokens, which is not supported.")
     base = name if adapter is None else adapter.base_model_name_or_path
     if not _same_model(config, base):
         _check_base(config, name, base, tokenizer)
@@ -89,17 +83,14 @@ def _check_base(config: RunConfig, name: str, base: str, tokenizer: PreTrainedTo
     size = found.get_text_config().vocab_size
     if size < len(tokenizer):
         raise ModelError(
-            f"--model {name}: its vocab_size is {size}, but the tokenizer of the config's base_model has "
-            f"{len(tokenizer)} tokens. Evaluate it with a config that uses its own base_model."
+            f"--model {name}: its vocab_size is {size}, but the tokenizer of base_model has {len(tokenizer)}."
         )
 
 
 def load_subject(config: RunConfig, name: str, tokenizer: PreTrainedTokenizerBase) -> Subject:
-    """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network.
-
-    The feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does
-    not change its weights, both share the weights. Raises ModelError if the model cannot be loaded.
-    """
+    """Load the model `name`, a folder or hub id of a full model or an adapter, together with the feature network. The
+    feature network is always the config's `base_model`, frozen. If `name` is that model, or an adapter that does not
+    change its weights, both share the weights. Raises ModelError if the model cannot be loaded."""
     adapter = _adapter_of(name)
     if adapter is None:
         policy = load_base_model(_of_base(config, name), tokenizer)
@@ -132,10 +123,7 @@ def _check_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         return  # an adapter without tokenizer files, or a hub id
     own = pretrained_tokenizer(name)
     if own(_PROBE)["input_ids"] != tokenizer(_PROBE)["input_ids"]:
-        raise ModelError(
-            f"--model {name}: its tokenizer differs from the tokenizer of base_model, so the models cannot be "
-            "compared on the same tokens. Evaluate it with a config that uses its own base_model."
-        )
+        raise ModelError(f"--model {name}: its tokenizer differs from the tokenizer of base_model. Evaluate it apart.")
 
 
 def _has_tokenizer(name: str) -> bool:

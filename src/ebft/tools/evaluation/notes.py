@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from ebft.catalog import lasting_name, looks_local
 from ebft.config.keys.data import DatasetEntry
-from ebft.data.sources import NOT_TEXT, Documents, content_digest, read_source
+from ebft.data.sources import NOT_TEXT, RawRows, content_digest, read_source
 from ebft.errors import DataError
 from ebft.files import exists
 from ebft.run_files import read_object, run_of_model
@@ -38,7 +38,7 @@ def notes_on(names: list[str], held_out: HeldOut) -> list[str]:
         )
     records = {name: list(_runs(name)) for name in names}
     if any(records.values()):
-        evaluated = TextIndex([texts_of(held_out.raw(document)) for document in documents])
+        evaluated = TextIndex([row_texts(held_out.raw[document]) for document in documents])
         notes += [note for name in names if (note := _trained_on(name, records[name], evaluated, held_out))]
     return notes
 
@@ -63,7 +63,7 @@ def _trained_on(
         shared: set[int] = set()
         try:
             for row in _training_documents(path, config, held_out.entries):
-                shared.update(evaluated.same_as(texts_of(row)))
+                shared.update(evaluated.same_as(row_texts(row)))
         except (DataError, ValidationError, TypeError, ValueError, KeyError) as error:
             reason = str(error) if isinstance(error, DataError) else f"its datasets cannot be read from {path}"
             problems.append(reason)
@@ -86,10 +86,8 @@ def _trained_on(
 
 def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]) -> Iterator[dict[str, Any]]:
     """The raw rows that the run with this run.json and config was trained on, without the rows of val_set_size.
-
-    Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine.
-    Raises DataError if one cannot be read or has changed since the run, or if there are too many documents.
-    """
+    Datasets of the Hub are read only if the evaluated data are of the same dataset, which is on this machine. Raises
+    DataError if one cannot be read or has changed since the run, or if there are too many documents."""
     entries = [DatasetEntry.model_validate(entry) for entry in config["datasets"]]
     on_hub = {(entry.path, entry.name) for entry in evaluated}
     size = None if config.get("test_datasets") else config.get("val_set_size")
@@ -97,9 +95,13 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
     known = [is_local(entry) or (entry.path, entry.name) in on_hub for entry in entries]
     if size and not all(known):
         raise DataError("a part of its datasets is on the Hub, so the split of val_set_size cannot be repeated.")
-    _check_unchanged(path, entries)
+    recorded = (read_object(path) or {}).get("data_digests")
+    is_known = isinstance(recorded, list) and len(recorded) == len(entries)  # not of another program or version
+    for entry, digest in zip(entries, recorded) if is_known else ():
+        if digest is not None and content_digest(entry) not in (digest, None):
+            raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
     sources = [read_source(entry) for entry, is_known in zip(entries, known) if is_known]
-    documents = Documents(entries, sources)
+    documents = RawRows(entries, sources)
     if len(documents) > MOST_READ:
         raise DataError(f"its run has {len(documents):,} training documents, more than are compared ({MOST_READ:,}).")
     held = set(documents.held_out(size, config["seed"]).tolist()) if size else set()
@@ -108,22 +110,10 @@ def _training_documents(path: Path, config: dict[str, Any], evaluated: list[Any]
             yield row
 
 
-def _check_unchanged(path: Path, entries: list[DatasetEntry]) -> None:
-    """Raise DataError if the files of an entry differ from the recorded ones of the beginning of the run."""
-    recorded = (read_object(path) or {}).get("data_digests")
-    if not isinstance(recorded, list) or len(recorded) != len(entries):  # run.json of another program or version
-        return
-    for entry, digest in zip(entries, recorded):
-        if digest is not None and content_digest(entry) not in (digest, None):
-            raise DataError(f"{entry.path} has changed since the run, so its training documents are not known.")
-
-
-def texts_of(row: Mapping[str, Any]) -> frozenset[str]:
-    """The texts of a row, nested ones included, without differences of white space.
-
-    Texts that are JSON objects or lists, such as the lines that some transforms parse, count as their content. A row
-    without text, such as one of token ids, is one text of all its values.
-    """
+def row_texts(row: Mapping[str, Any]) -> frozenset[str]:
+    """The texts of a row, nested ones included, without differences of white space. Texts that are JSON objects or
+    lists, such as the lines that some transforms parse, count as their content. A row without text, such as one of
+    token ids, is one text of all its values."""
     found = frozenset(_texts(row))
     if found:
         return found
@@ -151,11 +141,9 @@ def _texts(value: Any, parses: bool = True) -> Iterator[str]:
 
 
 class TextIndex:
-    """Finds which of `documents`, each the texts of `texts_of`, have the same text as another row.
-
-    Two documents are the same if all texts of one are in the other, and are at least half of its characters, so that
-    additional columns do not matter.
-    """
+    """Finds the `documents`, each the texts of `row_texts`, that have the same text as another row. Two documents are
+    the same if all texts of one are in the other, and are at least half of its characters, so that additional columns
+    do not matter."""
 
     def __init__(self, documents: list[frozenset[str]]) -> None:
         self._documents = documents

@@ -28,7 +28,7 @@ from ebft.tools.evaluation.notes import FEWEST_DOCUMENTS
 from ebft.tools.evaluation.task import Settings
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 HISTOGRAM_BINS = 40
 _WIDTH = 10_000  # characters of a line: tables are as wide as their cells
@@ -154,7 +154,11 @@ def summarise(
             paired = {key: drawn[key] - draws[0][key] for key in shared if key in drawn and key in draws[0]}
             result.difference_intervals = _intervals(paired, wanted.confidence, paired)
         result.curves = _curves(means, drawn, wanted.confidence)
-        result.histograms = {key: _histogram(key, values, found) for key, values in scores.samples.items()}
+        for key, values in scores.samples.items():  # all models share the bins
+            everything = [value for other in found for value in other.samples.get(key, [])]
+            edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
+            counts, _ = np.histogram(values, edges)
+            result.histograms[key] = {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
         result.per_document = scores.per_document() if wanted.per_document else {}
         results.append(result)
     selected = selecting_keys(config)
@@ -187,7 +191,7 @@ def machine_card(seconds: float) -> dict[str, Any]:
     }
 
 
-def check_writable(path: Path) -> None:
+def check_result_file(path: Path) -> None:
     """Raise an error before the evaluation if `path` is not writable."""
     with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,14 +212,6 @@ def _curves(means: Mapping[str, float], draws: Mapping[str, np.ndarray], confide
             bounds = interval(draws[name], confidence) if name in draws else None
             curves[curve].append({"x": int(position), "value": value, "interval": bounds})
     return {curve: sorted(points, key=lambda point: point["x"]) for curve, points in curves.items()}
-
-
-def _histogram(name: str, values: list[float], found: list[Scores]) -> dict[str, list[float]]:
-    """Return the fraction of samples in each bin; all models share the bins."""
-    everything = [value for scores in found for value in scores.samples.get(name, [])]
-    edges = np.histogram_bin_edges(everything, HISTOGRAM_BINS)
-    counts, _ = np.histogram(values, edges)
-    return {"edges": edges.tolist(), "shares": (counts / len(values)).tolist()}
 
 
 # The order of metrics in the tables; downstream metrics follow.

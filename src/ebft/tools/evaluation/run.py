@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,18 +21,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ebft.config.schema import RunConfig
 from ebft.data.batches import DocumentCollator
 from ebft.data.conversation import Conversation, Renderer, Turn, longest_reference, without_end
 from ebft.data.lengths import block_options, has_block, longest_document
 from ebft.data.transforms.rows import IGNORE
-from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed
+from ebft.errors import ConfigError, DataError, ModelError, NonFiniteLossError, prefixed, warn
 from ebft.features import pool_sequence
 from ebft.models.causal_lm import end_token_ids, evaluating, positions_of, unknown_ids, unwrap_adapter
 from ebft.models.load import as_trained
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.forward import check_supported, take_programs
 from ebft.rewards import unbiased_cfm_loss
+from ebft.run.config.schema import RunConfig
 from ebft.scores import CURVE, Scores, curve_lengths, feature_scores
 from ebft.sft.cross_entropy import token_cross_entropies
 from ebft.strided.held_out import HeldOutMeasure
@@ -41,10 +41,11 @@ from ebft.structured.reward import continuation_features
 from ebft.structured.rollouts.local import ModelBackend
 from ebft.structured.rollouts.turns import Limits, Rollout, Sampling, reply_messages, roll_out
 from ebft.structured.trainer import labelled_reference
+from ebft.tools.evaluation import task as tasks
 from ebft.tools.evaluation.models import Subject, check_model, check_positions, load_subject, own_models
 from ebft.tools.evaluation.notes import notes_on
 from ebft.tools.evaluation.result import Evaluation, summarise
-from ebft.tools.evaluation.task import KEY, Settings, Task, check_comparable, load_held_out, load_metrics
+from ebft.tools.evaluation.task import KEY, Settings, Task
 
 
 def evaluate(
@@ -63,9 +64,9 @@ def evaluate(
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ebft evaluate supports a single process only. Start it without a launcher.")
     config = as_trained(config, Path(config.output_dir))
-    check_comparable(config)
+    tasks.check_comparable(config)
     settings = Settings.of(config)
-    metrics = load_metrics(config.evaluation.metrics)
+    metrics = tasks.load_metrics(config.evaluation.metrics)
     started = time.perf_counter()
     tokenizer = load_tokenizer(config)
     if isinstance(models, str):
@@ -73,12 +74,12 @@ def evaluate(
     names = list(dict.fromkeys(models)) if models else own_models(config)
     for name in names:
         check_model(config, name, tokenizer)
-    task = Task(config, settings, load_held_out(config, tokenizer), tokenizer, metrics)
+    task = Task(config, settings, tasks.load_held_out(config, tokenizer), tokenizer, metrics)
     check_positions(config, names, longest_document(task.held_out.rows))
     check_measurable(task)
     notes = notes_on(names, task.held_out)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     found: list[Scores] = []
     documents = sorted(set(task.held_out.documents))
     for name in names:
@@ -102,15 +103,9 @@ def check_measurable(task: Task) -> None:
     rows: Any = task.held_out.rows
     if task.config.method.rows == "tokens":
         if task.metrics and not any(rows["prompt_length"]):
-            raise DataError(
-                f"{KEY} requires prompts to complete, but the held-out rows are text without prompts. Use rows with "
-                "prompt and completion, or remove the metrics."
-            )
+            raise DataError(f"{KEY} requires prompts to complete, but the held-out rows are text without prompts.")
     elif not task.metrics and not any(has_reference(row) for row in rows):
-        raise DataError(
-            "nothing to evaluate: the held-out prompts have no references, and evaluation.metrics is empty. Provide "
-            "ground_truth, or set evaluation.metrics."
-        )
+        raise DataError("nothing to evaluate: the held-out prompts have no references, and there are no metrics.")
 
 
 EXACT_POSITIONS = 16  # curves have a point for each of these positions, and then one for each power of two
@@ -129,31 +124,31 @@ class PromptMeasure:
 
     def run(self) -> Scores:
         """Return the scores of all rows; rows without a reference (`rl: grpo`) are used for downstream metrics only."""
+        metrics, settings, held_out = self.task.metrics, self.task.settings, self.task.held_out
         for number, (rows, documents) in enumerate(self.task.batches()):
             conversations = [self.renderer.of_row(row) for row in rows]
             asked = [self.renderer.of_row(row, self._compares) for row in rows]
-            compared = [has_reference(row) and self._fits(talk) for row, talk in zip(rows, conversations)]
+            # The token that ends the reference is scored too. `rl: grpo` keeps ground_truth that is no such reference.
+            limit = self.completions.positions or math.inf
+            compared = [
+                has_reference(row) and len(talk.prompt_ids) + len(talk.reference_ids) < limit
+                for row, talk in zip(rows, conversations)
+            ]
             for document, conversation, has_room in zip(documents, conversations, compared):
                 if has_room:
                     self._add_cross_entropy(document, conversation)
             sampled = self.completions.sample(asked, f"batch {number}")
-            greedy = self.completions.greedy(asked) if self.task.metrics else [None] * len(rows)
+            greedy = self.completions.greedy(asked) if metrics else [None] * len(rows)
             found = zip(rows, documents, conversations, compared, sampled, greedy)
             for row, document, conversation, has_room, rollouts, best in found:
                 if has_room:
                     self._add_features(document, conversation, rollouts)
                     self._add_rollout_nll(document, rollouts)
-                if self.task.metrics:
-                    replies = [self._reply(rollout, row) for rollout in (*rollouts, best)]
-                    columns = {**self.task.held_out.raw(document), **row}
-                    self.scores.add_all(self.task.downstream(row["prompt"], replies, columns), [document])
+                if metrics:
+                    replies = [self.completions.reply(each, row.get("remaining_turns")) for each in (*rollouts, best)]
+                    given = row["prompt"], replies, {**held_out.raw[document], **row}
+                    self.scores.add_all(tasks.downstream_scores(metrics, settings.pass_at, *given), [document])
         return self.scores
-
-    def _fits(self, conversation: Conversation) -> bool:
-        """Whether prompt and reference fit the model: `rl: grpo` keeps rows whose ground_truth is no such reference."""
-        limit = self.completions.positions
-        # The token that ends the reference is scored too.
-        return limit is None or len(conversation.prompt_ids) + len(conversation.reference_ids) < limit
 
     def _add_features(self, document: int, conversation: Conversation, rollouts: list[Rollout]) -> None:
         network, ebft = self.subject.network, self.task.config.ebft
@@ -198,12 +193,6 @@ class PromptMeasure:
             place = position if position < EXACT_POSITIONS else 1 << (position.bit_length() - 1)
             self.scores.add(f"{CURVE}/{name}/{place}", [document], [value])
 
-    def _reply(self, rollout: Rollout, row: dict[str, Any]) -> str | list[dict[str, Any]]:
-        """Return a completion as text, or, for several turns, as messages starting with the first reply."""
-        if not row.get("remaining_turns"):
-            return self.completions.text(rollout.ids)
-        return reply_messages(self.completions.tokenizer, rollout, row["remaining_turns"])
-
 
 def has_reference(row: dict[str, Any]) -> bool:
     """Whether a row has a reference text, which is optional with `rl: grpo`."""
@@ -211,10 +200,8 @@ def has_reference(row: dict[str, Any]) -> bool:
 
 
 def measure_tokens(task: Task, subject: Subject) -> Scores:
-    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`.
-
-    Rows that are too short for a block, which SFT keeps, are used for the cross-entropy only.
-    """
+    """Return the scores of a model on rows of `input_ids`, `labels`, `prompt_length` and `turn_spans`. Rows that are
+    too short for a block, which SFT keeps, are used for the cross-entropy only."""
     ebft, settings = task.config.ebft, task.settings
     blocks = block_options(task.config, ebft, task.tokenizer)
     measure = (
@@ -266,7 +253,7 @@ def _takes_blocks(config: RunConfig, subject: Subject) -> bool:
     except ModelError as error:
         if config.method.samples_blocks:
             raise
-        warnings.warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.", stacklevel=2)
+        warn(f"Only the cross-entropy is evaluated, without feature metrics: {error}.")
         return False
     return True
 
@@ -285,8 +272,9 @@ def _add_completions(scores: Scores, task: Task, subject: Subject) -> None:
         greedy = completions.greedy(conversations)
         for conversation, document, rollouts, best in zip(conversations, documents, sampled, greedy):
             prompt = task.tokenizer.decode(conversation.prompt_ids, skip_special_tokens=True)
-            replies = [completions.text(rollout.ids) for rollout in (*rollouts, best)]
-            scores.add_all(task.downstream(prompt, replies, task.held_out.raw(document)), [document])
+            replies = [completions.reply(rollout) for rollout in (*rollouts, best)]
+            given = task.metrics, task.settings.pass_at, prompt, replies, task.held_out.raw[document]
+            scores.add_all(tasks.downstream_scores(*given), [document])
 
 
 class Completions:
@@ -329,9 +317,11 @@ class Completions:
         """Return the greedy completion of each conversation."""
         return roll_out(self._greedy, conversations, self._limits, self.end_ids)
 
-    def text(self, ids: list[int]) -> str:
-        """Decode a reply, without its end token."""
-        return self.tokenizer.decode(without_end(ids, self.end_ids), skip_special_tokens=True)
+    def reply(self, rollout: Rollout, turns: list[Any] | None = None) -> str | list[dict[str, Any]]:
+        """A completion as text, or, if `turns` follow, as messages that start with the first reply."""
+        if turns:
+            return reply_messages(self.tokenizer, rollout, turns)
+        return self.tokenizer.decode(without_end(rollout.ids, self.end_ids), skip_special_tokens=True)
 
 
 def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
@@ -342,11 +332,7 @@ def _for_generate(kwargs: dict[str, Any], regex: str | None) -> dict[str, Any]:
     left = [f"generation_kwargs.{key}" for key in kwargs if key not in known]
     left += ["vllm_guided_decoding_regex"] if regex is not None else []
     if left:
-        warnings.warn(
-            f"trl.{', trl.'.join(left)}: ignored, because `ebft evaluate` samples with generate(), which does not "
-            "support it.",
-            stacklevel=2,
-        )
+        warn(f"trl.{', trl.'.join(left)}: no effect, as `ebft evaluate` samples with generate().")
     return read
 
 
@@ -354,10 +340,8 @@ TOKENS_PER_PASS = 4096
 
 
 def token_nll(model: nn.Module, sequences: list[list[int]]) -> list[Tensor]:
-    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each.
-
-    In nats, at temperature 1. Padding is on the right, which causal models do not attend to.
-    """
+    """Return the negative log-likelihood of every token of each sequence except the first: (L - 1,) each. In nats, at
+    temperature 1. Padding is on the right, which causal models do not attend to."""
     take_programs(model)
     device = unwrap_adapter(model).device
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))

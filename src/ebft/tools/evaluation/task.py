@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from ebft.config.user_code import user_code
 from ebft.config.user_functions import find_function
 from ebft.data import load, prompts
-from ebft.data.sources import Documents, read_source
+from ebft.data.sources import RawRows, read_source
 from ebft.errors import ConfigError
 from ebft.scores import best_of
 from ebft.structured.rollouts.turns import ReferenceLimit
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 KEY = "evaluation.metrics"
 TAKEN = ("alignment", "reward")  # names with a built-in pass@k
@@ -34,17 +34,15 @@ Metric = Callable[[Any, list[Any], dict[str, Any]], float | None]
 
 
 def load_metrics(names: list[str]) -> dict[str, Metric]:
-    """Return the metrics by the name under which they are reported.
-
-    It is the function's name, or its full import path if that name is not unique.
-    """
+    """Return the metrics by the name under which they are reported. It is the function's name, or its full import path
+    if that name is not unique."""
     short = Counter(name.rpartition(".")[2] for name in set(names))
     short.update(TAKEN)
     return {last if short[last := name.rpartition(".")[2]] == 1 else name: find_function(KEY, name) for name in names}
 
 
 def downstream_scores(
-    metrics: dict[str, Metric], prompt: Any, completions: list[Any], row: dict[str, Any], pass_at: list[int]
+    metrics: dict[str, Metric], pass_at: list[int], prompt: Any, completions: list[Any], row: dict[str, Any]
 ) -> dict[str, Tensor]:
     """`NAME_pass@k` of the sampled completions and `NAME_greedy` of the last, for each metric that applies: (1,)."""
     found = {}
@@ -68,37 +66,29 @@ def _value(name: str, metric: Metric, prompt: Any, completion: Any, row: dict[st
     if found is None or (isinstance(found, float) and math.isfinite(found)):
         return found
     said = repr(found)[:200] if isinstance(found, float | str) else type(found).__name__
-    raise ConfigError(
-        f"{KEY}: {name} returned {said} for the completion {completion!r:.200}. It must return a finite number, or "
-        "None if it does not apply to the row."
-    )
+    raise ConfigError(f"{KEY}: {name} returned {said} for {completion!r:.200}; it must return a finite number or None.")
 
 
 @dataclass
 class HeldOut:
-    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i.
-
-    Several rows may belong to one document, such as windows of a long text or turns of a chat.
-    """
+    """Rows as in the evaluation during training; `documents[i]` is the index of the document of row i. Several rows may
+    belong to one document, such as windows of a long text or turns of a chat."""
 
     rows: Dataset
     documents: list[int]
     entries: list[Any]
 
-    def raw(self, document: int) -> dict[str, Any]:
-        """Return a document: the row of its data source, with all columns."""
-        return self._raw[document]
-
     @cached_property
-    def _raw(self) -> Documents:
-        return Documents(self.entries, [read_source(entry) for entry in self.entries])
+    def raw(self) -> RawRows:
+        """The documents: the rows of their data sources, with all columns."""
+        return RawRows(self.entries, [read_source(entry) for entry in self.entries])
 
 
 def load_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> HeldOut:
     """Load the config's held-out rows (`test_datasets`, or the `val_set_size` split).
 
-    They are limited to `evaluation.documents` documents. They have the columns of `load_prompts` for methods with full
-    completions, otherwise the columns of `load_datasets`. Raises DataError if the config has no held-out data.
+    They are at most `evaluation.documents` documents. They have the columns of `load_prompt_rows` for methods with full
+    completions, otherwise the columns of `load_token_rows`. Raises DataError if the config has no held-out data.
     """
     check_comparable(config)
     is_prompts = config.method.rows == "prompts"
@@ -164,10 +154,6 @@ class Task:
     held_out: HeldOut
     tokenizer: PreTrainedTokenizerBase
     metrics: dict[str, Metric]
-
-    def downstream(self, prompt: Any, completions: list[Any], row: dict[str, Any]) -> dict[str, Tensor]:
-        """See `downstream_scores`."""
-        return downstream_scores(self.metrics, prompt, completions, row, self.settings.pass_at)
 
     def batches(self) -> Iterator[tuple[list[dict[str, Any]], list[int]]]:
         """Yield batches of `settings.batch_size` rows with their documents."""

@@ -34,15 +34,8 @@ from ebft.transformers_internals import get_keys_to_not_convert
 
 # Options with which the adapter is no change of single weights, or which PEFT itself does not merge.
 _NOT_MERGED = (
-    "layer_replication",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "megatron_config",
-    "kasa_config",
-    "monteclora_config",
-    "velora_config",
-    "use_bdlora",
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "megatron_config"),
+    *("kasa_config", "monteclora_config", "velora_config", "use_bdlora"),
 )
 
 
@@ -65,13 +58,13 @@ class Adapter:
     ties: dict[str, str] = field(default_factory=dict)
 
 
-def read_adapter_config(folder: Path) -> LoraConfig:
+def read_lora_config(folder: Path) -> LoraConfig:
     """The configuration of the LoRA adapter in `folder`. Raises ModelError if there is none, or it cannot be merged."""
     if not (folder / CONFIG).is_file():
         raise no_adapter(folder, "ebft merge-lora {}", "Give the folder of a saved LoRA adapter.")
     config = saved.read_adapter_config(folder)
     refuse_classifier(folder, "ebft merge-lora, which merges adapters of language models, does not support it")
-    if config.peft_type != PeftType.LORA:  # that of AdaLoRA is a LoraConfig too
+    if config.peft_type != PeftType.LORA:  # AdaLoRA has a LoraConfig too
         raise ModelError(f"{folder} is an adapter of type {config.peft_type}; only LoRA adapters can be merged.")
     initial = config.init_lora_weights
     if isinstance(initial, str) and initial.lower().startswith((*REWRITE_BASE, "mica")):
@@ -113,12 +106,20 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
     Raises ModelError if a weight of the adapter belongs to no part of the model or has another shape, or if the adapter
     has no weights for a part that it should change.
     """
-    weights = _without_copies(weights)
+    # PEFT saves a second copy of embeddings that were resized and trained fully.
+    for name in [name for name in weights if ".modules_to_save." in name]:
+        trained = weights.get(name.replace(".modules_to_save.", "."))
+        if trained is not None and torch.equal(trained, weights[name]):
+            weights = {other: value for other, value in weights.items() if other != name}
     vocab_size = _fit_vocabulary(base, weights)
     modules = {id(module): name for name, module in base.named_modules()}
     parameters = dict(base.named_parameters(remove_duplicate=False))
-    owners = {name: _owner(base, name) for name in parameters}
-    ties = _ties(base, parameters)
+    owners = {name: (base.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters}
+    # Parameters that are the same object as another one, the input embedding if it is among them.
+    first: dict[int, str] = {}
+    for name in sorted(parameters, key=lambda name: owners[name][0] is not base.get_input_embeddings()):
+        first.setdefault(id(parameters[name]), name)
+    ties = {name: first[id(value)] for name, value in parameters.items() if first[id(value)] != name}
     config.init_lora_weights = True  # the initial values are replaced
     config.inference_mode = True
     with doing("attaching the adapter to the base model"):
@@ -162,7 +163,7 @@ def attach(base: PreTrainedModel, config: LoraConfig, weights: dict[str, Tensor]
 
 
 def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], adapter: Adapter) -> None:
-    """Replace the `values` of a layer's parameters `names` by what PEFT's `merge` makes of them."""
+    """Replace the `values` of a layer's parameters `names` by the result of PEFT's `merge`."""
     for name in names:
         module, attribute = adapter.owners[name]
         setattr(module, attribute, nn.Parameter(values[name], requires_grad=False))
@@ -175,35 +176,8 @@ def merge_into(layer: LoraLayer, names: list[str], values: dict[str, Tensor], ad
     layer.merged_adapters.clear()
 
 
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
-
-
-def _ties(base: PreTrainedModel, parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """The names of parameters that are the same object as another one, the input embedding if it is among them."""
-    embedding = base.get_input_embeddings()
-    first: dict[int, str] = {}
-    for name in sorted(parameters, key=lambda name: _owner(base, name)[0] is not embedding):
-        first.setdefault(id(parameters[name]), name)
-    return {name: first[id(parameter)] for name, parameter in parameters.items() if first[id(parameter)] != name}
-
-
-def _without_copies(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights without the second copy that PEFT saves of embeddings that were resized and trained fully."""
-
-    def is_copy(name: str) -> bool:
-        trained = weights.get(name.replace(".modules_to_save.", "."))
-        return ".modules_to_save." in name and trained is not None and torch.equal(trained, weights[name])
-
-    return {name: value for name, value in weights.items() if not is_copy(name)}
-
-
 def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
-    """Resize the embeddings to those saved with the adapter, which has them if tokens were added before training.
-
-    Returns their number of rows. Raises ModelError if the adapter has only one of two layers that were resized.
-    """
+    """Resize the embeddings to the saved ones, which have added tokens; returns their rows. Raises ModelError."""
     rows = saved_rows(base, weights)
     if rows is not None and rows != base.get_input_embeddings().num_embeddings:
         present, missing = saved_layers(base, weights)
@@ -214,10 +188,7 @@ def _fit_vocabulary(base: PreTrainedModel, weights: dict[str, Tensor]) -> int:
 
 
 def _allocate(model: PeftModel, weights: dict[str, Tensor]) -> None:
-    """Give the adapter's parameters memory, filled with NaN, in float32, as PEFT keeps adapters of 16-bit models, too.
-
-    Also base parameters that are saved with the adapter, such as trained biases and resized embeddings.
-    """
+    """Give what is saved with the adapter memory, filled with NaN, in float32, as PEFT keeps adapters."""
     saved = {id(value) for name, value in model.named_parameters(remove_duplicate=False) if name in weights}
     allocated: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -238,7 +209,13 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
     """
     layers = {name: layer for layer, names in adapter.layers for name in names}
     for name, source in list(adapter.ties.items()):
-        if config.ensure_weight_tying and _one_change(layers.get(name), layers.get(source)):
+        output, embedding, is_once = layers.get(name), layers.get(source), config.ensure_weight_tying
+        if is_once and output is not None and embedding is not None:
+            # The output layer repeats the layer of the embedding, transposed, or is not saved.
+            pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
+            own = [(linear["default"].weight, factor["default"].T) for linear, factor in pairs]
+            is_once = all(one.isnan().all() or torch.equal(one, other) for one, other in own)
+        if is_once:
             adapter.layers = [(layer, names) for layer, names in adapter.layers if name not in names]
             adapter.replaced.pop(name, None)
         else:
@@ -248,19 +225,10 @@ def _end_ties(adapter: Adapter, config: LoraConfig) -> None:
                 del adapter.ties[name]
 
 
-def _one_change(output: LoraLayer | None, embedding: LoraLayer | None) -> bool:
-    """Whether the layer of an output layer repeats the layer of the embedding, transposed, or is not saved."""
-    if output is None or embedding is None:
-        return True
-    pairs = [(output.lora_A, embedding.lora_embedding_B), (output.lora_B, embedding.lora_embedding_A)]
-    own = [(linear["default"].weight, factor["default"].T) for linear, factor in pairs]
-    return all(one.isnan().all() or torch.equal(one, other) for one, other in own)
-
-
 class BitsAndBytesRounding:
     """Quantises and dequantises the weights of `model` that are loaded in 4 or 8 bits: linear layers, and experts.
 
-    An adapter that was trained on such weights is added to what quantisation leaves of them, so that the merged model
+    An adapter that was trained on such weights is added to the dequantised weights, so that the merged model
     is the one that was trained. `settings`: the keys of the run.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,21 +36,21 @@ class DequantisedFiles(WeightFiles):
         self._packed = {name for name in names if name + _SCALES in stored}
         scales = {name + _SCALES for name in self._packed}
         for path, weights in self.files.items():
-            self.files[path] = dict(self._plain(*item) for item in weights.items() if item[0] not in scales)
+            self.files[path] = {}
+            for key, weight in weights.items():
+                name = key.removesuffix(_BLOCKS)
+                if name in self._packed:
+                    experts, outputs, *blocks = weight.shape  # a byte has two values
+                    shape = experts, 2 * math.prod(blocks), outputs
+                    self.files[path][name] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+                elif key not in scales:
+                    self.files[path][key] = weight
 
     def read(self, key: str) -> Tensor:
         """A weight; its file stays open."""
         if key not in self._packed:
             return super().read(key)
         return convert_moe_packed_tensors(super().read(key + _BLOCKS), super().read(key + _SCALES))
-
-    def _plain(self, key: str, weight: Tensor) -> tuple[str, Tensor]:
-        name = key.removesuffix(_BLOCKS)
-        if name not in self._packed:
-            return key, weight
-        experts, outputs, *blocks = weight.shape  # a byte has two values
-        inputs = 2 * math.prod(blocks)
-        return name, torch.empty(experts, inputs, outputs, dtype=torch.bfloat16, device="meta")
 
 
 def read_checkpoint(folder: Path, kind: type[WeightFiles] = WeightFiles) -> WeightFiles:
@@ -78,7 +77,7 @@ def base_folder(name: str, revision: str | None = None) -> Path:
         return folder
 
 
-def check_free(to: Path) -> None:
+def check_empty(to: Path) -> None:
     """Raise ModelError unless `to` is an empty folder, or does not exist."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ModelError(f"{to} is not empty. Remove it, or choose another folder with --output.")
@@ -102,24 +101,12 @@ PROGRESS = "merge_progress.json"  # in a folder of shards until it is complete: 
 
 
 def begin(folder: Path, identity: str) -> None:
-    """Create a folder for shards; shards of an interrupted merge of the same `identity` stay.
-
-    Raises ModelError if it contains anything else.
-    """
+    """Create a folder for shards, or continue an interrupted merge of the same `identity`. Raises ModelError."""
     record = folder / PROGRESS
     if not record.is_file() or record.read_text(encoding="utf-8") != identity:
-        check_free(folder)
+        check_empty(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_text(record, identity)
-
-
-def parse_size(text: str) -> int:
-    """The number of bytes of a size such as 5GB or 500MiB. Raises ModelError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(I?)B?", text.strip().upper())
-    size = match and int(float(match[1]) * (1024 if match[3] else 1000) ** " KMG".index(match[2] or " "))
-    if not size:
-        raise ModelError(f"--max-shard-size: invalid value {text!r}; expected a size such as 5GB or 500MB.")
-    return size
 
 
 def write_tensors(path: Path, layout: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:

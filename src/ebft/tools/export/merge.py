@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
@@ -34,14 +34,13 @@ from ebft.tools.export.checkpoint import (
     DequantisedFiles,
     base_folder,
     begin,
-    parse_size,
     read_checkpoint,
     write_tensors,
 )
 from ebft.transformers_internals import WeightGroup, convert_weights, revert_weights, weight_groups
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -54,7 +53,7 @@ _NOT_COPIED = ("*.safetensors", "*.index.json", *OTHER_FORMATS, "*.onnx", "READM
 class MergeSource:
     """An adapter and the base model that it was trained on, both folders or Hub ids.
 
-    `tokenizer`: folder whose tokenizer files replace those of the base model. `quantised`: the keys of a run in which
+    `tokenizer`: folder whose tokenizer files replace the base model's. `quantised`: the keys of a run in which
     bitsandbytes quantised the base weights. `base_config`: folder or Hub id of another configuration than the base's.
     """
 
@@ -90,8 +89,7 @@ def merge_adapter(
     interrupted, a second call continues it. `on_shard` is called with the number of finished shards and of all shards.
     Raises ModelError if the adapter or the base model cannot be merged.
     """
-    size = None if max_shard_size is None else parse_size(max_shard_size)
-    config, weights = adapters.read_adapter_config(source.adapter), adapters.read_adapter_weights(source.adapter)
+    config, weights = adapters.read_lora_config(source.adapter), adapters.read_adapter_weights(source.adapter)
     base = base_folder(source.base, source.revision)
     base_config = _base_config(base, source)
     checkpoint, text_config = read_checkpoint(base, DequantisedFiles), text_model_config(base_config)
@@ -101,7 +99,14 @@ def merge_adapter(
     del weights
     merge = Merge(plain, adapter, checkpoint.weights, rounding)
     part_of = {key: part for part in merge.parts for key in part.outputs}
-    split = _shards(part_of, checkpoint, size)
+    # In the order of the checkpoint; weights that are no longer tied come last.
+    places = {key: place for place, key in enumerate(checkpoint.weights)}
+    keys = sorted(part_of, key=lambda key: places.get(key, len(places)))
+    # Not views, which would count with the size of the whole.
+    outputs = {key: torch.empty_like(part_of[key].outputs[key]) for key in keys}
+    largest = max(sum(outputs[key].nbytes for key in own if key in outputs) for own in checkpoint.files.values())
+    with doing("reading --max-shard-size"):
+        split = split_torch_state_dict_into_shards(outputs, max_shard_size=max_shard_size or largest)
     shards = split.filename_to_tensors
     begin(to, _identity(source, base, checkpoint, shards))
     resumed = 0
@@ -144,16 +149,6 @@ def _base_config(base: Path, source: MergeSource) -> Any:
     return found
 
 
-def _shards(part_of: Mapping[str, Part], checkpoint: WeightFiles, max_size: int | None) -> StateDictSplit:
-    """The weights of each shard, in the order of the checkpoint; shards are as large as its files, or `max_size`."""
-    places = {key: place for place, key in enumerate(checkpoint.weights)}
-    keys = sorted(part_of, key=lambda key: places.get(key, len(places)))  # the last ones are no longer tied
-    # Not views, which have the size of what they are views of.
-    weights = {key: torch.empty_like(part_of[key].outputs[key]) for key in keys}
-    files = [sum(weights[key].nbytes for key in own if key in weights) for own in checkpoint.files.values()]
-    return split_torch_state_dict_into_shards(weights, max_shard_size=max_size or max(files))
-
-
 def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: dict[str, list[str]]) -> str:
     """Everything that the merged weights depend on; files of the base model by size and time, as they are large."""
     files = {str(path.relative_to(base)): path.resolve().stat() for path in checkpoint.files}
@@ -169,7 +164,7 @@ def _identity(source: MergeSource, base: Path, checkpoint: WeightFiles, shards: 
 
 
 def _merged(
-    merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, Part], keys: list[str]
+    merge: Merge, checkpoint: WeightFiles, part_of: Mapping[str, WeightPart], keys: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """The merged weights `keys`. One part is in memory at a time, with the pages that it is read from."""
     waiting = set(keys)
@@ -195,7 +190,7 @@ def _copy_other_files(base: Path, tokenizer: Path | None, to: Path) -> None:
 
 
 @dataclass(eq=False)
-class Part:
+class WeightPart:
     """Weights that are written together; `outputs` are on the meta device, by their names in the checkpoint."""
 
     groups: list[WeightGroup]
@@ -235,7 +230,7 @@ class Merge:
         self.unties = any(part.copies for part in self.parts)
 
     @torch.no_grad()
-    def compute(self, part: Part, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def compute(self, part: WeightPart, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """The merged weights of a part, by their names in the checkpoint."""
         weights = {key: read(key) for key in part.keys}
         if not self._is_changed(part):
@@ -253,20 +248,20 @@ class Merge:
                 values[name] = values[source].clone()
         return self._reverted(part, values)
 
-    def _base_values(self, part: Part, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _base_values(self, part: WeightPart, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights of the model, by name."""
         values: dict[str, Tensor] = {}
         for group in part.groups:
             values |= convert_weights(self._model, group, weights)
         return values | {name: values[source].clone() for name, source in part.copies.items()}
 
-    def _reverted(self, part: Part, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _reverted(self, part: WeightPart, values: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: values[name] for name in part.copies}
         for group in part.groups:
             found |= revert_weights(self._model, group, values)
         return found
 
-    def _plan(self, part: Part, weights: Mapping[str, Tensor]) -> None:
+    def _plan(self, part: WeightPart, weights: Mapping[str, Tensor]) -> None:
         """Compute the part's outputs on the meta device, which shows whether the conversion can be reverted."""
         part.outputs = own = {key: weights[key] for key in part.keys}
         if not self._is_changed(part):
@@ -281,13 +276,13 @@ class Merge:
                 ", so these weights cannot be merged one shard at a time. Merge with PEFT's merge_and_unload."
             )
 
-    def _is_changed(self, part: Part) -> bool:
+    def _is_changed(self, part: WeightPart) -> bool:
         is_rounded = self._rounding is not None and any(map(self._rounding.covers, part.names))
         return bool(part.layers or part.copies or is_rounded or self._adapter.replaced.keys() & part.names)
 
-    def _joined(self, groups: list[WeightGroup]) -> list[Part]:
+    def _joined(self, groups: list[WeightGroup]) -> list[WeightPart]:
         """Join groups that depend on each other, and add weights that are no longer tied."""
-        parts = [Part([group]) for group in groups]
+        parts = [WeightPart([group]) for group in groups]
         part_of = {name: part for part in parts for name in part.names}
         changed = [names for _, names in self._adapter.layers]
         for name, source in self._adapter.base_ties.items():
@@ -336,7 +331,7 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
 
     Raises ModelError if it was trained on quantised weights: only the config has the settings of the quantisation.
     """
-    config = adapters.read_adapter_config(folder)
+    config = adapters.read_lora_config(folder)
     if _was_quantised(folder):
         raise ModelError(
             f"The adapter in {folder} was trained on quantised weights. Give the config of the run "
@@ -344,10 +339,9 @@ def adapter_in_folder(folder: Path, base: str | None = None) -> MergeSource:
         )
     run = keys_of_base(folder)
     revision = None if base else config.revision or run.get("revision_of_model")
-    base = base or config.base_model_name_or_path
-    if not base:
-        raise ModelError(f"{folder / CONFIG} does not name the base model. Give it with --base-model.")
-    return MergeSource(folder, lasting_name(base), revision, tokenizer=folder, base_config=run.get("base_model_config"))
+    with doing(f"reading the name of the base model in {folder / CONFIG} (or --base-model)"):
+        base = lasting_name(base or config.base_model_name_or_path)
+    return MergeSource(folder, base, revision, tokenizer=folder, base_config=run.get("base_model_config"))
 
 
 def _was_quantised(folder: Path) -> bool:

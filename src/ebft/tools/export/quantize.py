@@ -22,11 +22,11 @@ from ebft.scores import Scores
 from ebft.tools.evaluation.models import ADAPTER_FILE
 from ebft.tools.evaluation.run import has_reference, token_nll
 from ebft.tools.evaluation.task import load_held_out
-from ebft.tools.export.checkpoint import check_free, new_folder, read_checkpoint
+from ebft.tools.export.checkpoint import check_empty, new_folder, read_checkpoint
 
 if TYPE_CHECKING:
-    from ebft.config.base import QuantizationSection
-    from ebft.config.schema import RunConfig
+    from ebft.methods.base_config import QuantizationSection
+    from ebft.run.config.schema import RunConfig
 
 GROUP_SIZE = 32  # weights that share a scale, with int4
 _SMALLER = "Use a smaller power of 2, or weight_dtype: int8 without group_size."
@@ -67,7 +67,7 @@ def quantize_model(
     _check_source(folder)
     refuse_classifier(folder, "ebft quantize, which measures the perplexity of text, does not support it")
     given, to = to, to.resolve()  # the folder of a link is replaced, not the link
-    check_free(to)
+    check_empty(to)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     weights = read_checkpoint(folder).weights.values()
     settings = torchao_settings(wanted, device)

@@ -20,7 +20,7 @@ from ebft.models.pretrained import find_model, pretrained_config, pretrained_tok
 from ebft.models.weight_files import INDEX, WEIGHTS, ShardedReader, read_index
 from ebft.run_files import RECORDS
 from ebft.tools.export.adapter import empty_model
-from ebft.tools.export.checkpoint import check_free, new_folder, parse_size
+from ebft.tools.export.checkpoint import check_empty, new_folder
 
 _TEXTS = (".json", ".jinja", ".model", ".txt", ".md")
 
@@ -41,40 +41,24 @@ def merge_sharded(folder: Path, to: Path | None = None, base: str | None = None,
     `base` names the model whose config and tokenizer are used if the checkpoint of another program has none.
     The whole model must fit in memory. Raises ModelError for folders without parts and for a folder that is in use.
     """
-    limit = parse_size(shard_size)
-    parts = _find_parts(folder)
+    parts = folder if (folder / INDEX).is_file() else folder / WEIGHTS
     checkpoint = parts.parent
     to = (to or checkpoint / "merged").resolve()  # the folder of a link is replaced, not the link
-    check_free(to)
+    check_empty(to)
     described, is_adapter = ((checkpoint / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    if not (described or is_adapter or base):
-        raise ModelError(
-            f"{checkpoint} has neither config.json nor {ADAPTER_CONFIG}. Name the trained model: --base-model MODEL"
-        )
     weights = _read(parts)
     with new_folder(to) as staged:
         if is_adapter:
             save_file(weights, staged / "adapter_model.safetensors", {"format": "pt"})
         else:
             source = str(checkpoint) if described else find_model(str(base), "--base-model")
-            _model(source, weights).save_pretrained(staged, max_shard_size=limit)
+            _model(source, weights).save_pretrained(staged, max_shard_size=shard_size)
             if not described:
                 pretrained_tokenizer(source).save_pretrained(staged)
         for path in sorted(checkpoint.iterdir()):
             if path.is_file() and path.suffix in _TEXTS and not any(map(path.match, RECORDS)):
                 shutil.copy2(path, staged / path.name)
     return Merged(to, len(weights), sum(weight.nbytes for weight in weights.values()), is_adapter)
-
-
-def _find_parts(folder: Path) -> Path:
-    """The folder of the parts of a checkpoint: in `folder`, or `folder` itself."""
-    parts = folder if (folder / INDEX).is_file() else folder / WEIGHTS
-    if not parts.is_dir():
-        raise ModelError(
-            f"{folder} has no folder {WEIGHTS}. Give a checkpoint that FSDP2 has saved in parts, such as a folder "
-            "checkpoint-N of a run; DeepSpeed has put zero_to_fp32.py into its own checkpoints."
-        )
-    return parts
 
 
 def _read(parts: Path) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from ebft.run_files import keys_of_base, read_object, run_of_model
 from ebft.tools.evaluation.models import ADAPTER_FILE, keeps_base, placed
 
 if TYPE_CHECKING:
-    from ebft.config.schema import RunConfig
+    from ebft.run.config.schema import RunConfig
 
 OPTION = "--base-model"
 
@@ -109,8 +109,6 @@ def model_in_folder(name: str, base: str | None = None) -> Loaded:
     is_adapter = (folder / ADAPTER_FILE).is_file()
     of_base = keys_of_base(folder) if is_adapter and base is None else {}
     base = base or (read_adapter_config(folder).base_model_name_or_path if is_adapter else _base_of_model(folder))
-    if is_adapter and not base:
-        raise ModelError(f"{folder / ADAPTER_FILE} does not name the base model. Give it with {OPTION}.")
     has_tokenizer = any(folder.glob("tokenizer*"))
     settings = ModelSettings(
         base_model=base if is_adapter else str(folder),

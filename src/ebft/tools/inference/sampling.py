@@ -63,10 +63,6 @@ class Sampler:
         self.renderer = Renderer(loaded.tokenizer, loaded.template)
         self.positions = positions_of(loaded.tuned)
 
-    def prompt_ids(self, prompt: str | list[Message]) -> list[int]:
-        """Ids of a prompt. Raises DataError if it cannot be rendered."""
-        return self.renderer.prompt_ids(prompt)
-
     def reply_ids(
         self, prompt: str | list[Message], base: bool = False, samples: int = 1, streamer: Any = None
     ) -> list[list[int]]:
@@ -75,7 +71,7 @@ class Sampler:
         Raises DataError if the prompt cannot be rendered, or leaves no position for a reply; ModelError if the model
         computes NaN.
         """
-        ids = self.prompt_ids(prompt)
+        ids = self.renderer.prompt_ids(prompt)
         with self.loaded.model(base) as model, torch.no_grad():
             causal_lm = unwrap_adapter(model)
             ends = sorted(end_token_ids(model, self.renderer.end_ids()))
@@ -156,7 +152,13 @@ class Scorer:
     def __call__(self, prompt: str | list[Message], reference: str, base: bool = False) -> ScoredReplies:
         """Sample replies to a prompt and score them against a reference text; see `Sampler.reply_ids`."""
         n = self._samples
-        self._check_length(prompt, reference)
+        row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
+        length, positions = len(row.prompt_ids) + len(row.reference_ids), self._sampler.positions
+        if positions is not None and length > positions:
+            raise DataError(
+                f"The prompt and the reference have {length} tokens, but the model has {positions} positions. Use "
+                "shorter ones."
+            )
         ids = self._sampler.reply_ids(prompt, base, n)
         rewards = self.reward([prompt] * n, completion_ids=ids, ground_truth=[reference] * n)
         match = self.reward.last
@@ -168,19 +170,6 @@ class Scorer:
             match.diversity.flatten().tolist(),
             match.cfm.item(),
         )
-
-    def _check_length(self, prompt: str | list[Message], reference: str) -> None:
-        """Raise DataError if the feature network has fewer positions than the prompt and the reference have tokens."""
-        positions = self._sampler.positions
-        if positions is None:
-            return
-        row = self.reward.renderer.of_row({"prompt": prompt, "ground_truth": reference})
-        length = len(row.prompt_ids) + len(row.reference_ids)
-        if length > positions:
-            raise DataError(
-                f"The prompt and the reference have {length} tokens, but the model has {positions} positions. Use "
-                "shorter ones."
-            )
 
 
 COMMANDS = {
@@ -203,11 +192,7 @@ class _Printed(TextStreamer):
 
 
 class Session:
-    """A conversation, or single completions where `chats` is false, with a trained model or its base model.
-
-    With `compare`, both answer, each with its own conversation. With `scorer` and `reference`, the rewards of samples
-    are shown instead of a single reply. Ctrl-C stops a reply, and at the prompt it ends the session.
-    """
+    """A conversation (`chats`) or completions, of a trained model, its base or both; rewards with a `scorer`."""
 
     def __init__(
         self,

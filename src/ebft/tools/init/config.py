@@ -12,10 +12,8 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM
 
 from ebft.catalog import locate, looks_local
-from ebft.config.checks.resolve import SCHEDULES_WITHOUT_WARMUP
 from ebft.config.keys.data import DatasetEntry
 from ebft.config.load import apply_overrides, read_values
-from ebft.config.schema import RunConfig
 from ebft.data.file_formats import files_by_split
 from ebft.data.repositories import repository_of
 from ebft.data.sources import is_url, read_source, saved_parts, saved_to_disk
@@ -26,17 +24,14 @@ from ebft.models.load import load_model_config
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.attention import HINT
 from ebft.prefix.forward import check_supported
+from ebft.run.config.resolve import SCHEDULES_WITHOUT_WARMUP
+from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
-from ebft.tools.init.fit import WINDOW, Draft, Source, fit, run_length, windows
+from ebft.tools.init.fit import WINDOW, Draft, GivenDataset, fit_to_memory, run_length, windows
 from ebft.tools.init.shapes import RAW_TEXT, Shape, shape_of, shape_of_type
 
-# Where the example of a method has another name than the method.
-_EXAMPLES = {
-    "sft": "sft_chat",
-    "ebft": "paper_lora",
-    "ebft-structured": "structured_chat",
-    "grpo": "grpo_verifier",
-}
+# Examples with another name than their method.
+_EXAMPLES = {"sft": "sft_chat", "ebft": "paper_lora", "ebft-structured": "structured_chat", "grpo": "grpo_verifier"}
 # Keys of an example that depend on its data, model or length of training.
 _OF_THE_EXAMPLE = {
     *("base_model", "datasets", "val_set_size", "sequence_len", "sample_packing", "chat_template", "special_tokens"),
@@ -46,10 +41,10 @@ _OF_THE_EXAMPLE = {
 }
 # Methods whose examples are for long runs of large models, and the rate of others; docs/choosing.md has the ranges.
 _LOW_RATES = ("ebft", "ebft-structured", "grpo", "gdpo", "sdft")
-_OF_ADAPTERS = 1e-4, "that of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
+_OF_ADAPTERS = 1e-4, "the rate of SFT with adapters; 5e-6 to 1e-5 for long runs of models from 1B"
 # Proposed keys that others replace, if those are given.
 _HELD_OUT_SPLITS = ("validation", "test")
-_FEWEST = 20  # rows, of which a tenth is held out
+_FEWEST = 20  # rows; a tenth is held out
 _MOST_HELD_OUT = 128
 
 Choose = Callable[[dict[str, Method], str], str]
@@ -60,19 +55,17 @@ def draft(
 ) -> Draft:
     """The settings for training `model` on `data` (files, folders, Hub ids), with `overrides` (`key=value`).
 
-    `method` is one of `named_methods`; None: what `choose` returns, given the methods that fit and the first of them,
+    `method` is one of `named_methods`; None: what `choose` returns, given the methods that fit and the first one,
     or else that one. Raises DataError for rows of no known shape, ModelError for a model that does not exist, and
     ConfigError for a method that does not fit the rows.
     """
     if method is not None:
-        named(method)  # raises
+        method_named(method)  # raises
     given: dict[str, Any] = {"datasets": [{} for _ in data]}
     apply_overrides(given, overrides)
     tokenizer, model_config, missing = _model(model)
     template = None if tokenizer is None else tokenizer.chat_template
-    sources = [_source(path, given, number) for number, path in enumerate(data)]
-    shapes = [_shape(source, template) for source in sources]
-    fitting = _fitting(shapes, data)
+    sources, shapes, fitting = _read(data, given, template)
     refused = _refused(fitting, model_config)
     note = f"Not {', '.join(refused)}: {next(iter(refused.values()))}" if refused and method is None else None
     method = _method(method, fitting, refused, shapes, choose)
@@ -88,7 +81,10 @@ def draft(
                 f"{model} has no chat template, and ChatML has no format for the tools of these chats. Use a model "
                 "whose template has one, such as an instruct model, or set chat_template to the text of one."
             )
-        _add_chat_template(found, tokenizer)
+        found.set("chat_template", "chatml", "the tokenizer has no chat template")
+        end = "<|im_end|>"
+        if end in tokenizer.get_vocab() and tokenizer.eos_token != end:
+            found.set("special_tokens", {"eos_token": end}, "the end of a turn, where answers stop")
     _hold_out(found, given, sources)
     is_text = all(shape.is_text for shape in shapes)
     count = windows(sources) if is_text else sum(len(source.rows) for source in sources)
@@ -100,12 +96,37 @@ def draft(
     apply_overrides(found.values, overrides)
     for key in given.keys() - {"datasets"}:
         found.comments.pop(key, None)
-    fit(found, given, sources, is_text, tokenizer, model_config)
+    fit_to_memory(found, given, sources, is_text, tokenizer, model_config)
     found.notes += run_length(found.values, count)
     return found
 
 
-def named(method: str) -> Method:
+def _read(
+    data: Sequence[str], given: dict[str, Any], template: str | None
+) -> tuple[list[GivenDataset], list[Shape], dict[str, Method]]:
+    """The datasets, the shapes of their rows, and the methods that train on all rows. Raises DataError."""
+    sources, shapes = [], []
+    for number, path in enumerate(data):
+        entries = given["datasets"]
+        own = entries[number] if isinstance(entries, list) and number < len(entries) else None
+        entry: dict[str, Any] = {"path": path, **(own if isinstance(own, dict) else {})}
+        with doing(f"reading datasets.{number} ({path})"):
+            parsed = DatasetEntry.model_validate({"type": "completion", **entry})
+        rows = read_source(parsed)
+        sources.append(GivenDataset(entry, rows, None if "split" in entry else _held_out_split(parsed)))
+        given_type = {key: entry[key] for key in entry.keys() & {"type"}}
+        shapes.append(shape_of_type(given_type) if given_type else shape_of(rows, entry["path"], template))
+    fits = lambda method, shape: method.rows in shape.entries and (shape.has_references or not method.needs_reference)
+    fitting = {
+        name: method_named(name) for name in named_methods() if all(fits(method_named(name), shape) for shape in shapes)
+    }
+    if not fitting:
+        words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
+        raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
+    return sources, shapes, fitting
+
+
+def method_named(method: str) -> Method:
     """The method of this name. Raises ConfigError for an unknown one."""
     keys = named_methods()
     if method not in keys:
@@ -120,18 +141,8 @@ def _selection(keys: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"ebft": ebft.model_copy(update=keys.get("ebft", {}))})
 
 
-def _given_entry(given: dict[str, Any], number: int) -> dict[str, Any]:
-    """The keys of entry `number` of `datasets` that overrides set."""
-    entries = given.get("datasets")
-    found = entries[number] if isinstance(entries, list) and number < len(entries) else None
-    return found if isinstance(found, dict) else {}
-
-
 def _model(name: str) -> tuple[Any, Any, str | None]:
-    """The tokenizer and the configuration of a model, or None and a note for one that is on the Hub only.
-
-    Raises ModelError if there is no such model.
-    """
+    """Tokenizer and configuration of a model, or None and a note for one on the Hub only. Raises ModelError."""
     config = RunConfig.from_dict({"base_model": name, "datasets": [{"path": "-", "type": "completion"}]})
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -140,14 +151,6 @@ def _model(name: str) -> tuple[Any, Any, str | None]:
         if looks_local(name) or "/" not in name or "there is no such" in str(error) or Path(name).exists():
             raise
         return None, None, f"{name} cannot be read here, so lengths and memory are estimates ({error})"
-
-
-def _source(path: str, given: dict[str, Any], number: int) -> Source:
-    """Read the training split of dataset `number`, and find the split to evaluate on."""
-    entry: dict[str, Any] = {"path": path, **_given_entry(given, number)}
-    with doing(f"reading datasets.{number} ({path})"):
-        parsed = DatasetEntry.model_validate({"type": "completion", **entry})
-    return Source(entry, read_source(parsed), None if "split" in entry else _held_out_split(parsed))
 
 
 def _held_out_split(entry: DatasetEntry) -> str | None:
@@ -163,23 +166,8 @@ def _held_out_split(entry: DatasetEntry) -> str | None:
     return next((split for split in _HELD_OUT_SPLITS if split in splits and split != entry.split), None)
 
 
-def _shape(source: Source, template: str | None) -> Shape:
-    if "type" in source.entry:
-        return shape_of_type({"type": source.entry["type"]})
-    return shape_of(source.rows, source.entry["path"], template)
-
-
-def _fitting(shapes: list[Shape], data: Sequence[str]) -> dict[str, Method]:
-    """The methods that can train on all rows. Raises DataError if there are none."""
-    fitting = {name: named(name) for name in named_methods() if all(_fits(named(name), shape) for shape in shapes)}
-    if not fitting:
-        words = "; ".join(f"{path}: {shape.words}" for path, shape in zip(data, shapes))
-        raise DataError(f"No method trains on all of these rows ({words}). Write one config for each kind of rows.")
-    return fitting
-
-
 def _refused(fitting: dict[str, Method], model_config: Any) -> dict[str, str]:
-    """Those of the methods that do not train models of this architecture, with the reason."""
+    """The methods that do not train models of this architecture, with the reason."""
     names = [name for name, method in fitting.items() if method.samples_blocks]
     if model_config is None or not names:
         return {}
@@ -194,11 +182,7 @@ def _refused(fitting: dict[str, Method], model_config: Any) -> dict[str, str]:
 
 
 def _method(
-    wanted: str | None,
-    fitting: dict[str, Method],
-    refused: dict[str, str],
-    shapes: list[Shape],
-    choose: Choose | None,
+    wanted: str | None, fitting: dict[str, Method], refused: dict[str, str], shapes: list[Shape], choose: Choose | None
 ) -> str:
     """The method to use: the one that is wanted, if it can train on all rows and trains the model."""
     fitting = {name: method for name, method in fitting.items() if name not in refused}
@@ -207,16 +191,12 @@ def _method(
     if wanted is None:
         first = next(iter(fitting))
         wanted = first if choose is None or len(fitting) == 1 else choose(fitting, first)
-    if named(wanted) not in fitting.values():
+    if method_named(wanted) not in fitting.values():
         words = "; ".join(dict.fromkeys(shape.words for shape in shapes))
         raise ConfigError(
             f"--method {wanted} does not train on these rows ({words}). Methods that do: {', '.join(fitting)}."
         )
     return wanted
-
-
-def _fits(method: Method, shape: Shape) -> bool:
-    return method.rows in shape.entries and (shape.has_references or not method.needs_reference)
 
 
 def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -225,8 +205,11 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
     values = read_values(examples_folder() / f"{name}.yaml")
     found = {key: value for key, value in values.items() if key not in _OF_THE_EXAMPLE}
     for section in ("ebft", "trl"):
+        default = RunConfig.model_fields[section].get_default(call_default_factory=True)
+        always = found.get(section, {}).keys() if section == "trl" else {"n_samples_per_prompt"}
         if section in found:
-            found[section] = _without_defaults(section, found[section])
+            own = found[section].items()
+            found[section] = {key: value for key, value in own if key in always or value != getattr(default, key)}
     for key, value in named_methods()[method].items():
         if value is not None:
             found[key] = {**value, **found.get(key, {})} if isinstance(value, dict) else value
@@ -243,37 +226,22 @@ def _settings_of(method: str, given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _without_defaults(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a section that are not those of its keys; the numbers of completions are always written."""
-    default = RunConfig.model_fields[section].get_default(call_default_factory=True)
-    kept = lambda key: section == "trl" or key == "n_samples_per_prompt"
-    return {key: value for key, value in values.items() if kept(key) or value != getattr(default, key)}
-
-
-def _add_data(found: Draft, method: str, sources: list[Source], shapes: list[Shape]) -> None:
+def _add_data(found: Draft, method: str, sources: list[GivenDataset], shapes: list[Shape]) -> None:
     """The entries of the datasets, as the method reads them, and what they are."""
     found.notes += [
         f"{source.entry['path']}: {len(source.rows):,} rows, {shape.words}" for source, shape in zip(sources, shapes)
     ]
     found.set("datasets", [], "; ".join(found.notes))
-    found.notes.append(f"Method: {method} ({named(method).name})")
-    found.comments |= {"rl": named(method).name, "ebft.mode": ""}
+    found.notes.append(f"Method: {method} ({method_named(method).name})")
+    found.comments |= {"rl": method_named(method).name, "ebft.mode": ""}
     for source, shape in zip(sources, shapes):
-        entry = source.entry | shape.entries[named(method).rows]
+        entry = source.entry | shape.entries[method_named(method).rows]
         if method == "sft" and entry["type"] == RAW_TEXT:
             entry["type"] = "completion"
         found.values["datasets"].append(entry)
 
 
-def _add_chat_template(found: Draft, tokenizer: Any) -> None:
-    """Render chats with ChatML if the model has no template."""
-    found.set("chat_template", "chatml", "the tokenizer has no chat template")
-    end = "<|im_end|>"
-    if end in tokenizer.get_vocab() and tokenizer.eos_token != end:
-        found.set("special_tokens", {"eos_token": end}, "the end of a turn, where answers stop")
-
-
-def _hold_out(found: Draft, given: dict[str, Any], sources: list[Source]) -> None:
+def _hold_out(found: Draft, given: dict[str, Any], sources: list[GivenDataset]) -> None:
     """Evaluation rows, unless they are given: the split of the data for it, or else a part of the training rows."""
     if "test_datasets" in given or "val_set_size" in given:
         return
@@ -332,13 +300,15 @@ def _evaluate_and_save(found: Draft, given: dict[str, Any], many: int) -> None:
     if saves:
         found.set(save, given.get(save) or given.get(evaluation) or many)
     found.set("save_total_limit", 2)
-    if evaluates and saves and len(chosen) < 2 and _saves_evaluated(found.values[evaluation], found.values[save], save):
+    if not (evaluates and saves and len(chosen) < 2):
+        return
+    # The best checkpoint is known if each has an evaluation.
+    few, many = found.values[evaluation], found.values[save]
+    if save == "saves_per_epoch":
+        few, many = many, few
+    if save == "save_strategy":
+        is_evaluated = many in (few, "best")
+    else:
+        is_evaluated = all(isinstance(value, int | float) for value in (few, many)) and many % few == 0
+    if is_evaluated:
         found.set("load_best_model_at_end", True, "keep the checkpoint with the best held-out metric")
-
-
-def _saves_evaluated(evaluation: Any, save: Any, key: str) -> bool:
-    """Whether every checkpoint of a schedule has an evaluation, as the best one needs."""
-    if key == "save_strategy":
-        return save in (evaluation, "best")
-    few, many = (save, evaluation) if key == "saves_per_epoch" else (evaluation, save)
-    return all(isinstance(value, int | float) for value in (few, many)) and many % few == 0

@@ -12,11 +12,11 @@ from typing import Any
 from ruamel.yaml.error import YAMLError
 
 from ebft.config.load import parse_yaml
-from ebft.config.reference import option_groups
-from ebft.config.schema import GROUPS, RunConfig
-from ebft.errors import ConfigError
+from ebft.errors import doing
 from ebft.files import write_text
 from ebft.run.checks import check_runnable
+from ebft.run.config.reference import option_groups
+from ebft.run.config.schema import GROUPS, RunConfig
 from ebft.tools.init.fit import Draft
 
 _WIDTH = 118
@@ -35,7 +35,8 @@ def written_by(command: Sequence[str]) -> str:
 def render(draft: Draft, command: Sequence[str]) -> str:
     """The draft as commented YAML, which is checked as `ebft config --check` does. Raises ConfigError."""
     described = {option.key: option.description for options in option_groups().values() for option in options}
-    comments = {key: _sentence(text) for key, text in described.items()} | draft.comments
+    first = {key: text.replace("`", "").partition(". ")[0].rstrip(".") for key, text in described.items()}
+    comments = first | draft.comments
     comments |= {
         key: "" for key in ("base_model", "datasets.N.path", "test_datasets.N.path") if key not in draft.comments
     }
@@ -56,22 +57,15 @@ def _heading(command: Sequence[str]) -> str:
 
 
 def _in_one_line(text: str) -> str:
-    """Text of a comment: a line break in it, such as that of a path, would end the comment."""
+    """Text of a comment: a line break in it, such as in a path, would end the comment."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def write(path: Path, text: str) -> None:
-    """Write the file. Raises ConfigError if it cannot be written."""
-    try:
+    """Write the file."""
+    with doing(f"writing {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}). Choose another file.") from error
-
-
-def _sentence(description: str) -> str:
-    """The first sentence of the description of a key, as a comment."""
-    return description.replace("`", "").partition(". ")[0].rstrip(".")
 
 
 def _mapping(values: dict[str, Any], comments: dict[str, str], indent: str, path: str = "") -> Iterator[str]:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from ebft.config.schema import RunConfig
 from ebft.errors import shortened
 from ebft.machine import available_memory, gib
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import this_machine
 from ebft.tools.doctor.memory import changed, changes, needs
 from ebft.tools.doctor.rows import LongestRows, PromptLength, longest_rows, row_lengths
@@ -51,7 +51,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Source:
+class GivenDataset:
     """A dataset that was given: its entry, its rows, and the split of the same source to evaluate on, if any."""
 
     entry: dict[str, Any]
@@ -60,7 +60,7 @@ class Source:
 
 
 def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
-    """A note of about how many steps the run has, for a number of rows of which some are held out."""
+    """A note about the number of steps of the run, from the number of rows, with the held-out ones."""
     with warnings.catch_warnings(action="ignore"):
         config = RunConfig.from_dict(copy.deepcopy(values))
     if config.max_steps is None:
@@ -69,8 +69,8 @@ def run_length(values: dict[str, Any], count: int) -> Iterator[str]:
         yield f"Steps: about {steps:,}. `ebft doctor` measures one, and says how long the run takes"
 
 
-def windows(sources: list[Source]) -> int:
-    """About how many windows the texts are cut into, from a sample of them."""
+def windows(sources: list[GivenDataset]) -> int:
+    """About how many windows the texts are cut into, from a sample."""
     found = 0
     for source in sources:
         step = max(1, len(source.rows) // _SAMPLE)
@@ -79,19 +79,23 @@ def windows(sources: list[Source]) -> int:
     return found
 
 
-def fit(
-    found: Draft, given: dict[str, Any], sources: list[Source], is_text: bool, tokenizer: Any, model_config: Any
+def fit_to_memory(
+    found: Draft, given: dict[str, Any], sources: list[GivenDataset], is_text: bool, tokenizer: Any, model_config: Any
 ) -> None:
     """Set the length of rows, and what fits the memory, unless they are given. Raises ConfigError for wrong values."""
     config = RunConfig.from_dict(copy.deepcopy(found.values))
     longest = None if model_config is None else getattr(model_config.get_text_config(), "max_position_embeddings", None)
     limit = min(_LONGEST, longest or _LONGEST)
     if is_text or tokenizer is None:
-        rows, lengths = None, _characters(sources, None if is_text else config)
+        rows, lengths = None, []  # estimated from characters
+        for source in sources:
+            step = max(1, len(source.rows) // _SAMPLE)
+            lengths += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
     else:
         rows, lengths = _sampled(found, sources)
     if "sequence_len" not in given:
-        _set_length(found, [_total(each) for each in lengths], min(limit, WINDOW) if is_text else limit, is_text)
+        total = [one.prompt + one.reference if isinstance(one, PromptLength) else one for one in lengths]
+        _set_length(found, total, min(limit, WINDOW) if is_text else limit, is_text)
     if rows is not None and isinstance(lengths[0], PromptLength):
         _set_completion(found, given, lengths)
     config = RunConfig.from_dict(copy.deepcopy(found.values))
@@ -106,19 +110,6 @@ def fit(
     _fit_memory(found, given, config, model_config, longest_of)
 
 
-def _total(length: int | PromptLength) -> int:
-    return length.prompt + length.reference if isinstance(length, PromptLength) else length
-
-
-def _characters(sources: list[Source], config: RunConfig | None) -> list[int]:
-    """The lengths of rows, estimated from their characters; of texts if `config` is None."""
-    found = []
-    for source in sources:
-        step = max(1, len(source.rows) // _SAMPLE)
-        found += [_count(row) // _CHARACTERS for row in source.rows.select(range(0, len(source.rows), step))]
-    return found
-
-
 def _count(value: Any) -> int:
     """The characters of all texts in a value."""
     if isinstance(value, str):
@@ -127,7 +118,7 @@ def _count(value: Any) -> int:
     return sum(map(_count, parts))
 
 
-def _sampled(found: Draft, sources: list[Source]) -> tuple[Dataset, list[int] | list[PromptLength]]:
+def _sampled(found: Draft, sources: list[GivenDataset]) -> tuple[Dataset, list[int] | list[PromptLength]]:
     """Rows of a sample of the data as the method reads them, and their lengths. Raises DataError for unusable rows."""
     values = copy.deepcopy(found.values) | {"sequence_len": _UNLIMITED, "val_set_size": 0, "test_datasets": []}
     for key in _OF_EVALUATIONS:
@@ -160,7 +151,7 @@ def _set_length(found: Draft, lengths: list[int], limit: int, is_text: bool) -> 
 
 
 def _set_completion(found: Draft, given: dict[str, Any], lengths: Sequence[Any]) -> None:
-    """The longest completion to sample: that of 95 of 100 references."""
+    """The longest completion to sample: 95 of 100 references are not longer."""
     if "max_completion_length" in (given.get("trl") or {}):
         return
     ordered = sorted(max(reference for _, reference in each.turns) for each in lengths)

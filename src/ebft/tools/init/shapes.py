@@ -44,22 +44,27 @@ class Shape(NamedTuple):
         """Whether rows are texts without prompts, which are cut into windows."""
         return any(entry.get("type") == RAW_TEXT for entry in self.entries.values())
 
-    def without(self, columns: list[str]) -> Shape:
-        """The same, which also says that these columns are not read."""
-        return self._replace(words=f"{self.words}; not read: {shortened(', '.join(columns))}")
-
 
 def shape_of(rows: Dataset, source: str, chat_template: str | None) -> Shape:
     """The shape of the rows of `source`, for a model with this chat template.
 
     Raises DataError with the columns and what is needed if it is not recognised.
     """
-    columns = _columns(rows)
+    columns: dict[str, Any] = dict.fromkeys(rows.column_names)  # with the first value of each that is there
+    for row in rows.select(range(min(_LOOKED_AT, len(rows)))):
+        columns |= {name: value for name, value in row.items() if columns[name] in (None, "", []) and value is not None}
     found = next(_found(columns, chat_template), None)
     if found is not None:
         left = [name for name in columns if name not in found.reads] if found.reads else []
-        return found.without(left) if left else found
-    seen = ", ".join(f"{name} ({_kind(value)})" for name, value in columns.items())
+        more = f"; not read: {shortened(', '.join(left))}" if left else ""
+        return found._replace(words=f"{found.words}{more}")
+    names = {bool: "true or false", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
+    names |= {type(None): "empty"}
+    kinds = {
+        name: "messages" if _messages(value) else names.get(type(value), type(value).__name__)
+        for name, value in columns.items()
+    }
+    seen = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
     names = " or ".join(f"{prompt}/{completion}" for prompt, completion in PAIRS[:4])
     raise DataError(
         f"{source}: the columns {shortened(seen)} are of no known shape. Needed are: text; a prompt and a completion "
@@ -79,30 +84,9 @@ def shape_of_type(entry: dict[str, Any]) -> Shape:
     name = built_in(kind)
     kinds: Iterable[Rows] = ("tokens", "prompts") if name is None else TRANSFORMS[name].rows
     twins = [other for other in ("tokens", "prompts") if name and equivalent_transform(name, other) is not None]
-    is_chat = name is not None and TRANSFORMS[name].format in (
-        "chat",
-        "pairs",
-        "instructions",
-        "nemo_gym",
-        "replies",
-        "chats",
-    )
+    formats = ("chat", "pairs", "instructions", "nemo_gym", "replies", "chats")
+    is_chat = name is not None and TRANSFORMS[name].format in formats
     return Shape(f"read as type: {kind}", dict.fromkeys((*kinds, *twins), entry), is_chat)
-
-
-def _columns(rows: Dataset) -> dict[str, Any]:
-    """The columns with the first value of each that is there."""
-    found: dict[str, Any] = dict.fromkeys(rows.column_names)
-    for row in rows.select(range(min(_LOOKED_AT, len(rows)))):
-        found |= {name: value for name, value in row.items() if found[name] in (None, "", []) and value is not None}
-    return found
-
-
-def _kind(value: Any) -> str:
-    if _messages(value):
-        return "messages"
-    names = {bool: "true or false", int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
-    return names.get(type(value), "empty" if value is None else type(value).__name__)
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
@@ -119,17 +103,17 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 def _found(columns: dict[str, Any], template: str | None) -> Iterator[Shape]:
     """The shapes that the columns may have, the most specific first."""
     texts = [name for name, value in columns.items() if isinstance(value, str) and not _messages(value)]
-    yield from _steps(columns)
+    if isinstance(columns.get("completions"), list) and isinstance(columns.get("labels"), list) and "prompt" in columns:
+        yield Shape("prompts with labelled steps", {"steps": {"type": "stepwise_supervised"}})
     yield from _compared(columns, texts, template)
     yield from _labelled(columns, texts, template)
     yield from _chats(columns)
     yield from _pairs(texts, template)
-    yield from _raw(columns, texts)
-
-
-def _steps(columns: dict[str, Any]) -> Iterator[Shape]:
-    if isinstance(columns.get("completions"), list) and isinstance(columns.get("labels"), list) and "prompt" in columns:
-        yield Shape("prompts with labelled steps", {"steps": {"type": "stepwise_supervised"}})
+    name = _first(_TEXTS, texts) or (texts[0] if len(texts) == 1 else None)
+    if name is not None:
+        is_found = name in _TEXTS[:2] and _first(_TEXTS, list(columns)) == name and "answer" not in columns
+        entry = {"type": RAW_TEXT, **({} if is_found else {"field": name})}
+        yield Shape(f"texts ({name})", {"tokens": entry}, reads=(name,))
 
 
 def _compared(columns: dict[str, Any], texts: list[str], template: str | None) -> Iterator[Shape]:
@@ -237,19 +221,11 @@ def _pairs(texts: list[str], template: str | None) -> Iterator[Shape]:
     yield Shape(f"prompts and completions ({', '.join(names)})", entries, reads=reads)
 
 
-def _raw(columns: dict[str, Any], texts: list[str]) -> Iterator[Shape]:
-    name = _first(_TEXTS, texts) or (texts[0] if len(texts) == 1 else None)
-    if name is not None:
-        is_found = name in _TEXTS[:2] and _first(_TEXTS, list(columns)) == name and "answer" not in columns
-        entry = {"type": RAW_TEXT, **({} if is_found else {"field": name})}
-        yield Shape(f"texts ({name})", {"tokens": entry}, reads=(name,))
-
-
 def _first(names: Iterable[str], among: list[str]) -> str | None:
     return next((name for name in names if name in among), None)
 
 
 def _style(template: str | None) -> str | None:
-    """The format of preference data whose marks are those of a chat template."""
+    """The format of preference data with the marks of a chat template."""
     marks = {name: style.header.partition("{}")[0] for name, style in STYLES.items()}
     return next((name for name, mark in marks.items() if template and mark in template), None)

@@ -19,13 +19,13 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any, NoReturn
 
 from ebft import processes
-from ebft.errors import ConfigError, LaunchError, cause
+from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.tools.launch.plan import ACCELERATE, PORT, RAY, Plan
 
@@ -52,7 +52,7 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
         folder = Path(created)
         command = processes.typed_command(["ebft", *words, *plan.options.words()])
         (folder / processes.COMMAND).write_text(json.dumps(command), encoding="utf-8")
-        variables = environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
+        variables = launcher_environment(plan) | {processes.FOLDER: created, processes.PARENT: str(os.getpid())}
         os.environ |= variables  # new processes get them, too
         logging.disable(logging.ERROR)  # of launchers: the processes report their errors, and this command the rest
         try:
@@ -66,19 +66,13 @@ def launch(plan: Plan, words: Sequence[str]) -> int:
 
 
 def _own_store(plan: Plan, parsed: Namespace) -> Any:
-    """The store at which processes of one machine find each other; launchers open theirs on all addresses.
-
-    The launcher, which runs in this process, finds the store by its port. accelerate refuses a port that is open on
-    127.0.0.1.
-    """
+    """The store at which processes of one machine meet, by its port; launchers open theirs on all addresses."""
     if plan.options.machines > 1 or sys.platform != "linux":  # others have no second address
         return None
     from torch.distributed import TCPStore
 
-    try:
+    with doing("opening --main-process-port"):
         listening = socket.create_server((_OWN, plan.options.main_process_port or 0))
-    except OSError as error:
-        raise LaunchError(f"The processes cannot be started: --main-process-port: {cause(error)}") from error
     port = listening.getsockname()[1]
     parsed.rdzv_backend, parsed.standalone, parsed.master_addr = "static", False, _OWN
     parsed.master_port = parsed.main_process_port = port
@@ -86,29 +80,37 @@ def _own_store(plan: Plan, parsed: Namespace) -> Any:
     return TCPStore(_OWN, port, is_master=True, master_listen_fd=listening.detach(), **options)
 
 
-def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
-    """Run the launcher in a thread, and send what is in `received` to its processes; returns its exception, if any."""
-    ended: list[BaseException] = []
+def in_thread(start: Callable[[], Any], look: Callable[[], None]) -> Any:
+    """What `start` returns or raises in a thread, in which libraries handle no signals; `look` is called often."""
+    ended: list[Any] = []
 
     def run() -> None:
         try:
-            start()
+            ended.append(start())
         except BaseException as error:
             ended.append(error)
 
     thread = threading.Thread(target=run, name="launcher", daemon=True)
     thread.start()
-    sent: dict[int, int] = {}
-    first_signal = None
     while thread.is_alive():
         thread.join(_POLL)
-        if not received:
-            continue
-        first_signal = first_signal or time.monotonic()
-        _forward(received, folder, sent)
-        if not sent and time.monotonic() - first_signal > _STARTUP:  # for example, it still waits for other machines
-            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-    return ended[0] if ended else None
+        look()
+    return ended[0]
+
+
+def _run(start: Callable[[], None], folder: Path, received: list[int]) -> BaseException | None:
+    """Run the launcher in a thread, and send what is in `received` to its processes; returns its exception, if any."""
+    sent: dict[int, int] = {}
+    arrived: list[float] = []
+
+    def look() -> None:
+        if received:
+            arrived.append(time.monotonic())
+            _forward(received, folder, sent)
+            if not sent and arrived[-1] - arrived[0] > _STARTUP:  # for example, it still waits for other machines
+                raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+
+    return in_thread(start, look)
 
 
 def _forward(received: list[int], folder: Path, sent: dict[int, int]) -> None:
@@ -137,7 +139,11 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
 
         if not isinstance(error, ChildFailedError):
             raise LaunchError(f"The processes cannot be started: {cause(error)}") from error
-        rank, code = _first_failure(error.failures, folder)
+        # Others fail because of a process that was killed, and the launcher stops or, later, kills them.
+        latest = min(failure.timestamp for failure in error.failures.values()) + _SAME_TIME
+        was_killed = lambda one: one.exitcode < 0 and -one.exitcode not in processes.SIGNALS and one.timestamp <= latest
+        rank, first = max(error.failures.items(), key=lambda item: (was_killed(item[1]), item[1].exitcode > 0))
+        code = first.exitcode
         who = f"The process of rank {rank}"
     if code < 0 and was_signalled and -code in (*processes.SIGNALS, signal.SIGKILL):
         return 128 - code
@@ -145,30 +151,14 @@ def _status(error: BaseException | None, folder: Path, was_signalled: bool) -> i
         reason = ", for example because memory ran out" if -code == signal.SIGKILL else ""
         raise LaunchError(f"{who} was killed by {signal.Signals(-code).name}{reason}.", status=128 - code)
     if (folder / processes.UNEXPECTED).exists():
-        say(f"\n{who} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}", err=True)
+        rank = (folder / processes.FAILED).read_text()
+        say(
+            f"\nThe process of rank {rank} failed:\n{(folder / processes.UNEXPECTED).read_text(encoding='utf-8')}",
+            err=True,
+        )
     elif not (folder / processes.FAILED).exists() and code not in _INTERRUPTED:
         raise LaunchError(f"{who} ended with exit status {code}.", status=code)
     return code
-
-
-def _first_failure(failures: Mapping[int, Any], folder: Path) -> tuple[int, int]:
-    """The rank and exit status that the others follow from: of a killed process, or else the first that has reported.
-
-    The launcher stops all processes when one ends, also the first that reported, if another ended before it: then the
-    other one has the status, since it failed for the same reason.
-    """
-    earliest = min(failure.timestamp for failure in failures.values())
-    for rank, failure in failures.items():
-        ends_itself = failure.exitcode >= 0 or -failure.exitcode in processes.SIGNALS
-        if not ends_itself and failure.timestamp <= earliest + _SAME_TIME:  # later ones are killed by the launcher
-            return rank, failure.exitcode
-    with contextlib.suppress(OSError, ValueError):
-        rank = int((folder / processes.FAILED).read_text())
-        if rank in failures:
-            ended = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
-            return rank, ended[0] if ended and failures[rank].exitcode < 0 else failures[rank].exitcode
-    rank, failure = max(failures.items(), key=lambda item: item[1].exitcode > 0)  # one that was not stopped, if any
-    return rank, failure.exitcode
 
 
 NEUTRAL = Path(__file__).with_name("accelerate.yaml")
@@ -176,7 +166,7 @@ THREADS = "OMP_NUM_THREADS"
 MODULES = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}
 PROGRAM = "ebft"  # the module that each process runs
 _LOCAL = "127.0.0.1"
-_OWN = "127.0.0.2"
+_OWN = "127.0.0.2"  # accelerate refuses a port that is open on 127.0.0.1
 
 
 def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
@@ -185,19 +175,19 @@ def launcher_arguments(plan: Plan, words: Sequence[str]) -> list[str]:
     return [*own, *plan.options.passed_on, "--module", PROGRAM, *words]
 
 
-def environment(plan: Plan) -> dict[str, str]:
+def launcher_environment(plan: Plan) -> dict[str, str]:
     """Variables for the launcher: on CPU, the threads of a process, so that all together use each core once."""
     if plan.gpus or THREADS in os.environ:
         return {}
     return {THREADS: str(max(1, (os.cpu_count() or 1) // plan.per_machine))}
 
 
-def command_line(plan: Plan, words: Sequence[str]) -> str:
+def shell_command(plan: Plan, words: Sequence[str]) -> str:
     """The command for a shell that starts the same processes."""
     if plan.launcher in (None, RAY):
         own = shlex.join([sys.executable, "-m", "ebft", *words])
         return own if plan.launcher is None else f"# {plan.note}\n{own}"  # no other command starts Ray's workers
-    variables = [f"{name}={value}" for name, value in environment(plan).items()]
+    variables = [f"{name}={value}" for name, value in launcher_environment(plan).items()]
     return " ".join(
         [*variables, shlex.join([sys.executable, "-m", MODULES[plan.launcher], *launcher_arguments(plan, words)])]
     )
@@ -230,14 +220,6 @@ def _torchrun(plan: Plan) -> list[str]:
     return [*words, "--standalone", "--local-addr", _LOCAL]  # with a free port
 
 
-# Options of the launchers that `ebft train` sets, or that would replace keys of the config.
-_OURS = {
-    *("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
-    *("mixed_precision", "dynamo_backend", "use_deepspeed", "use_fsdp", "nproc_per_node", "nnodes", "node_rank"),
-    *("master_addr", "master_port", "standalone", "local_addr", "no_python", "run_path", "module"),
-}
-
-
 def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
     """The arguments, read by the launcher's parser. Raises ConfigError if it does not accept them."""
 
@@ -251,16 +233,3 @@ def parsed_arguments(launcher: str, arguments: Sequence[str]) -> Namespace:
     parser = parser_of()
     parser.error, parser.exit = refuse, lambda *_: refuse("it would print its help")
     return parser.parse_args(arguments)
-
-
-def check_passed_on(plan: Plan) -> None:
-    """Raise ConfigError for words after -- that are no options of the plan's launcher, or that `ebft train` sets."""
-    names = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in plan.options.passed_on if word[:1] == "-"}
-    if ours := sorted(names & _OURS):
-        raise ConfigError(
-            f"Options after --: ebft train sets --{ours[0]} of {plan.launcher} itself. Use its own option, before --, "
-            "or the key of the config."
-        )
-    script = parsed_arguments(plan.launcher, launcher_arguments(plan, [])).training_script
-    if script != PROGRAM:
-        raise ConfigError(f"Options after --: {script!r:.100} is not an option of {plan.launcher}. Write it before --.")

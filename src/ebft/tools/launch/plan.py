@@ -2,12 +2,13 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, MissingPackageError
 from ebft.processes import is_launched
+from ebft.run.config.schema import RunConfig
 from ebft.serving.command import server_gpus
 
 ACCELERATE, TORCHRUN, PYTHON = "accelerate", "torchrun", "python"
@@ -19,10 +20,7 @@ _ONE_GPU = re.compile(r"\w+:\d+")  # a feature_device that names one GPU
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """The options of `ebft train`; None is unset. `num_processes` is the number on all machines.
-
-    `passed_on` are the options for the launcher.
-    """
+    """The options of `ebft train`; None is unset. `num_processes` is on all machines, `passed_on` for the launcher."""
 
     launcher: str | None = None
     num_processes: int | None = None
@@ -36,11 +34,6 @@ class LaunchOptions:
     def machines(self) -> int:
         return self.num_machines or 1
 
-    @property
-    def is_given(self) -> bool:
-        """Whether any option is given."""
-        return bool(self.words())
-
     def words(self) -> list[str]:
         """The options as words of a command, with those for the launcher last."""
         named = {f"--{name.replace('_', '-')}": value for name, value in vars(self).items() if name != "passed_on"}
@@ -50,10 +43,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run is started. Without a launcher, it is one process, which is this one.
-
-    `processes` is the number on all machines, `per_machine` on this one; `note` is a line for the user, or empty.
-    """
+    """How a run is started, in this process without a launcher; `processes` on all machines, `note` for the user."""
 
     options: LaunchOptions
     launcher: str | None
@@ -67,48 +57,46 @@ class Plan:
 
 
 def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
-    """Decide how a run is started. Raises ConfigError for options that contradict each other or the machine.
-
-    Without options, a process that a launcher started, or one on a machine without several GPUs, trains itself.
-    """
+    """Decide how a run is started. Raises ConfigError for options that contradict each other or the machine."""
     if config.use_ray:
         return _ray_plan(options, config)
-    _check_machines(options)
-    if is_launched():
-        if options.is_given:
-            raise ConfigError(
-                "This process was started by a launcher (LOCAL_RANK or WORLD_SIZE is set), so the options of a launch "
-                "cannot be used here. Give them to that launcher, or unset these variables."
-            )
-        return Plan(options, None, 1, 0)
-    if options.launcher == PYTHON:
-        if options.words() not in (["--launcher", PYTHON], ["--launcher", PYTHON, "--num-processes", "1"]):
-            raise ConfigError(
-                "--launcher python trains in one process, without a launcher, so the other options of a launch have no "
-                "effect. Remove them, or use --launcher accelerate or torchrun."
-            )
-        return Plan(options, None, 1, 0)
-    gpus = visible_gpus()
+    is_one = is_launched() or options.launcher == PYTHON
+    gpus = 0 if is_one else visible_gpus()
     processes, reason = (options.num_processes, "") if options.num_processes else _automatic(options, config, gpus)
-    if processes % options.machines:
-        raise ConfigError(
-            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
-            f"--num-machines {options.machines}. Use {max(1, processes // options.machines) * options.machines}."
-        )
-    if 0 < gpus < processes // options.machines:
-        raise ConfigError(
-            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * options.machines}. Use fewer, or "
-            "make more GPUs visible (CUDA_VISIBLE_DEVICES)."
-        )
+    if problem := next(_problems(options, processes, gpus), None):
+        raise ConfigError(problem)
+    if is_one:
+        return Plan(options, None, 1, 0)
     if processes == 1 and options.launcher is None:
-        if options.passed_on:
-            raise ConfigError(
-                "The options after -- are for a launcher, but one process runs without one. Set --num-processes or "
-                "--launcher, or remove them."
-            )
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
     return replace(plan, note=_note(plan, reason))
+
+
+def _problems(options: LaunchOptions, processes: int, gpus: int) -> Iterator[str]:
+    machines, rank, given = options.machines, options.machine_rank, options.words()
+    if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
+        yield "--machine-rank and --main-process-ip are for several machines. Set --num-machines."
+    if machines > 1 and not (options.main_process_ip and rank is not None and 0 <= rank < machines):
+        needed = f"--machine-rank, 0 to {machines - 1}, another one on each machine, and --main-process-ip"
+        yield f"--num-machines {machines} requires {needed}, the address of the machine with rank 0."
+    if is_launched() and given:
+        yield (
+            "This process was started by a launcher (LOCAL_RANK or WORLD_SIZE is set), so the options of a launch "
+            "cannot be used here. Give them to that launcher, or unset these variables."
+        )
+    elif options.launcher == PYTHON and given[2:] not in ([], ["--num-processes", "1"]):
+        yield "--launcher python trains in one process, so the other options of a launch have no effect. Remove them."
+    if processes % machines:
+        yield (
+            f"--num-processes {processes} is the number on all machines together, so it must be a multiple of "
+            f"--num-machines {machines}. Use {max(1, processes // machines) * machines}."
+        )
+    if 0 < gpus < processes // machines:
+        yield (
+            f"--num-processes {processes} exceeds the number of visible GPUs, {gpus * machines}. Use fewer, or make "
+            "more GPUs visible (CUDA_VISIBLE_DEVICES)."
+        )
 
 
 def visible_gpus() -> int:
@@ -120,15 +108,11 @@ def visible_gpus() -> int:
 
 def _ray_plan(options: LaunchOptions, config: RunConfig) -> Plan:
     """The plan of a run with use_ray: true."""
-    if is_launched():
+    refused = "This process was started by a launcher" if is_launched() else next(iter(options.words()), "")
+    if refused:
         raise ConfigError(
-            "use_ray: true starts the workers itself, but this process was started by a launcher (LOCAL_RANK or "
-            "WORLD_SIZE is set). Run ebft train without the launcher, or set use_ray: false."
-        )
-    if options.is_given:
-        raise ConfigError(
-            f"use_ray: true starts Ray workers, so {options.words()[0]} cannot be used. Set ray_num_workers and "
-            "resources_per_worker, or use_ray: false."
+            f"use_ray: true starts Ray workers itself, so this cannot be used: {refused}. Set ray_num_workers and "
+            "resources_per_worker and run ebft train without a launcher, or set use_ray: false."
         )
     if not has_ray():
         raise MissingPackageError("use_ray requires the package ray: pip install 'ebft[ray]'")
@@ -175,14 +159,3 @@ def _note(plan: Plan, reason: str) -> str:
         where = ", one per GPU"
     one = "" if options.num_processes or options.launcher else " --launcher python trains in one process."
     return f"Starting {count} with {plan.launcher}{machine}{where}{reason}.{one}"
-
-
-def _check_machines(options: LaunchOptions) -> None:
-    machines, rank = options.machines, options.machine_rank
-    if machines == 1 and (rank or options.main_process_ip):  # rank 0 is the only machine
-        raise ConfigError("--machine-rank and --main-process-ip are for several machines. Set --num-machines.")
-    if machines > 1 and not (options.main_process_ip and rank is not None and 0 <= rank < machines):
-        raise ConfigError(
-            f"--num-machines {machines} requires --machine-rank, 0 to {machines - 1}, another one on each machine, and "
-            "--main-process-ip, the address of the machine with rank 0, the same on every machine."
-        )

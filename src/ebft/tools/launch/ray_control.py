@@ -16,7 +16,7 @@ _WORKER = "ebft.tools.launch.ray_worker"
 
 
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """What all workers of a run are given.
 
     `values`: keys and values of the config; `command`: the words that the user typed; `evaluate`: the command that
@@ -32,7 +32,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: the exit status, what it learned if it is complete, and a message if it was interrupted."""
 
     status: int
@@ -41,7 +41,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """An error of a worker: its message for users, and its traceback."""
 
     rank: int
@@ -53,10 +53,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerAttempt:
-    """A start of the workers: the number of earlier ones, whether an earlier one began to train, and a signal so far.
-
-    `reason` says why the one before it failed.
-    """
+    """A start of the workers, after `earlier` ones, `reason` for the last failure, and a signal so far."""
 
     earlier: int
     has_begun: bool
@@ -69,7 +66,7 @@ class Control:
 
     def __init__(self) -> None:
         self._attempts, self._has_begun = 0, False
-        self._failures: list[Failure] = []
+        self._failures: list[WorkerFailure] = []
         self._signal: int | None = None
         self._signalled = asyncio.Event()
 
@@ -97,11 +94,11 @@ class Control:
         await self._signalled.wait()
         return self._signal
 
-    async def fail(self, failure: Failure) -> None:
+    async def fail(self, failure: WorkerFailure) -> None:
         """Note the failure of a worker."""
         self._failures.append(failure)
 
-    async def failures(self) -> list[Failure]:
+    async def failures(self) -> list[WorkerFailure]:
         """The failures of the last attempt, the earliest first."""
         return sorted(self._failures, key=lambda failure: failure.time)
 
@@ -111,9 +108,9 @@ def set_up_process() -> None:
     logging.getLogger("ray.train").setLevel(logging.ERROR)
 
 
-def train_in_worker(task: Task) -> Outcome:
+def train_in_worker(task: WorkerTask) -> RunOutcome:
     """The training function of Ray Train."""
-    from ebft.tools.cli.console import show_warnings
+    from ebft.tools.console import show_warnings
 
     set_up_process()
     logging.getLogger().setLevel(logging.WARNING)  # Python's default; Ray Train has set INFO, and logs every report

@@ -8,17 +8,17 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError, LaunchError, cause, doing
 from ebft.printed import say
 from ebft.processes import passed_on, received_signals
+from ebft.run.config.schema import RunConfig
+from ebft.tools.launch.agent import in_thread
 from ebft.tools.launch.plan import RAY_ADDRESS, uses_cluster
-from ebft.tools.launch.ray_control import SETUP, Control, Outcome, Task, train_in_worker
+from ebft.tools.launch.ray_control import SETUP, Control, RunOutcome, WorkerTask, train_in_worker
 
 DEBUG = "EBFT_DEBUG"
 FOLDER = "ray"  # in output_dir: what Ray stores about the run
@@ -37,15 +37,14 @@ _LOCAL = {
 }
 _BARS = ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS")
 _OBJECT_STORE = 100 * 2**20  # bytes; nothing but the config passes through it
-_POLL = 0.1  # seconds
 _PROMPT = 30.0  # seconds in which the control actor answers
 _KILLED = 128 + signal.SIGKILL
 
 
 def train_with_ray(
     config: RunConfig, values: dict[str, Any], command: list[str], evaluate: str | None
-) -> tuple[Outcome, Any]:
-    """Train in Ray workers with the config that `values` describe; returns the `Outcome` and the Result of Ray.
+) -> tuple[RunOutcome, Any]:
+    """Train in Ray workers with the config that `values` describe; returns the `RunOutcome` and the Result of Ray.
 
     Raises LaunchError if the workers cannot be started, fail or are killed, KeyboardInterrupt if a signal arrives
     before they have started.
@@ -55,7 +54,7 @@ def train_with_ray(
 
         resources = worker_resources(config, ray.cluster_resources())
         control = ray.remote(num_cpus=0)(Control).remote()
-        task = Task(values, command, evaluate, os.getcwd(), control)
+        task = WorkerTask(values, command, evaluate, os.getcwd(), control)
         trainer = _trainer(config, resources, lambda: train_in_worker(task))
         with received_signals() as received:
             return _fit(trainer, control, received)
@@ -63,10 +62,7 @@ def train_with_ray(
 
 @contextlib.contextmanager
 def connected(config: RunConfig) -> Iterator[None]:
-    """Connect to the cluster at RAY_ADDRESS or start a local Ray, and stop or leave it again.
-
-    A connection that exists already is used, and kept.
-    """
+    """Connect to the cluster at RAY_ADDRESS or start a local Ray, unless there is a connection, and leave it again."""
     variables = dict(_ENVIRONMENT)
     if not uses_cluster():
         # A token of this run alone: otherwise Ray creates one in the home folder, for all clusters.
@@ -82,32 +78,20 @@ def connected(config: RunConfig) -> Iterator[None]:
     where = f"the cluster at {RAY_ADDRESS}={os.environ[RAY_ADDRESS]}" if uses_cluster() else "a local Ray"
     try:
         with doing(f"connecting to {where} (use_ray)"):
-            _connect(config)
+            options: dict[str, Any] = {"address": os.environ.get(RAY_ADDRESS)}
+            if not uses_cluster():
+                each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
+                # The CPUs of the machine, or more, so that any number of processes can be tested.
+                cpus = max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers))
+                options = {"address": "local", "num_cpus": cpus, "object_store_memory": _OBJECT_STORE}
+                options["include_dashboard"] = False
+            ray.init(**options, runtime_env={"worker_process_setup_hook": SETUP}, logging_level="error")
     except SystemExit:  # of Ray's handler of SIGTERM
         raise KeyboardInterrupt("Interrupted before training started; nothing was saved.") from None
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _connect(config: RunConfig) -> None:
-    import ray
-
-    setup = {"worker_process_setup_hook": SETUP}
-    if uses_cluster():
-        ray.init(address=os.environ[RAY_ADDRESS], runtime_env=setup, logging_level="error")
-        return
-    each = 1.0 if config.resources_per_worker is None else config.resources_per_worker.get("CPU", 0.0)
-    ray.init(
-        address="local",
-        # Those of the machine, or more, so that any number of processes can be tested.
-        num_cpus=max(os.cpu_count() or 1, math.ceil(each * config.ray_num_workers)),
-        object_store_memory=_OBJECT_STORE,
-        include_dashboard=False,
-        runtime_env=setup,
-        logging_level="error",
-    )
 
 
 def worker_resources(config: RunConfig, available: dict[str, float]) -> dict[str, float]:
@@ -159,38 +143,26 @@ def _trainer(config: RunConfig, resources: dict[str, float], function: Any) -> A
 
 
 def _fit(trainer: Any, control: Any, received: list[int]) -> Any:
-    """Run the trainer in a thread, in which Ray installs no signal handlers, and pass signals on to the workers."""
-    ended: list[Any] = []
-
-    def run() -> None:
-        try:
-            ended.append(trainer.fit())
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=run, name="ray", daemon=True)
-    thread.start()
-    seen = 0
-    while thread.is_alive():
-        thread.join(_POLL)
-        for number in received[seen:]:
-            _forward(number, control, is_first=seen == 0)
-            seen += 1
-    if isinstance(ended[0], BaseException):
-        _raise(ended[0], control)
-    return ended[0].return_value, ended[0]
-
-
-def _forward(number: int, control: Any, is_first: bool) -> None:
-    """Pass a signal on to the workers. Raises KeyboardInterrupt if there are none yet, or on the second Ctrl-C."""
+    """Run the trainer, and pass signals on to the workers. Raises KeyboardInterrupt if there are no workers yet."""
     import ray
 
-    if is_first:
-        if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
-            raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
-        say("\nStopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately.", err=True)
-    elif number == signal.SIGINT:
-        raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
+    seen: list[int] = []
+
+    def look() -> None:
+        for number in received[len(seen) :]:
+            seen.append(number)
+            if len(seen) == 1:
+                if not ray.get(control.stop.remote(passed_on(number)), timeout=_PROMPT):
+                    raise KeyboardInterrupt("Interrupted before training started; nothing was saved.")
+                text = "Stopping after this step and saving a checkpoint. Press Ctrl-C again to stop immediately."
+                say(f"\n{text}", err=True)
+            elif number == signal.SIGINT:
+                raise KeyboardInterrupt("Stopped immediately; steps after the newest checkpoint are lost.")
+
+    ended = in_thread(trainer.fit, look)
+    if isinstance(ended, BaseException):
+        _raise(ended, control)
+    return ended.return_value, ended
 
 
 def _raise(error: BaseException, control: Any) -> None:

@@ -5,6 +5,7 @@ A mapping of keys to lists is a grid: every combination of one value per key. A 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -23,12 +24,12 @@ from typing import Any
 from rich.table import Column, Table
 
 from ebft.config.load import parse_yaml
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.validation_errors import section_of
 from ebft.errors import ConfigError, doing, prefixed
 from ebft.files import write_text
 from ebft.printed import without_secrets
 from ebft.processes import PARENT, passed_on, received_signals
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run_files import read_object, read_run
 from ebft.tools.dashboard.live import LOWER_IS_BETTER
 from ebft.tools.launch.plan import LaunchOptions
@@ -36,6 +37,7 @@ from ebft.tools.launch.plan import LaunchOptions
 _OWN = ("output_dir", "resume_from_checkpoint", "auto_resume_from_checkpoints")  # set for each run
 MOST_RUNS = 1000  # of a sweep, unless --max-runs is given
 _LONGEST = 120  # characters of a name, which is the name of a folder
+_yaml = functools.partial(json.dumps, ensure_ascii=False)
 _OTHERS = re.compile(r"[^A-Za-z0-9._+-]+")  # characters of values that a name does not contain
 
 
@@ -58,65 +60,52 @@ class SweepRun:
 
     def overrides(self) -> list[str]:
         """The values as overrides of the config."""
-        return [f"{key}={_as_yaml(value)}" for key, value in self.values.items()]
+        return [f"{key}={_yaml(value)}" for key, value in self.values.items()]
 
 
 def read_sweep(path: Path, most: int = MOST_RUNS) -> list[SweepRun]:
     """The runs of a sweep file, in its order. Raises ConfigError if it has none, or more than `most`."""
     with doing(f"reading the sweep file {path}"):
         found = parse_yaml(path.read_text(encoding="utf-8"))
-    entries = [found] if isinstance(found, dict) else found
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries or [None]):
-        raise ConfigError(
-            f"{path}: expected a mapping of keys to lists of values, or a list of mappings, one per run; got "
-            f"{found!r:.60}."
-        )
-    for key, values in (item for entry in entries for item in entry.items()):
-        if str(key).strip() in _OWN:
+        grid = found if isinstance(found, dict) else None
+        entries = [found] if grid else found
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries or [None]):
             raise ConfigError(
-                f"{path}: {key} cannot be swept: each run has a folder in output_dir, and resumes from its own "
-                "checkpoints."
+                f"{path}: expected a mapping of keys to lists of values, or a list of mappings, one per run; got "
+                f"{found!r:.60}."
             )
-        if entries[0] is found and not (isinstance(values, list) and values):
-            raise ConfigError(f"{path}: {key}: expected a list of values, got {values!r:.60}.")
-        for value in values if entries[0] is found else [values]:
-            _check_value(path, key, value)
-    count = math.prod(map(len, found.values())) if entries[0] is found else len(entries)
-    if count > most:  # before the combinations are made
-        raise ConfigError(
-            f"{path} describes {count:,} runs, more than {most:,}. Remove keys or values, or allow them with "
-            f"--max-runs {count}."
-        )
-    if entries[0] is found:
-        entries = [dict(zip(found, values)) for values in itertools.product(*found.values())]
-    names = Counter(map(_name, entries))
-    return [SweepRun(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in entries]
-
-
-def _check_value(path: Path, key: Any, value: Any) -> None:
-    declared = RunConfig.model_fields.get(key)
-    if isinstance(value, dict) and declared is not None and section_of(declared.annotation) is not None:
-        raise ConfigError(
-            f"{path}: {key}: a mapping would replace the whole section. Write its keys with dots: {key}.NAME."
-        )
-    with doing(f"reading {key} of the sweep file {path}"):
-        json.dumps(value)
-
-
-def _as_yaml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+        for key, values in (item for entry in entries for item in entry.items()):
+            section = section_of(getattr(RunConfig.model_fields.get(key), "annotation", None))
+            problem = ""
+            if str(key).strip() in _OWN:
+                problem = (
+                    "it cannot be swept: each run has a folder in output_dir, and resumes from its own checkpoints"
+                )
+            elif grid and not (isinstance(values, list) and values):
+                problem = f"expected a list of values, got {values!r:.60}"
+            elif section is not None and any(isinstance(value, dict) for value in (values if grid else [values])):
+                problem = f"a mapping would replace the whole section. Write its keys with dots: {key}.NAME"
+            if problem:
+                raise ConfigError(f"{path}: {key}: {problem}.")
+        count = math.prod(map(len, grid.values())) if grid else len(entries)
+        if count > most:  # before the combinations are made
+            raise ConfigError(
+                f"{path} describes {count:,} runs, more than {most:,}. Remove keys or values, or allow them with "
+                f"--max-runs {count}."
+            )
+        if grid:
+            entries = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+        names = Counter(map(_name, entries))
+        return [SweepRun(_name(values) + (_mark(values) * (names[_name(values)] > 1)), values) for values in entries]
 
 
 def _name(values: dict[str, Any]) -> str:
-    name = ",".join(f"{key}={_shown(value)}" for key, value in values.items())
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    for key, value in values.items():
+        if not isinstance(value, int | float):
+            texts[key] = _OTHERS.sub("-", texts[key]).strip("-.") or "empty"
+    name = ",".join(f"{key}={text}" for key, text in texts.items())
     return name if len(name) <= _LONGEST else name[:_LONGEST].rstrip(",=") + _mark(values)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    if isinstance(value, int | float):
-        return text
-    return _OTHERS.sub("-", text).strip("-.") or "empty"
 
 
 def _mark(values: dict[str, Any]) -> str:
@@ -136,10 +125,7 @@ _FAILED = 1
 
 
 class Sweep:
-    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`, checked before the first one starts.
-
-    `check` raises an EBFTError if a config cannot be trained with these launch options.
-    """
+    """The runs of `ebft train CONFIG OVERRIDES --sweep FILE`; `check` raises an EBFTError before the first starts."""
 
     def __init__(
         self,
@@ -175,7 +161,7 @@ class Sweep:
     def words(self, run: SweepRun) -> list[str]:
         """The words of the command that trains a run."""
         resumes = "false" if self._has_other_rows(run) or self._has_other_settings(run) else "true"
-        own = [f"output_dir={_as_yaml(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
+        own = [f"output_dir={_yaml(run.output_dir)}", f"auto_resume_from_checkpoints={resumes}"]
         return ["train", str(self.config), *self._overrides(run), *own, *self.options.words()]
 
     def is_finished(self, run: SweepRun) -> bool:
@@ -186,7 +172,7 @@ class Sweep:
         from ebft.run.output import final_step
         from ebft.run.reporting import description
 
-        config = load_config(self.config, [*self._overrides(run), f"output_dir={_as_yaml(run.output_dir)}"])
+        config = load_config(self.config, [*self._overrides(run), f"output_dir={_yaml(run.output_dir)}"])
         now, before = description(config)["config"], found.get("config")
         is_same = isinstance(before, dict) and now | _RESUMING == before | _RESUMING
         return is_same and final_step(Path(run.output_dir)) is not None
@@ -212,10 +198,7 @@ class Sweep:
         return newest is not None and has_other_settings(load_config(self.config, self._overrides(run)), newest)
 
     def train_all(self, say: Callable[[str], None]) -> int:
-        """Train and evaluate all runs, and store the results; returns the exit status.
-
-        It is 0 if every run is finished and evaluated, 1 if not, and 128 + n after signal n, which ends the sweep.
-        """
+        """Train and evaluate all runs; the exit status: 0 if all are complete, 1 if not, 128 + n after signal n."""
         earlier = self._earlier()
         for run in self.runs:
             before = earlier.get(run.name, {})
@@ -228,9 +211,20 @@ class Sweep:
                 if received:
                     break
                 say(f"\n[{place + 1}/{len(self.runs)}] {run.name}")
-                self._train(run, received, say)
+                if self.is_finished(run):
+                    say(f"Already finished in {run.output_dir}.")
+                    run.state, run.exit_status = "finished", 0
+                else:
+                    run.metrics, run.intervals, run.measured = {}, {}, ""
+                    run.exit_status = _command(self.words(run), received)
+                    run.state = "finished" if run.exit_status == 0 else "stopped" if received else "failed"
                 if run.state == "finished" and not run.metrics and not received:
-                    self._evaluate(run, received)
+                    run.measured, output = self._identity(run), Path(run.output_dir) / EVALUATION
+                    output.unlink(missing_ok=True)
+                    words = [*self._measuring(run), "--model", run.output_dir, "--output", str(output)]
+                    if _command(["evaluate", str(self.config), *words], received, quiet=True) == 0:
+                        result = json.loads(output.read_text(encoding="utf-8"))["models"][0]
+                        run.metrics, run.intervals = result["metrics"], result["intervals"]
                 self._save()
         if received:
             return 128 + passed_on(received[0])
@@ -243,28 +237,26 @@ class Sweep:
         others = sorted(name for name in found if name.endswith("pass@1") and name != "alignment_pass@1")
         metrics = [*(name for name in _METRICS if name in found), *others]
         table = Table(*keys, Column("state", no_wrap=True), *metrics, title="Held-out results")
-        best = {name: run for name in metrics if (run := self._best(name)) is not None}
+        best: dict[str, SweepRun] = {}
+        for name in metrics:
+            ranked = sorted((run for run in self.runs if name in run.metrics), key=lambda run: run.metrics[name])
+            if len(ranked) > 1 and name not in _UNRANKED:
+                best[name] = ranked[0] if name in LOWER_IS_BETTER else ranked[-1]
         if best:
             named = "; ".join(f"{name}: {run.name}" for name, run in best.items())
-            table.caption = f"Best run by {named}.\n* best; ~ the interval overlaps with that of the best run"
+            table.caption = f"Best run by {named}.\n* best; ~ the interval overlaps with the interval of the best run"
         for run in self.runs:
             values = [json.dumps(run.values[key]) if key in run.values else "" for key in keys]
             state = run.state if run.state != "failed" else f"failed (exit status {run.exit_status})"
             state += ", not evaluated" if run.state == "finished" and not run.metrics else ""
-            numbers = [
-                f"{run.metrics[name]:.4g}{_rank(run, best.get(name), name)}" if name in run.metrics else ""
-                for name in metrics
-            ]
+            numbers = []
+            for name in metrics:
+                mine, others = run.intervals.get(name), best[name].intervals.get(name) if name in best else None
+                overlaps = mine and others and mine[0] <= others[1] and others[0] <= mine[1]
+                mark = " *" if best.get(name) is run else " ~" if overlaps else ""
+                numbers.append(f"{run.metrics[name]:.4g}{mark}" if name in run.metrics else "")
             table.add_row(*values, state, *numbers)
         return table
-
-    def _best(self, name: str) -> SweepRun | None:
-        """The run with the best value of a metric; None if fewer than two have it, or if it does not rank runs."""
-        found = [run for run in self.runs if name in run.metrics]
-        if len(found) < 2 or name in _UNRANKED:
-            return None
-        sign = -1 if name in LOWER_IS_BETTER else 1
-        return max(found, key=lambda run: sign * run.metrics[name])
 
     def _overrides(self, run: SweepRun) -> list[str]:
         return [*self.overrides, *run.overrides()]
@@ -273,24 +265,6 @@ class Sweep:
         """The overrides for the evaluation of a run: without swept values that would change what is measured."""
         own = [word for word in run.overrides() if word.partition("=")[0].split(".")[0] not in _MEASURE]
         return [*self.overrides, *own]
-
-    def _train(self, run: SweepRun, received: list[int], say: Callable[[str], None]) -> None:
-        if self.is_finished(run):
-            say(f"Already finished in {run.output_dir}.")
-            run.state, run.exit_status = "finished", 0
-            return
-        run.metrics, run.intervals, run.measured = {}, {}, ""
-        run.exit_status = _command(self.words(run), received)
-        run.state = "finished" if run.exit_status == 0 else "stopped" if received else "failed"
-
-    def _evaluate(self, run: SweepRun, received: list[int]) -> None:
-        measuring, output = self._measuring(run), Path(run.output_dir) / EVALUATION
-        run.measured = self._identity(run)
-        options = ["--model", run.output_dir, "--output", str(output)]
-        output.unlink(missing_ok=True)
-        if _command(["evaluate", str(self.config), *measuring, *options], received, quiet=True) == 0:
-            result = json.loads(output.read_text(encoding="utf-8"))["models"][0]
-            run.metrics, run.intervals = result["metrics"], result["intervals"]
 
     def _identity(self, run: SweepRun) -> str:
         return _identity(load_config(self.config, self._measuring(run)), Path(run.output_dir))
@@ -312,20 +286,8 @@ class Sweep:
             write_text(path, json.dumps(without_secrets(content), indent=2) + "\n")
 
 
-def _rank(run: SweepRun, best: SweepRun | None, name: str) -> str:
-    """A star for the best run by a metric, a tilde for those whose interval overlaps with its interval."""
-    if best is None or run is best:
-        return "" if best is None else " *"
-    mine, others = run.intervals.get(name), best.intervals.get(name)
-    overlaps = mine and others and mine[0] <= others[1] and others[0] <= mine[1]
-    return " ~" if overlaps else ""
-
-
 def _identity(config: RunConfig, folder: Path) -> str:
-    """What an evaluation depends on: its settings, the held-out rows, the base model, and the trained model.
-
-    The rows are known by the contents of their files, the models by the sizes and times of their files.
-    """
+    """What an evaluation depends on: settings, held-out rows, files of the base model and of the trained one."""
     from ebft.catalog import lasting_name
     from ebft.data.sources import content_digest  # imports datasets
 

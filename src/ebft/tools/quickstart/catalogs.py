@@ -71,8 +71,11 @@ def messages(text: str) -> Iterator[Message]:
             elif line.startswith(("msgctxt", "msgid", "msgstr")):
                 target, _, line = line.partition(" ")
             if line.startswith('"'):
-                _append(message, target, ast.literal_eval(line))
-        message.default = _default(" ".join(default))
+                text = ast.literal_eval(line)
+                message.english += text if target == "msgid" else ""
+                message.french += text if target == "msgstr" else ""
+        found = re.search(r'Default: "(.*)"', " ".join(default))
+        message.default = found.group(1).replace('\\"', '"') if found else ""
         if message.english:
             yield message
 
@@ -91,7 +94,7 @@ def row_of(message: Message, app: str, catalog: str) -> dict[str, Any] | None:
 
 
 def rows(app: str, catalogs: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Rows of an application's catalogs, those of one English text once."""
+    """Rows of an application's catalogs, each English text once."""
     seen = set()
     for catalog, text in catalogs.items():
         for message in messages(text):
@@ -99,15 +102,3 @@ def rows(app: str, catalogs: dict[str, str]) -> Iterator[dict[str, Any]]:
             if row is not None and row["input"] not in seen:
                 seen.add(row["input"])
                 yield row
-
-
-def _append(message: Message, target: str, text: str) -> None:
-    if target == "msgid":
-        message.english += text
-    elif target == "msgstr":
-        message.french += text
-
-
-def _default(comment: str) -> str:
-    found = re.search(r'Default: "(.*)"', comment)
-    return found.group(1).replace('\\"', '"') if found else ""

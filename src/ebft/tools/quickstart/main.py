@@ -11,41 +11,22 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ebft.config.schema import RunConfig, load_config
 from ebft.config.section import changed_keys
 from ebft.features import FeatureNetwork
 from ebft.models.load import load_base_model, weights_dtype
 from ebft.models.tokenizer import load_tokenizer
 from ebft.prefix.cpu import keep_freed_memory
+from ebft.run.config.schema import RunConfig, load_config
 from ebft.run.training import train
 from ebft.tools.doctor.environment import PACKAGE, output_of
+from ebft.tools.quickstart import measure as measuring
 from ebft.tools.quickstart import smollm2, tiny
-from ebft.tools.quickstart.measure import (
-    changes,
-    choose_prompts,
-    complete,
-    held_out_documents,
-    make_samples,
-    means,
-    measure,
-    save_samples,
-    side_by_side,
-)
-from ebft.tools.quickstart.run import (
-    CONFIGS,
-    Phases,
-    Run,
-    check_output,
-    command_line,
-    console,
-    own_copy,
-    show_command,
-)
+from ebft.tools.quickstart.measure import greedy_completions, mean_changes, means, measure
+from ebft.tools.quickstart.run import CONFIGS, Phases, Run, check_output, command_line, console, own_copy, show_command
 
 TINY = "tiny"
 METHODS = {"ebft": "Energy-based fine-tuning", "sft": "Supervised fine-tuning"}
@@ -63,9 +44,9 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     own_copy(CONFIGS / ("tiny.yaml" if model == TINY else "smollm2.yaml"), output)
     phases = Phases(count=7 if model == TINY else 6)
     if model == TINY:
-        run = tiny.prepare(phases, output, seed, scale)
+        run = tiny.prepare_tiny(phases, output, seed, scale)
     else:
-        run = smollm2.prepare(phases, output, seed, model, scale)
+        run = smollm2.prepare_smollm2(phases, output, seed, model, scale)
     if method == "sft":
         run = replace(run, overrides=[*run.overrides, "rl="])
     config = load_config(run.config_file, run.overrides)
@@ -74,10 +55,10 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
     with phases.phase("before", "Held-out files, before"):
         policy = load_base_model(config, tokenizer)
         network = FeatureNetwork(policy, config.ebft.feature_layers, config.ebft.embed_method)
-        held_out = held_out_documents(config, tokenizer, run.groups)
-        prompts = choose_prompts(held_out.rows, LONGEST)
+        held_out = measuring.held_out_documents(config, tokenizer, run.groups)
+        prompts = measuring.choose_prompts(held_out.rows, LONGEST)
         before = measure(policy, network, held_out)
-        written_before = complete(policy, tokenizer, prompts, LONGEST)
+        written_before = greedy_completions(policy, tokenizer, prompts, LONGEST)
 
     with phases.phase(method, f"{title} with LoRA"):
         show_command(run.config_file, run.overrides)
@@ -85,21 +66,21 @@ def quickstart(model: str, output: Path | None, seed: int, scale: str, method: s
 
     with phases.phase("after", "Held-out files, after: the same documents, noise and feature network"):
         after = measure(result.model, network, held_out)
-        written_after = complete(result.model, tokenizer, prompts, LONGEST)
+        written_after = greedy_completions(result.model, tokenizer, prompts, LONGEST)
 
-    with phases.phase("report", f"Result, seed {seed}: {len(held_out)} documents of held-out files"):
-        shown = make_samples(tokenizer, prompts, written_before, written_after)
+    with phases.phase("report", f"Result, seed {seed}: {len(held_out.rows)} documents of held-out files"):
+        shown = measuring.make_samples(tokenizer, prompts, written_before, written_after)
         for sample in shown:
-            console.print(side_by_side(sample, console.width), "", soft_wrap=False)
+            console.print(measuring.side_by_side(sample, console.width), "", soft_wrap=False)
         console.print(result_table(before, after))
-        save_samples(shown, output / "samples.txt")
+        measuring.save_samples(shown, output / "samples.txt")
         curves = result.trainer.state.log_history
         heading = f"{title}, {model}, seed {seed}"
         save_curves(curves, output / "curves.png", heading, config.ebft.use_whitening)
     configs = {**run.earlier, method: config}
     save_summary(output / "summary.json", seed, before, after, configs, map(vars, shown), phases.seconds)
     console.print(f"All of it took {sum(phases.seconds.values()) / 60:.1f} minutes.")
-    what_next(output, run, shown[0].prompt)
+    print_next_steps(output, run, shown[0].prompt)
 
 
 FILES = (
@@ -110,7 +91,7 @@ FILES = (
 )
 
 
-def what_next(output: Path, run: Run, prompt: str) -> None:
+def print_next_steps(output: Path, run: Run, prompt: str) -> None:
     """Print the files of the run, and what to do with one's own text and with the adapter."""
     console.print()
     for what, file in FILES:
@@ -125,22 +106,15 @@ def what_next(output: Path, run: Run, prompt: str) -> None:
     options = [*run.overrides, "--output", str(output / "evaluation.json")]
     _show("Evaluate the adapter beside the base model:", command_line("evaluate", run.config_file, options))
     dtype = str(weights_dtype(config)).removeprefix("torch.")
-    _show("\nUse the adapter in Python:", python_lines(output / "ebft", prompt, dtype))
+    program = f"""\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+model = AutoPeftModelForCausalLM.from_pretrained("{output / "ebft"}", dtype="{dtype}")
+tokenizer = AutoTokenizer.from_pretrained("{output / "ebft"}")
+inputs = tokenizer({prompt!r}, return_tensors='pt')
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48)[0]))"""
+    _show("\nUse the adapter in Python:", program)  # in the dtype of training
     console.print("\nEvery key of a config: ebft config. Your own model, a folder or a hub id: base_model=...")
-
-
-def python_lines(adapter: Path, prompt: str, dtype: str) -> str:
-    """A program that loads the adapter with its base model in the dtype of training, and continues a prompt."""
-    return "\n".join(
-        (
-            "from peft import AutoPeftModelForCausalLM",
-            "from transformers import AutoTokenizer",
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{adapter}", dtype="{dtype}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{adapter}")',
-            f"inputs = tokenizer({prompt!r}, return_tensors='pt')",
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=48)[0]))",
-        )
-    )
 
 
 def _show(what: str, lines: str) -> None:
@@ -151,11 +125,8 @@ def _show(what: str, lines: str) -> None:
 
 # Metric, which way is better. Metrics that each model whitens by its own samples cannot be compared, and are not here.
 METRICS = (
-    ("cfm_loss", "down"),
-    ("alignment", "up"),
-    ("diversity", "down"),  # the similarity of samples with each other, which the reward subtracts
-    ("ce_loss", "down"),
-    ("perplexity", "down"),
+    *(("cfm_loss", "down"), ("alignment", "up"), ("diversity", "down")),
+    *(("ce_loss", "down"), ("perplexity", "down")),
 )
 PANELS = (
     ("ebft/alignment", "alignment (wanted: up)"),
@@ -183,19 +154,15 @@ def result_table(before: list[dict[str, float]], after: list[dict[str, float]]) 
     for column in ("before", "after", "change", "aim", ""):
         table.add_column(column, justify="right", no_wrap=True)
     old, new = means(before), means(after)
-    spread = {name: error for name, _, error in changes(before, after)}
+    spread = {name: error for name, _, error in mean_changes(before, after)}
     for name, wanted in METRICS:
         change = new[name] - old[name]
         shown = f"{change:+.2g} ± {spread[name]:.1g}"
-        verdict = _verdict(change, spread[name], wanted)
+        verdict = "[green]better" if (change > 0) == (wanted == "up") else "[red]worse"
+        if math.isnan(spread[name]) or abs(change) < 2 * spread[name]:
+            verdict = "[yellow]no change larger than its error"
         table.add_row(name, f"{old[name]:.4g}", f"{new[name]:.4g}", shown, wanted, verdict)
     return table
-
-
-def _verdict(change: float, error: float, wanted: str) -> str:
-    if math.isnan(error) or abs(change) < 2 * error:
-        return "[yellow]no change larger than its error"
-    return "[green]better" if (change > 0) == (wanted == "up") else "[red]worse"
 
 
 def save_curves(log_history: list[dict[str, float]], path: Path, title: str, whitened: bool) -> None:
@@ -216,7 +183,9 @@ def save_curves(log_history: list[dict[str, float]], path: Path, title: str, whi
         logged = [(entry["step"], entry[metric]) for entry in log_history if metric in entry]
         steps, values = zip(*logged)
         axis.plot(steps, values, color="0.75", linewidth=1, label="each log")
-        axis.plot(steps, running_mean(values), color="tab:blue", linewidth=2, label="running mean")
+        windows = [values[max(0, i - 4) : i + 5] for i in range(len(values))]
+        means_of = [sum(window) / len(window) for window in windows]
+        axis.plot(steps, means_of, color="tab:blue", linewidth=2, label="running mean")
         axis.set_title(label, fontsize=11)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
@@ -234,25 +203,6 @@ def panels_of(log_history: list[dict[str, float]], whitened: bool) -> tuple[tupl
     return WHITENED_PANELS if whitened else PANELS
 
 
-def running_mean(values: tuple[float, ...], width: int = 9) -> list[float]:
-    """The mean of the `width` values around each one, of fewer at both ends."""
-    half = width // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on beside the seed."""
-    packages = ("torch", "transformers", "peft", "ebft")
-    return {
-        "cpu_count": os.cpu_count(),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-        "commit": output_of("git", "-C", str(PACKAGE), "rev-parse", "HEAD"),
-    }
-
-
 def save_summary(
     path: Path,
     seed: int,
@@ -263,12 +213,15 @@ def save_summary(
     seconds: dict[str, float],
 ) -> None:
     """Write everything that the run found out, and what it depends on, as one JSON object."""
+    machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    machine |= {package: version(package) for package in ("torch", "transformers", "peft", "ebft")}
+    machine["commit"] = output_of("git", "-C", str(PACKAGE), "rev-parse", "HEAD")
     summary = {
         "seed": seed,
-        "machine": machine(),
+        "machine": machine,
         "before": means(before),
         "after": means(after),
-        "change_standard_error": {name: error for name, _, error in changes(before, after)},
+        "change_standard_error": {name: error for name, _, error in mean_changes(before, after)},
         "samples": list(samples),
         "config": {name: dict(changed_keys(config)) for name, config in configs.items()},
         "seconds": seconds,

@@ -1,4 +1,4 @@
-"""Before and after, in one fixed feature space: that of the frozen base model."""
+"""Before and after, in one fixed feature space: the space of the frozen base model."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from ebft.anchors import BlockOptions
 from ebft.data.batches import DocumentCollator
 from ebft.data.lengths import block_options
-from ebft.data.load import load_datasets
+from ebft.data.load import load_token_rows
 from ebft.features import FeatureNetwork
 from ebft.models.causal_lm import evaluating
 from ebft.printed import safe_console
@@ -29,7 +29,7 @@ DOCUMENTS_PER_GROUP = 8
 
 
 @dataclass
-class HeldOut:
+class HeldOutText:
     """Documents of held-out files, in groups, with the settings that every measurement shares."""
 
     rows: list[dict[str, Any]]
@@ -37,16 +37,13 @@ class HeldOut:
     block_options: BlockOptions
     seed: int
 
-    def __len__(self) -> int:
-        return len(self.rows)
 
-
-def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
+def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOutText:
     """`groups` x DOCUMENTS_PER_GROUP documents of the config's `test_datasets`, spread evenly over its files.
 
-    Rows without a prompt are windows of a longer text, of which only full ones of `sequence_len` tokens are taken.
+    Rows without a prompt are windows of a longer text, and only full windows of `sequence_len` tokens are taken.
     """
-    _, rows = load_datasets(config, tokenizer)
+    rows = load_token_rows(config, tokenizer).evaluation
     usable = [row for row in rows if row["prompt_length"] or len(row["input_ids"]) == config.sequence_len]
     wanted = min(groups, len(usable) // DOCUMENTS_PER_GROUP) * DOCUMENTS_PER_GROUP
     if wanted == 0:
@@ -59,10 +56,10 @@ def held_out_documents(config: Any, tokenizer: Any, groups: int) -> HeldOut:
     # Every groups-th document goes into one group, so that each group mixes many files.
     parts = [collate(chosen[i :: wanted // DOCUMENTS_PER_GROUP]) for i in range(wanted // DOCUMENTS_PER_GROUP)]
     blocks = replace(block_options(config, config.ebft, tokenizer), merge_rollouts=None)
-    return HeldOut(chosen, parts, blocks, config.seed)
+    return HeldOutText(chosen, parts, blocks, config.seed)
 
 
-def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict[str, float]]:
+def measure(model: Any, network: FeatureNetwork, held_out: HeldOutText) -> list[dict[str, float]]:
     """The held-out metrics of `model` in each group of documents; the same noise samples each time it is called."""
     return [
         held_out_metrics(model, network, [group], block_options=held_out.block_options, seed=held_out.seed)
@@ -71,12 +68,12 @@ def measure(model: Any, network: FeatureNetwork, held_out: HeldOut) -> list[dict
 
 
 def means(groups: list[dict[str, float]]) -> dict[str, float]:
-    """Each metric over all groups; the perplexity is that of the mean cross-entropy."""
+    """Each metric over all groups; the perplexity is the exponential of the mean cross-entropy."""
     found = {name: sum(group[name] for group in groups) / len(groups) for name in groups[0]}
     return {**found, "perplexity": math.exp(found["ce_loss"])}
 
 
-def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
+def mean_changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> Iterator[tuple[str, float, float]]:
     """Name, change of the mean and its standard error (NaN for one group) of each metric, paired by group."""
     for name in before[0]:
         differences = [b - a for a, b in zip(_of_groups(before, name), _of_groups(after, name))]
@@ -86,11 +83,7 @@ def changes(before: list[dict[str, float]], after: list[dict[str, float]]) -> It
 
 
 def _of_groups(groups: list[dict[str, float]], name: str) -> list[float]:
-    """A metric of each group, whose mean over the groups is that of `means`.
-
-    For the perplexity of the mean cross-entropy, it is its first-order expansion in the cross-entropy of each group
-    (delta method).
-    """
+    """A metric of each group; of the perplexity of the mean cross-entropy, its first-order expansion (delta method)."""
     if name != "perplexity":
         return [group[name] for group in groups]
     losses = [group["ce_loss"] for group in groups]
@@ -105,7 +98,7 @@ NARROWEST = 110  # characters of a line that has room for three columns of code
 
 
 @dataclass(frozen=True)
-class Prompt:
+class HeldOutPrompt:
     """Token ids of a prompt, and the held-out text that follows it there."""
 
     ids: list[int]
@@ -113,7 +106,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Continuations:
     """A prompt with three continuations, as text."""
 
     prompt: str
@@ -122,37 +115,36 @@ class Sample:
     reference: str
 
 
-def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[Prompt]:
-    """COUNT of the held-out rows, at equal distances; references of at most `longest` tokens."""
+def choose_prompts(rows: list[dict[str, Any]], longest: int) -> list[HeldOutPrompt]:
+    """COUNT held-out rows, at equal distances; references of at most `longest` tokens."""
     prompts = []
     for index in range(COUNT):
         row = rows[index * len(rows) // COUNT]
         ids, length = row["input_ids"], row["prompt_length"] or WINDOW_PROMPT
-        prompts.append(Prompt(ids[:length], ids[length : length + longest]))
+        prompts.append(HeldOutPrompt(ids[:length], ids[length : length + longest]))
     return prompts
 
 
 @torch.no_grad()
-def complete(model: Any, tokenizer: Any, prompts: list[Prompt], longest: int) -> list[str]:
-    """What `model` writes after each prompt: the most likely token each time, up to `longest` of them.
-
-    The text ends with the end-of-text token where the model ended it by itself.
-    """
+def greedy_completions(model: Any, tokenizer: Any, prompts: list[HeldOutPrompt], longest: int) -> list[str]:
+    """What `model` writes greedily after each prompt, up to `longest` tokens, with the end-of-text token if any."""
     greedy = Generator(Sampling(temperature=0.0, end_ids=frozenset([tokenizer.eos_token_id])), tokenizer.pad_token_id)
     with evaluating(model):
         written = greedy(model, [prompt.ids for prompt in prompts], [longest] * len(prompts))
     return [tokenizer.decode(completion.ids) for completion in written]
 
 
-def make_samples(tokenizer: Any, prompts: list[Prompt], before: list[str], after: list[str]) -> list[Sample]:
+def make_samples(
+    tokenizer: Any, prompts: list[HeldOutPrompt], before: list[str], after: list[str]
+) -> list[Continuations]:
     """The prompts with their continuations."""
     return [
-        Sample(tokenizer.decode(prompt.ids), old, new, tokenizer.decode(prompt.reference))
+        Continuations(tokenizer.decode(prompt.ids), old, new, tokenizer.decode(prompt.reference))
         for prompt, old, new in zip(prompts, before, after, strict=True)
     ]
 
 
-def side_by_side(sample: Sample, width: int) -> RenderableType:
+def side_by_side(sample: Continuations, width: int) -> RenderableType:
     """The prompt, and below it the continuations in columns; below each other where `width` has no room for columns."""
     texts = {"before": sample.before, "after": sample.after, "reference": sample.reference}
     shown = {title: Text(text.strip("\n"), overflow="fold") for title, text in texts.items()}
@@ -166,7 +158,7 @@ def side_by_side(sample: Sample, width: int) -> RenderableType:
     return Group(Text(sample.prompt, style="bold"), parts)
 
 
-def save_samples(samples: list[Sample], path: Path) -> None:
+def save_samples(samples: list[Continuations], path: Path) -> None:
     """Write the samples side by side as a text file."""
     with path.open("w", encoding="utf-8") as file:
         page = safe_console(file=file, width=FILE_WIDTH)

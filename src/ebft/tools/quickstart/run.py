@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebft.config.schema import RunConfig
 from ebft.errors import ConfigError
 from ebft.printed import safe_console
+from ebft.run.config.schema import RunConfig
 from ebft.tools.fetch import examples_folder
 
 CONFIGS = (examples_folder() / "quickstart").resolve()  # a link to the examples, in a clone
@@ -36,10 +36,7 @@ class Run:
 
 
 def own_copy(config_file: Path, output: Path) -> Path:
-    """A copy of a config of the package next to the results, for commands that the user repeats and changes.
-
-    A copy that was changed is renamed.
-    """
+    """A copy of a config of the package next to the results; one that was changed is renamed."""
     output.mkdir(parents=True, exist_ok=True)
     copy = output / config_file.name
     if copy.is_file() and copy.read_bytes() != config_file.read_bytes():
@@ -54,7 +51,7 @@ def moved(output: Path, default: Path, paths: dict[str, str]) -> list[str]:
 
 
 def check_output(output: Path) -> None:
-    """Raise ConfigError if `output` has files with the names of those that a quickstart writes, but of others."""
+    """Raise ConfigError if `output` has files that a quickstart would replace, but did not write."""
     configs = [path.name for path in CONFIGS.glob("*.yaml")]
     if any((output / name).is_file() for name in (*configs, "data/made_from.json")):
         return  # of a quickstart
@@ -98,23 +95,19 @@ class Phases:
 def make_once(folder: Path, made_from: Any, make: Callable[[], Any]) -> None:
     """Call `make`, which fills `folder`, unless an earlier run finished it from the same `made_from`, and say so."""
     stamp, mark = folder / "made_from.json", fingerprint(made_from)
-    if _is_made(stamp, mark):
+    try:
+        made = json.loads(stamp.read_text())
+        is_whole = all((folder / name).stat().st_size == size for name, size in made["files"].items())
+        is_made = is_whole and made["made_from"] == mark
+    except (OSError, ValueError, TypeError):  # it was not made, or not to the end
+        is_made = False
+    if is_made:
         console.print(f"[green]Made by an earlier run, and used again: {folder}")
         return
     stamp.unlink(missing_ok=True)
     make()
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
     stamp.write_text(json.dumps({"made_from": mark, "files": sizes}))  # last: what was interrupted is made again
-
-
-def _is_made(stamp: Path, mark: str) -> bool:
-    """Whether a folder was made from what `mark` stands for, and all of its files are there."""
-    try:
-        made = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        return False
-    paths = {stamp.parent / name: size for name, size in made["files"].items()}
-    return made["made_from"] == mark and all(p.is_file() and p.stat().st_size == size for p, size in paths.items())
 
 
 def fingerprint(value: Any) -> str:

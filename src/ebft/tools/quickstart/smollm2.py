@@ -8,22 +8,21 @@ cores.
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ebft.config.schema import load_config
 from ebft.errors import FetchError, ModelError
 from ebft.models.tokenizer import load_tokenizer
+from ebft.run.config.schema import load_config
 from ebft.tools.fetch import fetch_model
 from ebft.tools.quickstart.catalogs import Wheel, french, rows
 from ebft.tools.quickstart.run import CONFIGS, Phases, Run, console, fingerprint, make_once, moved, own_copy
 from ebft.tools.quickstart.tiny import number_of
 
-Row = dict[str, Any]
 NAME = "smollm2"
 OUTPUT = Path("outputs/quickstart")  # what smollm2.yaml names
 CONFIG = CONFIGS / "smollm2.yaml"
@@ -39,16 +38,12 @@ PROGRAMS = {
     ),
 }
 MOST_PROMPT, OUTPUT_TOKENS = 60, (8, 40)
-FEWEST_ROWS = 16
 GROUPS = 8  # of 8 held-out messages each
 TEST = {"groups": 2, "overrides": ["max_steps=2", "micro_batch_size=2", "warmup_steps=1"]}
 
 
-def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
-    """Fetch the model and the catalogs, write the rows, and return the run that fine-tunes it.
-
-    `model` is NAME, or a model folder or hub id that takes the place of SmolLM2.
-    """
+def prepare_smollm2(phases: Phases, output: Path, seed: int, model: str, scale: str) -> Run:
+    """Fetch the model (NAME, a folder or a hub id) and the catalogs, write the rows, and return the run to train."""
     full = scale == "full"
     overrides = [*config_overrides(output, seed, model), *([] if full else TEST["overrides"])]
     config = load_config(CONFIG, overrides)
@@ -64,7 +59,7 @@ def prepare(phases: Phases, output: Path, seed: int, model: str, scale: str) -> 
         wheels = [wheel.sha256 for part in PROGRAMS.values() for wheel in part]
         made_from = [wheels, config.base_model, tokens, MOST_PROMPT, OUTPUT_TOKENS]
         with without_a_download():
-            make_once(data, made_from, lambda: write_rows(data, tokenizer))
+            make_once(data, made_from, lambda: write_task_rows(data, tokenizer))
     return Run(own_copy(CONFIG, output), overrides, GROUPS if full else TEST["groups"])
 
 
@@ -88,56 +83,31 @@ def config_overrides(output: Path, seed: int, model: str) -> list[str]:
     ]
 
 
-def write_rows(folder: Path, tokenizer: Any) -> None:
-    """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}. Raises ValueError for too few."""
+def write_task_rows(folder: Path, tokenizer: Any) -> None:
+    """Write train.jsonl and held_out.jsonl with rows {input, output, app, file}."""
     seen: set[str] = set()
     folder.mkdir(parents=True, exist_ok=True)
     for part, wheels in PROGRAMS.items():  # what is held out comes first: its messages are not trained on
-        found = unique((into_english(row) for wheel in wheels for row in rows(wheel.name, french(wheel))), seen)
-        # In an order that does not follow the files.
-        kept = sorted(within_tokens(found, tokenizer), key=lambda row: number_of(row["input"]))
+        kept = []
+        for row in (row for wheel in wheels for row in rows(wheel.name, french(wheel))):
+            # With the languages exchanged: the model writes English far better than French.
+            english = row["input"].removeprefix("English: ").removesuffix("\nFrench:")
+            row |= {"input": f"French: {row['output'].strip()}\nEnglish:", "output": f" {english}\n"}
+            if seen & {row["input"], row["output"]}:
+                continue
+            seen |= {row["input"], row["output"]}
+            prompt, translation = (len(tokenizer(row[column]).input_ids) for column in ("input", "output"))
+            if prompt <= MOST_PROMPT and OUTPUT_TOKENS[0] <= translation <= OUTPUT_TOKENS[1]:
+                kept.append(row)
+        kept.sort(key=lambda row: number_of(row["input"]))  # an order that does not follow the files
         names = " and ".join(wheel.name for wheel in wheels)
-        if len(kept) < FEWEST_ROWS:
-            raise ValueError(
-                f"only {len(kept)} messages of {names} have at most {MOST_PROMPT} tokens and a translation of "
-                f"{OUTPUT_TOKENS[0]} to {OUTPUT_TOKENS[1]} with this model's tokenizer, and the quickstart needs "
-                f"{FEWEST_ROWS}. Use a model with a larger vocabulary."
-            )
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in kept]
         (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         console.print(f"{part}.jsonl: {len(kept)} messages of {names}")
 
 
-def into_english(row: Row) -> Row:
-    """A row of a catalog with its languages exchanged: the model writes English far better than French."""
-    english, french_text = row["input"].removeprefix("English: ").removesuffix("\nFrench:"), row["output"].strip()
-    return {**row, "input": f"French: {french_text}\nEnglish:", "output": f" {english}\n"}
-
-
-def unique(found: Iterable[Row], seen: set[str]) -> Iterator[Row]:
-    """The rows whose two texts are not in `seen`, which each of them joins."""
-    for row in found:
-        texts = {row["input"], row["output"]}
-        if not texts & seen:
-            seen |= texts
-            yield row
-
-
-def within_tokens(found: Iterable[Row], tokenizer: Any) -> Iterator[Row]:
-    """The rows with at most MOST_PROMPT tokens of prompt and OUTPUT_TOKENS, from and to, of translation."""
-    shortest, longest = OUTPUT_TOKENS
-    for row in found:
-        prompt, translation = (len(tokenizer(row[column]).input_ids) for column in ("input", "output"))
-        if prompt <= MOST_PROMPT and shortest <= translation <= longest:
-            yield row
-
-
 def bfloat16_is_fast() -> bool:
-    """Whether this machine multiplies matrices in bfloat16 faster than in float32.
-
-    Processors without bfloat16 instructions emulate it, far more slowly. Measured rather than looked up, as each kind
-    of processor would need its own check. With an accelerator the answer is yes.
-    """
+    """Whether this machine multiplies faster in bfloat16, measured: processors without its instructions emulate it."""
     if torch.accelerator.is_available():
         return True
     return _product_seconds(torch.bfloat16) < _product_seconds(torch.float32)

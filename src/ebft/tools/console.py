@@ -26,10 +26,8 @@ INTERRUPTED = 128  # plus the number of the signal, as shells report it
 
 
 def polite(command: Callable[..., None], goes_on: bool = True) -> Callable[..., None]:
-    """The boundary for errors: a command ends with one message and an exit code, whatever is raised, and on Ctrl-C.
-
-    If it `goes_on`, it does so without its output when that cannot be written, for example to a closed pipe.
-    """
+    """The boundary for errors: a command ends with one message and an exit code, whatever is raised, and on Ctrl-C. If
+    it `goes_on`, it does so without its output when that cannot be written, for example to a closed pipe."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -117,10 +115,8 @@ def show_warnings() -> None:
 
 
 def set_log_level() -> None:
-    """Log what EBFT_LOG_LEVEL asks for, also of the libraries; debug adds tracebacks. Raises ConfigError.
-
-    Must be called before the libraries are imported, which read these variables then, as started processes do.
-    """
+    """Log what EBFT_LOG_LEVEL asks for, also of the libraries; debug adds tracebacks. Raises ConfigError. Must be
+    called before the libraries are imported, which read these variables then, as started processes do."""
     name = next((name for name in (LOG_LEVEL, "AXOLOTL_LOG_LEVEL") if os.environ.get(name)), None)
     if name is None:
         return
@@ -137,10 +133,8 @@ def set_log_level() -> None:
 
 def show_progress_bars_in_terminals_only() -> None:
     """Turn off the progress bars of all libraries if stderr is a file or a pipe, where each update would be a line.
-
     Must be called before tqdm, datasets and transformers are imported, which read these variables then. Processes that
-    this one starts inherit them.
-    """
+    this one starts inherit them."""
     if not sys.stderr.isatty():
         for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")

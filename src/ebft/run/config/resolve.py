@@ -1,18 +1,17 @@
 """Settings that other settings override: one warning each names the key, and the config gets the value in effect."""
 
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from ebft.config.axolotl import IGNORED_KEYS, PLUGINS
-from ebft.config.base import RayKeys
-from ebft.config.checks.combinations import FOREIGN
-from ebft.config.checks.data import chat_templates, idle_keys, idle_stream_keys
 from ebft.config.keys.models import AdapterKeys, AttentionKeys
 from ebft.data.transforms import equivalent_transform, trains_on
-from ebft.errors import ConfigError
+from ebft.errors import ConfigError, warn
+from ebft.methods.base_config import RayKeys
 from ebft.methods.method import MethodConfig, foreign_keys
+from ebft.run.config.combinations import FOREIGN
+from ebft.run.config.data import chat_templates, idle_keys, idle_stream_keys
 
 SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 # Keys of one method, and their values that describe what the others do anyway.
@@ -37,15 +36,9 @@ def resolve(config: MethodConfig) -> None:
     config.attn_implementation = _resolve_attention(config)
     for flag in _ATTENTION_FLAGS:
         setattr(config, flag, None)
-    for change in (
-        _resolve_axolotl,
-        _without_effect,
-        _of_adapter,
-        _resolve_transforms,
-        _resolve_entries,
-    ):
+    for change in (_resolve_axolotl, _without_effect, _of_adapter, _resolve_transforms, _resolve_entries):
         for message in change(config):
-            warnings.warn(message, stacklevel=2)
+            warn(message)
     config.method.resolve(config)
     if config.fsdp is None and config.fsdp_config:  # with fsdp_version, as configs for FSDP2 have it elsewhere
         config.fsdp = True
@@ -62,10 +55,7 @@ def _resolve_attention(keys: AttentionKeys) -> str | None:
         given.append(f"attn_implementation: {keys.attn_implementation}")
     chosen = set(asked.values())
     if len(chosen) > 1:
-        raise ConfigError(
-            f"More than one attention implementation is set ({', '.join(given)}). Keep one line: "
-            f"attn_implementation: {' | '.join(sorted(chosen))}."
-        )
+        raise ConfigError(f"More than one attn_implementation is set ({', '.join(given)}). Keep one.")
     return chosen.pop() if chosen else None
 
 
@@ -91,29 +81,17 @@ def _without_effect(c: MethodConfig) -> Iterator[str]:
     """Name the keys that have no effect with the others, and set them to what the run uses."""
     if found := dict(_variables(c.model_dump(exclude_unset=True))):
         given = ", ".join(f"{key}: {text!r:.100}" for key, text in found.items())
-        yield (
-            f"{given}: environment variables are not replaced in configs, and the text is used as it is. Write the "
-            "value, or set the key on the command line, where the shell replaces them."
-        )
+        yield f"{given}: environment variables are not replaced in configs, only by the shell on a command line."
     if c.activation_offloading and (not c.method.offloads_activations or c.torch_compile):
         c.activation_offloading = False
         other = "torch_compile" if c.method.offloads_activations else c.method.name
-        yield (
-            f"activation_offloading: true has no effect with {other}, with which TRL's hooks keep no activations. Use "
-            "gradient_checkpointing: true to save memory."
-        )
+        yield f"activation_offloading: true has no effect with {other}. gradient_checkpointing: true saves memory."
     if c.fsdp_config is not None and c.fsdp_config.activation_checkpointing and c.gradient_checkpointing:
         c.gradient_checkpointing = False
-        yield (
-            "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing recomputes the same "
-            "activations."
-        )
+        yield "gradient_checkpointing: true has no effect: fsdp_config.activation_checkpointing does the same."
     if (kernel := c.experts_implementation) in ("scattermoe", "sonicmoe"):
         c.experts_implementation = None
-        yield (
-            f"experts_implementation: {kernel} is replaced with grouped_mm of transformers where the machine supports "
-            "it: axolotl's kernels are not used."
-        )
+        yield f"experts_implementation: {kernel} is replaced with grouped_mm of transformers, if the machine has it."
     # Published configs often have a schedule of evaluations with `val_set_size: 0.0`.
     given = [key for key in ("eval_steps", "eval_on_start", "evals_per_epoch") if getattr(c, key)]
     given += ["eval_strategy"] if c.eval_strategy not in (None, "no") else []
@@ -152,10 +130,7 @@ def _of_adapter(config: MethodConfig) -> Iterator[str]:
         config.lora_alpha = 2.0 * config.lora_r
     if config.adapter is not None and config.unfrozen_parameters is not None:
         config.unfrozen_parameters = None
-        yield (
-            "unfrozen_parameters has no effect with an adapter, beside which all parameters of the model are frozen; "
-            "lora_modules_to_save trains modules in addition to it."
-        )
+        yield "unfrozen_parameters has no effect with an adapter; lora_modules_to_save trains modules beside it."
     if config.adapter is None and given:
         yield f"{', '.join(given)}: no effect because adapter is not set (all weights are trained)."
     elif config.lora_target_linear and config.lora_target_modules is not None and config.lora_model_dir is None:

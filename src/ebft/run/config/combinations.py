@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from ebft.catalog import as_folder, is_gguf
 from ebft.config import rules
 from ebft.config.axolotl import PLUGINS, SINGLE, UNSUPPORTED_PLUGINS
-from ebft.config.checks.data import chat_templates, entry_conflicts, stream_problems
-from ebft.config.checks.processes import fsdp_problems
 from ebft.config.keys.run import RATE_KEYS
 from ebft.config.rules import NEFTUNE
 from ebft.config.section import changed_keys
 from ebft.errors import ConfigError
 from ebft.methods.method import MethodConfig, contradictory_selection
+from ebft.methods.processes import fsdp_problems
+from ebft.run.config.data import chat_templates, entry_conflicts, stream_problems
 
 FOREIGN = "axolotl.integrations."
 _ROWS = re.compile(r"\[\d*:\d*\]$")
@@ -25,18 +25,12 @@ def _adapter(c: MethodConfig) -> Iterator[str]:
         yield f"adapter: {c.adapter} needs lora_r. Set it, for example lora_r: 16."
     is_expression = isinstance(c.lora_target_modules, str)
     if c.lora_target_linear and is_expression:
-        yield (
-            "lora_target_linear: true selects every linear layer, but lora_target_modules is also set, to a regular "
-            "expression. Keep one."
-        )
+        yield "lora_target_linear is true, but lora_target_modules is also set, to a regular expression. Keep one."
     if not (c.lora_target_linear or c.lora_target_modules or c.lora_target_linear_modules or c.lora_target_parameters):
-        yield (
-            f"adapter: {c.adapter} needs target modules. Set lora_target_linear: true, or list them in "
-            "lora_target_modules."
-        )
+        yield f"adapter: {c.adapter} needs target modules. Set lora_target_linear: true, or lora_target_modules."
     if c.lora_target_linear_modules and (c.lora_target_linear or is_expression):
         other = "lora_target_linear: true" if c.lora_target_linear else "a regular expression in lora_target_modules"
-        yield f"lora_target_linear_modules is not supported with {other}. Keep one of them."
+        yield f"lora_target_linear_modules is not supported with {other}. Keep one."
     if c.lora_target_parameters is not None:
         yield from expert_problems(c, "lora_target_parameters")
 
@@ -52,11 +46,11 @@ def expert_problems(config: MethodConfig, key: str) -> Iterator[str]:
     }
     for other, reason in excluded.items():
         if getattr(config, other):
-            yield f"{key} is not supported with {other}: {reason}. Remove one of them."
+            yield f"{key} is not supported with {other}: {reason}. Remove one."
     if config.peft_init_lora_weights == "orthogonal":
         yield f"{key} is not supported with peft_init_lora_weights: orthogonal, since experts are stacked. Remove one."
     if config.method.rows == "prompts" and config.trl.use_vllm:
-        yield f"{key} is not supported with trl.use_vllm: vLLM does not load such adapters. Remove one of them."
+        yield f"{key} is not supported with trl.use_vllm: vLLM does not load such adapters. Remove one."
 
 
 def _is_set(config: MethodConfig, key: str) -> bool:
@@ -65,7 +59,7 @@ def _is_set(config: MethodConfig, key: str) -> bool:
     return value is not False and value != type(config).model_fields[key].get_default(call_default_factory=True)
 
 
-# Two keys of which only one can be set.
+# Two keys that exclude each other.
 _EXCLUSIVE = (
     ("embedding_lr", "embedding_lr_scale"),
     ("warmup_steps", "warmup_ratio"),
@@ -86,11 +80,11 @@ _DEPENDENT = (
 def _both_set(c: MethodConfig) -> Iterator[str]:
     for first, second in _EXCLUSIVE:
         if _is_set(c, first) and _is_set(c, second):
-            yield f"{first} and {second} are both set. Keep one of them."
+            yield f"{first} and {second} are both set. Keep one."
     if c.chat_template_jinja is not None and c.chat_template not in (None, "jinja"):
-        yield "chat_template and chat_template_jinja are both set. Keep one of them."
+        yield "chat_template and chat_template_jinja are both set. Keep one."
     if c.bf16 is True and c.fp16:
-        yield "bf16 and fp16 are both true. Keep one of them."
+        yield "bf16 and fp16 are both true. Keep one."
     kwargs, same = c.chat_template_kwargs, c.trl.chat_template_kwargs
     if None not in (kwargs, same) and kwargs != same:
         yield "chat_template_kwargs and trl.chat_template_kwargs differ, but are two names of one key. Keep one."
@@ -102,7 +96,7 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.load_in_4bit and c.adapter != "qlora":
         yield "load_in_4bit: true requires adapter: qlora. Set adapter: qlora, or remove load_in_4bit."
     if c.quantize_moe_experts and (c.fsdp or c.fsdp_config or c.deepspeed is not None):
-        yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one of them."
+        yield "quantize_moe_experts is not supported with fsdp and deepspeed, which shard weights. Remove one."
     if c.load_in_8bit and c.adapter is None:
         yield "load_in_8bit: true requires adapter: lora. Set adapter: lora, or remove load_in_8bit."
     if c.quantize_moe_experts and not c.load_in_4bit:
@@ -110,7 +104,7 @@ def _needs_another(c: MethodConfig) -> Iterator[str]:
     if c.dp_shard_size not in (None, 1) and not (c.fsdp or c.fsdp_config):
         yield f"dp_shard_size: {c.dp_shard_size} needs fsdp. Add fsdp: true, or remove it."
     if c.cosine_min_lr_ratio is not None and c.lr_scheduler != "cosine":
-        yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one of them."
+        yield f"cosine_min_lr_ratio needs lr_scheduler: cosine, not {c.lr_scheduler}. Change one."
     if c.chat_template == "jinja" and c.chat_template_jinja is None:
         yield "chat_template: jinja needs the text of the template in chat_template_jinja. Set it."
     if not (c.test_datasets or c.val_set_size):
@@ -136,23 +130,14 @@ def _excluded(c: MethodConfig) -> Iterator[str]:
     if c.neftune_noise_alpha is not None and not c.method.runs_plain_model:
         yield f"neftune_noise_alpha is not supported with {c.method.name}: {NEFTUNE}. Remove it."
     if c.overrides_of_model_config.model_fields_set and not c.method.runs_plain_model:
-        yield (
-            f"overrides_of_model_config is not supported with {c.method.name}, whose loss has no term for the router. "
-            "Remove it."
-        )
+        yield f"overrides_of_model_config is not supported with {c.method.name}, which has no term for the router."
     section = "trl" if c.method.rows == "prompts" else "ebft"
     of_section = lambda key: key if key == "log_rollouts" else f"{section}.{key}"
     yield from rules.logged_rollouts(c.log_rollouts, getattr(c, section).log_completions, of_section)
     if c.use_ray and c.manages_server:
-        yield (
-            "use_ray is incompatible with trl.vllm_mode: managed, whose server needs GPUs that Ray does not reserve. "
-            "Start it with `ebft vllm-serve`, and set trl.vllm_mode: server."
-        )
+        yield "use_ray is incompatible with trl.vllm_mode: managed. Use `ebft vllm-serve`, and vllm_mode: server."
     if c.use_ray and c.ray_max_failures and c.save_only_model:
-        yield (
-            "ray_max_failures restarts the run from its checkpoints, which cannot be resumed with save_only_model: "
-            "true. Remove one of them."
-        )
+        yield "ray_max_failures restarts the run from its checkpoints, which save_only_model does not allow."
 
 
 def refuse_contradictions(config: MethodConfig) -> None:
@@ -166,7 +151,6 @@ def refuse_contradictions(config: MethodConfig) -> None:
         _of_axolotl,
         _model_type,
         _schedule,
-        _evaluation,
         fsdp_problems,
         entry_conflicts,
         stream_problems,
@@ -191,23 +175,17 @@ def _model_type(config: MethodConfig) -> Iterator[str]:
 
 
 def _schedule(config: MethodConfig) -> Iterator[str]:
+    metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
+    if metric is not None and metric.removeprefix("eval_") not in known:
+        yield f"metric_for_best_model: {metric!r} is not computed in this run. Choose from {', '.join(known)}."
     for kind, per_epoch in (("save", "saves_per_epoch"), ("eval", "evals_per_epoch")):
         steps, strategy = f"{kind}_steps", f"{kind}_strategy"
         chosen = getattr(config, strategy)
         given = [key for key in (steps, per_epoch) if getattr(config, key) is not None]
         if len(given) == 2:
-            yield f"{steps} and {per_epoch} are both set. Keep one of them."
+            yield f"{steps} and {per_epoch} are both set. Keep one."
         elif given and chosen not in (None, "steps", "best"):
-            yield (
-                f"{given[0]} conflicts with {strategy}: {chosen}. Remove it (as an override: {given[0]}=), or set "
-                f"{strategy}: steps."
-            )
-
-
-def _evaluation(config: MethodConfig) -> Iterator[str]:
-    metric, known = config.metric_for_best_model, config.method.held_out_metrics(config)
-    if metric is not None and metric.removeprefix("eval_") not in known:
-        yield f"metric_for_best_model: {metric!r} is not computed in this run. Choose from {', '.join(known)}."
+            yield f"{given[0]} conflicts with {strategy}: {chosen}. Remove it (as an override: {given[0]}=)."
 
 
 def _of_axolotl(config: MethodConfig) -> Iterator[str]:
@@ -224,7 +202,7 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
             yield f"bnb_config_kwargs.{key}: {value} has no effect without {bits}: true. Add it, or remove {key}."
     given = [key for key in RATE_KEYS if getattr(config, key) is not None]
     if given and config.deepspeed is not None:
-        yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one of them."
+        yield f"{given[0]} is not supported with deepspeed, which creates the optimizer. Remove one."
     file = config.model_name
     if is_gguf(file) and (config.load_in_4bit or config.load_in_8bit):
         yield f"load_in_4bit and load_in_8bit have no effect with GGUF files, which are loaded dense. {as_folder(file)}"
@@ -235,12 +213,9 @@ def _of_axolotl(config: MethodConfig) -> Iterator[str]:
 
 
 def _chat_templates(config: MethodConfig) -> Iterator[str]:
-    """A tokenizer has one template, which is saved with the model; the first dataset may name it for all of them."""
+    """A tokenizer has one template, which is saved with the model; the first dataset may name it for all."""
     given = chat_templates(config)
     chosen = config.chat_template or next(iter(given), None)
     for template, where in given.items():
         if template != chosen:
-            yield (
-                f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or of another "
-                "dataset. The model is saved with one template: set chat_template of the config, and remove it here."
-            )
+            yield f"{where}.chat_template: {template!r:.60} differs from {chosen!r:.60} of the config or a dataset."

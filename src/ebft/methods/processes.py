@@ -37,11 +37,11 @@ def fsdp_problems(config: MethodConfig) -> Iterator[str]:
         )
     if details.state_dict_type == SHARDED and config.save_only_model:
         yield (
-            f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one of them; "
+            f"save_only_model: true is incompatible with fsdp_config.state_dict_type: {SHARDED}. Remove one; "
             "the final model is saved whole with both types."
         )
     if config.save_only_model and config.load_best_model_at_end:
-        yield "save_only_model and load_best_model_at_end cannot both be set with fsdp. Remove one of them."
+        yield "save_only_model and load_best_model_at_end cannot both be set with fsdp. Remove one."
 
 
 def fsdp_arguments(config: MethodConfig) -> dict[str, Any]:
@@ -56,11 +56,6 @@ def fsdp_arguments(config: MethodConfig) -> dict[str, Any]:
     if "shard_grad_op" in words:
         details.setdefault("reshard_after_forward", False)
     return {"fsdp": True, "fsdp_config": details or None}
-
-
-def offloads(config: MethodConfig) -> bool:
-    """Whether the config asks to keep sharded parameters in CPU memory."""
-    return bool((fsdp_arguments(config).get("fsdp_config") or {}).get("cpu_offload"))
 
 
 def _words(config: MethodConfig) -> list[str]:

@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import ValidationError, create_model, model_validator
 
-from ebft.config.base import GROUPS as COMMON
-from ebft.config.base import MethodKeys
-from ebft.config.checks.combinations import refuse_contradictions
-from ebft.config.checks.resolve import resolve
 from ebft.config.keys.serving import ServerSettings
 from ebft.config.load import read_values
 from ebft.config.section import Section
 from ebft.config.user_functions import search_folders, with_plugin_args
 from ebft.config.validation_errors import raise_config_error
 from ebft.errors import ConfigError
+from ebft.methods.base_config import GROUPS as COMMON
+from ebft.methods.base_config import MethodKeys
 from ebft.methods.method import Method, MethodConfig, own_keys, selected_method
+from ebft.run.config.combinations import refuse_contradictions
+from ebft.run.config.resolve import resolve
 
 if TYPE_CHECKING:
     from ebft.config.keys.nemo_gym import NemoGymKeys
     from ebft.methods.preferences import DPOKeys, KTOKeys, ORPOKeys, SimPOKeys
-    from ebft.methods.reward_models import RewardKeys
+    from ebft.methods.reward_models import RewardModelKeys
 
-    class OwnKeys(NemoGymKeys, RewardKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
+    class OwnKeys(NemoGymKeys, RewardModelKeys, DPOKeys, KTOKeys, ORPOKeys, SimPOKeys): ...
 
     class KeysOfMethods(OwnKeys, MethodKeys): ...
 else:

@@ -24,52 +24,31 @@ def stream_problems(config: "MethodConfig") -> Iterator[str]:
     """Contradictions, one message each."""
     for number, entry in enumerate(config.test_datasets):
         if entry.skip:
-            yield (
-                f"test_datasets.{number}.skip is not supported: held-out rows are prepared. Set split: "
-                f"train[{entry.skip}:]."
-            )
+            yield f"test_datasets.{number}.skip is not supported. Set split: train[{entry.skip}:]."
     if not config.streaming:
         for number, entry in enumerate(config.datasets):
             if entry.skip:
                 yield f"datasets.{number}.skip is only read with streaming: true. Set split: train[{entry.skip}:]."
         return
     if not config.method.reads_streams:
-        yield (
-            f"streaming is not supported with {config.method.name}, which trains on rows that are prepared before "
-            "training. Remove streaming, and set split of the datasets to a part, such as train[:100000]; or remove rl "
-            "for SFT."
-        )
+        yield f"streaming is not supported with {config.method.name}. Set split to a part, such as train[:100000]."
         return
     if config.max_steps is None:
-        yield (
-            "max_steps is missing: a stream has no length, so the number of steps must be set. A step trains on "
-            "sequence_len x micro_batch_size x gradient_accumulation_steps x processes tokens."
-        )
+        yield "max_steps is missing: a stream has no length. A step trains on sequence_len tokens of each row."
     for key, reason in _NOT_STREAMED.items():
         if getattr(config, key):
             yield f"{key} is not supported with streaming{reason}"
     if config.dataloader_num_workers > 1:
-        yield (
-            f"dataloader_num_workers: {config.dataloader_num_workers} is not supported with streaming: one worker "
-            "reads a stream. Set it to 1 or 0."
-        )
+        workers = config.dataloader_num_workers
+        yield f"dataloader_num_workers: {workers} is not supported with streaming. Set it to 1 or 0."
     for number, entry in enumerate(config.datasets):
-        yield from _of_entry(f"datasets.{number}", entry)
-
-
-def _of_entry(where: str, entry: DatasetEntry) -> Iterator[str]:
-    if entry.type not in ("completion", "completion.transform"):
-        yield (
-            f"{where}.type: {entry.type} is not supported with streaming, which reads raw text. Set type: completion, "
-            "or remove streaming."
-        )
-    if "[" in entry.split or "+" in entry.split:
-        yield (
-            f"{where}.split: {entry.split} is not supported with streaming, which reads one whole split. Set skip to "
-            "leave out its beginning, or use separate entries."
-        )
-    if entry.shards is not None:
-        yield f"{where}.shards is not supported with streaming. Remove it, or name a part of the files in data_files."
+        where = f"datasets.{number}"
+        if entry.type not in ("completion", "completion.transform"):
+            yield f"{where}.type: {entry.type} is not supported with streaming, which reads text: set type: completion."
+        if "[" in entry.split or "+" in entry.split:
+            yield f"{where}.split: {entry.split} is not supported with streaming. Set skip to leave out the beginning."
+        if entry.shards is not None:
+            yield f"{where}.shards is not supported with streaming. Remove it, or name some of the files in data_files."
 
 
 def idle_stream_keys(config: "MethodConfig") -> Iterator[str]:
@@ -106,26 +85,19 @@ def entry_conflicts(config: DataSettings) -> Iterator[str]:
         names = [name for given in (entry.roles or {}).values() for name in given]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one of them."
+            yield f"{where}.roles: {', '.join(twice)} is listed for more than one role. Keep one."
         if entry.template_thinking_key != "reasoning_content" and str(_built_in(entry)).startswith("ebft_reasoning."):
             yield f"{where}.template_thinking_key is not supported with {entry.type}. Use type: chat_template."
         labels = [key for key in LABELS if _is_set(entry, key)]
         if config.train_on_inputs and labels:
-            yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one of them."
-    yield from _strategy(config)
-    if config.train_on_inputs and _roles(config):
-        yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one of them."
-
-
-def _strategy(config: DataSettings) -> Iterator[str]:
-    """Rows that are not tokens are never cut, and steps always are."""
+            yield f"train_on_inputs: true trains on all tokens, but {where}.{labels[0]} is set. Remove one."
+    # Rows that are not tokens are never cut, and steps always are.
     required, given = config.required_rows, config.excess_length_strategy
     only = {"tokens": None, "steps": "truncate"}.get(required.kind, "drop")
     if given is not None and only is not None and given != only:
-        yield (
-            f"excess_length_strategy: {given} is not supported with {required.method}, where it is always {only}. "
-            "Remove it."
-        )
+        yield f"excess_length_strategy: {given} is not supported with {required.method}: always {only}. Remove it."
+    if config.train_on_inputs and _roles(config):
+        yield "train_on_inputs: true trains on all tokens, but roles_to_train is set. Remove one."
 
 
 def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:
@@ -135,7 +107,7 @@ def entries_of(config: DataSettings) -> list[tuple[str, DatasetEntry]]:
 
 
 def chat_templates(config: DataSettings) -> dict[str, str]:
-    """The chat templates that datasets name, each with the dotted key of the first of them."""
+    """The chat templates that datasets name, each with the dotted key that names it first."""
     found: dict[str, str] = {}
     for where, entry in entries_of(config):
         if entry.chat_template is not None:
@@ -178,15 +150,9 @@ def _idle_labels(where: str, entry: DatasetEntry, roles: list[str], is_strided: 
         )
     found = roles + [f"{where}.{key}" for key in (*LABELS, "field_tools") if _is_set(entry, key)]
     if found and entry.type in _OF_FIXED_TURNS:
-        yield (
-            f"{', '.join(found)}: no effect with type: {entry.type}, which determines the turns that are trained "
-            "on. Use type: ebft_strided_chat.transform."
-        )
+        yield f"{', '.join(found)}: no effect with type: {entry.type}, which determines the turns."
     if is_strided and entry.train_on_eos == "all":  # the loss is restricted to turns, as the anchors are
-        yield (
-            f"{where}.train_on_eos: all has the effect of turn in strided mode, whose cross-entropy is restricted "
-            "to the turns that are trained on."
-        )
+        yield f"{where}.train_on_eos: all has the effect of turn in strided mode, which trains on turns only."
 
 
 def _roles(config: DataSettings) -> list[str]:

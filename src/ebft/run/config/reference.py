@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from ebft.config.base import MethodKeys
-from ebft.config.schema import GROUPS, RunConfig
 from ebft.config.validation_errors import model_at, section_of
+from ebft.methods.base_config import MethodKeys
+from ebft.run.config.schema import GROUPS, RunConfig
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -24,7 +24,7 @@ class Option(NamedTuple):
 
 
 def option_groups() -> dict[str, list[Option]]:
-    """The keys of each group and of its sections, in order; those of the method's sections are separate groups."""
+    """The keys of each group and of its sections, in order; sections of the method are separate groups."""
     groups: dict[str, list[Option]] = {}
     for title, model in GROUPS.items():
         for option in _options(model, ""):
@@ -34,12 +34,12 @@ def option_groups() -> dict[str, list[Option]]:
 
 
 def choices_of(key: str) -> list[str]:
-    """The values of a dotted key that has a few: those of an enumeration or a boolean. Empty for others."""
+    """The values of a dotted key that is an enumeration or a boolean. Empty for others."""
     return list(dict.fromkeys(_choices(_annotation(key))))
 
 
 def takes_text(key: str) -> bool:
-    """Whether any text can be the value of a dotted key, beside those of `choices_of`."""
+    """Whether any text can be the value of a dotted key, beside its `choices_of`."""
     return str in get_args(_annotation(key))
 
 
@@ -66,17 +66,14 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
     for name, info in model.model_fields.items():
         section = section_of(info.annotation)
         if section is None:
-            yield Option(prefix + name, _type(info), _default(info), info.description or "")
+            bounds = _bounds(info.metadata)
+            kind = _type_name(info.annotation) + (f" ({bounds})" if bounds else "")
+            yield Option(prefix + name, kind, _default(info), info.description or "")
             continue
         is_list = get_origin(info.annotation) is list
         if is_list:
             yield Option(prefix + name, "list of entries", _default(info), info.description or "")
         yield from _options(section, f"{prefix}{name}.{'N.' if is_list else ''}")
-
-
-def _type(info: FieldInfo) -> str:
-    bounds = _bounds(info.metadata)
-    return _type_name(info.annotation) + (f" ({bounds})" if bounds else "")
 
 
 def _type_name(annotation: Any) -> str:
