@@ -11,11 +11,11 @@ OUTPUT = HERE.parents[1] / "outputs" / "study" / "controlled"
 
 # Llama models: too small for the texts, and large enough.
 SIZES = {
-    "small": {"hidden_size": 48, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
-    "large": {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "small": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "large": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4},
 }
-WARM = {"small": (3000, 3e-3), "large": (2000, 1e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
-BUDGET = {"small": 1e12, "large": 1e13}  # FLOPs of every run
+WARM = {"small": (2000, 3e-3), "large": (2500, 2e-3)}  # steps of 64 texts from scratch, and rate; it decays to 0
+BUDGET = {"small": 1e12, "large": 8e12}  # FLOPs of every run
 RATES = {"small": 3e-4, "large": 1e-4}  # of EBFT and RLVR where nothing else is said; SFT has ten times as much
 
 # Settings: what each changes in its method's config.
@@ -80,20 +80,19 @@ def planned() -> Iterator[Cell]:
     """All runs in their order: what answers most comes first."""
     for seed in range(3):
         for size in SIZES:
-            for source in ("traces", "brackets", "sentences"):
+            for source in ("brackets", "traces", "sentences"):
                 yield from [Cell(source, size, "start")] if not seed else []
-                yield Cell(source, size, "sft", seed=seed)
-                yield Cell(source, size, "sft", "decay", seed=seed)
+                for setting, rate in (("", 1.0), ("decay", 1.0), ("", 0.1)):
+                    yield Cell(source, size, "sft", setting, rate, seed)
                 for setting in ("", "whitened", "ce 0.2"):
                     yield Cell(source, size, "ebft", setting, seed=seed)
                 yield Cell(source, size, "rlvr", seed=seed)
-        for source in ("traces", "brackets"):  # one setting at a time, and rates
-            for rate in (0.1, 0.3, 3.0):
-                yield Cell(source, "small", "ebft", rate=rate, seed=seed)
-            yield Cell(source, "small", "sft", rate=0.1, seed=seed)
-            for setting in list(EBFT)[1:]:
-                yield Cell(source, "small", "ebft", setting, seed=seed)
-            yield Cell(source, "small", "structured", seed=seed)
+            for source in ("brackets", "traces") if size == "small" else ():  # rates, and one setting at a time
+                for rate in (0.1, 0.3, 3.0):
+                    yield Cell(source, size, "ebft", rate=rate, seed=seed)
+                for setting in list(EBFT)[1:]:
+                    yield Cell(source, size, "ebft", setting, seed=seed)
+                yield Cell(source, size, "structured", seed=seed)
 
 
 CELLS = list(dict.fromkeys(planned()))

@@ -86,7 +86,7 @@ def start(cell: Cell, source: Source) -> Path:
         save_random_model(cell.folder / "base", source.words, SIZES[cell.size])
         overrides = [f"base_model={cell.folder / 'base'}", f"datasets.0.path={cell.folder / 'warm.jsonl'}"]
         overrides += [f"output_dir={cell.folder / 'start'}", f"max_steps={steps}", f"learning_rate={rate}"]
-        cost = trained("sft", [*overrides, "micro_batch_size=64", "lr_scheduler=cosine"])
+        cost = trained("sft", [*overrides, "micro_batch_size=64", "lr_scheduler=cosine", "warmup_steps=100"])
         write(done, cost)
     return done
 
