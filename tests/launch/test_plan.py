@@ -39,6 +39,7 @@ ON = lambda device: {"rl": "ebft", "ebft": {"mode": "strided", "feature_device":
     "gpus, keys, options, launcher, processes, note",
     [
         (0, {}, {}, None, 1, ""),
+        (0, {}, {"passed_on": ("--debug",)}, "accelerate", 1, ""),  # words for the launcher are never left out
         (4, {}, {}, "accelerate", 4, ALL),
         (4, {}, {"num_processes": 2}, "accelerate", 2, "2 processes with accelerate on 2 of 4 GPUs."),
         (4, {}, {"launcher": "python"}, None, 1, ""),

@@ -67,7 +67,7 @@ def plan_launch(options: LaunchOptions, config: RunConfig) -> Plan:
         raise ConfigError(problem)
     if is_one:
         return Plan(options, None, 1, 0)
-    if processes == 1 and options.launcher is None:
+    if processes == 1 and options.launcher is None and not options.passed_on:
         return Plan(options, None, 1, gpus, f"Training in one process on one of {gpus} GPUs{reason}." if reason else "")
     plan = Plan(options, options.launcher or ACCELERATE, processes, gpus)
     return replace(plan, note=_note(plan, reason))
