@@ -7,9 +7,8 @@ import pytest
 
 from ebft.data.conversation import Renderer
 from ebft.data.load import load_token_rows
-from ebft.data.preferences import load_preference_rows
+from ebft.data.preferences import load_comparisons, load_preference_rows
 from ebft.data.prompts import load_prompt_rows
-from ebft.data.reward_rows import load_comparisons
 from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, config_of, user
 

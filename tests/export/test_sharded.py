@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft.errors import ModelError
 from ebft.files import write_checksums
-from ebft.tools.export.sharded import merge_sharded
+from ebft.tools.export.checkpoint import merge_sharded
 from tests.file_edits import settings, write
 
 

@@ -14,7 +14,7 @@ from ebft.methods.method import Method
 from ebft.run.config.schema import RunConfig
 from ebft.run.trainer import training_arguments
 from ebft.tools.init.config import draft, method_named
-from ebft.tools.init.file import _scalar
+from ebft.tools.init.draft import _scalar
 from tests.terminal import Terminal, ebft_command
 
 COUNT = 30
@@ -189,7 +189,7 @@ def test_rows_and_batches_follow_the_data_the_options_and_the_memory(ebft, data,
     config = load_config("run.yaml")
     assert config.gradient_accumulation_steps * config.micro_batch_size == 16 and config.val_set_size == 50
     assert config.learning_rate == 0.5 and config.adapter is None and config.ebft.stride == 4
-    monkeypatch.setattr("ebft.tools.init.fit.available_memory", lambda placed_on: (2**17, "a small machine"))
+    monkeypatch.setattr("ebft.tools.init.draft.available_memory", lambda placed_on: (2**17, "a small machine"))
     done = ebft(*given)
     small = load_config("run.yaml")
     assert small.micro_batch_size == 1 and small.gradient_accumulation_steps == 16

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from ebft.errors import ConfigError, ModelError
 from ebft.models.causal_lm import without_hooks
 from ebft.models.sharding import check_fits, check_version, has_other_names, keep_output_dtype, load_checkpoint_weights
-from ebft.tools.export.sharded import merge_sharded
+from ebft.tools.export.checkpoint import merge_sharded
 from ebft.trainer import OverTrainer
 from tests.export.test_sharded import save_parts
 from tests.strided.families import tiny_model

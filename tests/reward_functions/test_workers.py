@@ -10,7 +10,7 @@ from pickle import PicklingError
 import pytest
 
 from ebft.errors import ConfigError, RewardError
-from ebft.reward_functions.processes import RewardWorkers, run_in_workers
+from ebft.reward_functions.calls import RewardWorkers, run_in_workers
 from tests.reward_functions import functions
 
 A_GROUP = ["a", "a"]
@@ -103,7 +103,7 @@ def test_errors_of_functions_say_where(workers):
 
 def test_a_script_without_a_guard_is_told_so(tmp_path):
     code = (
-        "from ebft.reward_functions.processes import run_in_workers\n"
+        "from ebft.reward_functions.calls import run_in_workers\n"
         "def zero(prompts, **columns): return [0.0] * len(prompts)\n"
         "[call] = run_in_workers([zero], 2, 30.0, lambda: 2)\n"
         "print(call(prompts=['a', 'a']))\n"

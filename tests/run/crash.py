@@ -28,7 +28,6 @@ import ebft.preferences.experimental
 import ebft.preferences.trainers
 import ebft.reward_models
 import ebft.run.output
-import ebft.sft.stream
 import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 from ebft import train
 from ebft.errors import ConfigError, DataError
 from ebft.run.callbacks import TrainingInterrupted
-from ebft.sft.stream import StreamTrainer
+from ebft.sft.trainer import StreamTrainer
 
 TIMING = ("runtime", "per_second", "tokens_per", "seconds", "memory")
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ebft.config.keys.data import DataSettings
 from ebft.config.section import Section
-from ebft.config.user_code import user_code
+from ebft.config.user_functions import user_code
 from ebft.data.columns import Columns, check_unread
 from ebft.data.json_files import without_added_keys
 from ebft.data.row_counts import DROPPED, LEFT_OUT, NO_PROMPT, TRUNCATED, UNTHINKING, Dropped, RowCounts, take_left_out

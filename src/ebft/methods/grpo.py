@@ -27,7 +27,7 @@ from ebft.methods.method import (
     class_at,
     warn_of_unmet,
 )
-from ebft.models.files import reward_problem
+from ebft.models.weight_files import reward_problem
 
 if TYPE_CHECKING:
     from ebft.data.load import LoadedRows

@@ -144,7 +144,7 @@ class SFT(Method):
         common["activation_offloading"] = config.activation_offloading and not common["args"].use_cpu
         if config.streaming:
             from ebft.data.stream import order_of
-            from ebft.sft.stream import StreamCollator, StreamTrainer
+            from ebft.sft.trainer import StreamCollator, StreamTrainer
 
             common["data_collator"] = StreamCollator(tokenizer.pad_token_id)
             return StreamTrainer(order_of(config), packs=config.pretrain_multipack_attn, model=model, **common)

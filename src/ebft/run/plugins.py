@@ -17,8 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from ebft.config.user_code import user_code
-from ebft.config.user_functions import find_function, plugin_values
+from ebft.config.user_functions import find_function, plugin_values, user_code
 from ebft.errors import ConfigError
 from ebft.run.config.schema import RunConfig
 

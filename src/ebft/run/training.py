@@ -22,7 +22,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import Trainer, TrainerState, set_seed
 
-from ebft.config.user_code import user_code
+from ebft.config.user_functions import user_code
 from ebft.data.lengths import longest_document
 from ebft.data.load import LoadedRows
 from ebft.errors import ConfigError, NonFiniteLossError, SaveError, doing, shortened

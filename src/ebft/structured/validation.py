@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 
 from ebft.config import rules
-from ebft.config.user_code import user_code
+from ebft.config.user_functions import user_code
 from ebft.data.prompts import RESERVED
 from ebft.errors import ConfigError, DataError, RolloutError
 from ebft.models.sharding import load_whole

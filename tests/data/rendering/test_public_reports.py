@@ -9,9 +9,8 @@ import warnings
 import pytest
 
 from ebft.data.load import load_token_rows
-from ebft.data.preferences import load_preference_rows
+from ebft.data.preferences import load_comparisons, load_preference_rows
 from ebft.data.prompts import load_prompt_rows
-from ebft.data.reward_rows import load_comparisons
 from ebft.errors import DataError
 from ebft.run.config.schema import RunConfig
 from tests.data.conftest import assistant, user
