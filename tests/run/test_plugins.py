@@ -195,8 +195,6 @@ def test_hooks_that_fail(make, tmp_path, seen):
         ("FailsEarly", "FailsEarly.pre_model_load failed: KeyError: 'early'"),
         ("Sets", "a plugin cannot change learning_rate of the config by setting cfg.learning_rate. Set it in the"),
         ("LoadsRows", "LoadsRows.load_datasets returned .*, but rows are read from datasets"),
-        ("Arguments", "must be a class: a transformers.TrainerCallback, or one with a method on_rollouts_scored"),
-        ("Absent", "has no function 'Absent'"),
     ],
 )
 def test_hooks_that_end_a_run_before_it_starts(make, name, message):
@@ -207,10 +205,6 @@ def test_hooks_that_end_a_run_before_it_starts(make, name, message):
 def test_keys_that_a_plugin_declares(make):
     keys = {"plugins": [PATH + "Hooks"], "plugin_args": {"note": "a"}}
     assert make(my_key=7, **keys).plugin_args == {"note": "a", "my_key": 7}
-    with pytest.raises(ConfigError, match="Unknown key 'my_kex'"):
-        make(my_kex=7, **keys)
-    with pytest.raises(ConfigError, match="my_key: Input should be a valid integer.*Hooks.get_input_args"):
-        make(my_key="x", **keys)
     with pytest.raises(ConfigError, match="my_key: Input should be a valid integer"):
         train(strided(make, plugins=keys["plugins"], plugin_args={"my_key": "x"}))
 
