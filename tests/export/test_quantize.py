@@ -63,16 +63,11 @@ def test_the_held_out_data_of_a_config(tiny_llama_dir, text, ebft, tmp_path):
     assert result.exit_code == 0 and "Perplexity of" in result.output, result.output
     config["quantization"] = {"weight_dtype": "int4", "activation_dtype": "int8", "group_size": 16}
     path.write_text(yaml.safe_dump(config))
-    sizes = []
-    for name, options in (("section", []), ("option", ["--group-size", "8"])):
+    for name, options, size in (("section", [], 16), ("option", ["--group-size", "8"], 8)):
         result = ebft("quantize", path, "--output", tmp_path / name, *options)
         assert result.exit_code == 0 and "after (int4)" in result.output, result.output
-        sizes.append(up_proj(tmp_path / name).block_size)
-    assert sizes == [[1, 16], [1, 8]]
-
-
-def up_proj(folder):
-    return AutoModelForCausalLM.from_pretrained(folder).model.layers[0].mlp.up_proj.weight
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.model.layers[0].mlp.up_proj.weight.block_size == [1, size]
 
 
 @pytest.mark.parametrize(
@@ -103,21 +98,6 @@ def test_kinds_that_run_on_cpu(settings, expected, tiny_llama_dir, text, tmp_pat
     assert expected in found and type(model.lm_head.weight) is torch.nn.Parameter
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--type", "int4"], "while quantising to weight_dtype: int4 on cpu"),
-        (["--group-size", "24"], "group_size: 24 does not divide the 32 columns of model.layers.0.self_attn.q_proj"),
-    ],
-)
-def test_kinds_that_do_not_run_or_fit(options, message, tiny_llama_dir, text, ebft, tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("these may run here")
-    result = ebft("quantize", tiny_llama_dir, "--output", tmp_path / "to", "--text", text, *options)
-    assert result.exit_code in (1, 2) and message in flat(result.output), result.output
-    assert not (tmp_path / "to").exists()
-
-
 def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
     base = save_base(tmp_path / "base", llama(tie_word_embeddings=True))
     AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(base)
@@ -126,7 +106,7 @@ def test_tied_embeddings_are_not_quantised(text, tiny_llama_dir, tmp_path):
         quantize_model(base, tmp_path / "to", QuantizationSection(quantize_embedding=True), sequences)
 
 
-def test_errors(tiny_llama_dir, ebft, tmp_path):
+def test_errors(tiny_llama_dir, tmp_path):
     adapter = save_adapter(tmp_path / "adapter", tiny_llama_dir, target_modules=["q_proj"])
     to = tmp_path / "to"
     with pytest.raises(ModelError, match="Merge it first .ebft merge-lora"):
@@ -136,4 +116,3 @@ def test_errors(tiny_llama_dir, ebft, tmp_path):
     (again / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
     with pytest.raises(ModelError, match="quantised is already quantised .torchao."):
         quantize_model(again, to, QuantizationSection(), lambda tokenizer: [])
-    assert "Give a text" in flat(ebft("quantize", tiny_llama_dir, "--output", to).output)

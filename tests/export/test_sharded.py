@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ebft.errors import ModelError
 from ebft.files import write_checksums
 from ebft.tools.export.sharded import merge_sharded
-from tests.file_edits import settings, write
+from tests.file_edits import write
 
 
 def save_parts(weights, folder):
@@ -100,9 +100,7 @@ def change_checked_part(folder):
     [
         (write(INDEX, pickle.dumps(print)), "builtins.print does not"),
         (change_checked_part, r"distcp is damaged \(wrong checksum\)"),
-        (settings(intermediate_size=96), "size mismatch for model.layers.0.mlp.gate_proj.weight"),
         (write("merged/mine", ""), "merged is not empty. Remove it, or choose another folder with --output"),
-        (lambda folder: shutil.rmtree(folder / PARTS), "No such file or directory: .*pytorch_model_fsdp_0"),
     ],
 )
 def test_what_cannot_be_merged_says_why(parts, change, message):

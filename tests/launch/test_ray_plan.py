@@ -7,7 +7,6 @@ import pytest
 
 from ebft.errors import ConfigError
 from ebft.run.config.schema import RunConfig
-from ebft.run.training import train
 from ebft.tools.launch import plan as planning
 from ebft.tools.launch.plan import RAY, LaunchOptions, plan_launch
 from ebft.tools.launch.ray_driver import worker_resources
@@ -43,8 +42,6 @@ def test_the_plan_counts_workers_and_says_where_they_run(monkeypatch):
     "options, has_ray, variables, message",
     [
         ({"num_processes": 2}, True, {}, "so this cannot be used: --num-processes. Set ray_num_workers"),
-        ({}, True, {"LOCAL_RANK": "0"}, "this cannot be used: This process was started by a launcher"),
-        ({}, False, {}, r"use_ray requires the package ray: pip install 'ebft\[ray\]'"),
     ],
 )
 def test_what_cannot_be_combined_with_ray(monkeypatch, options, has_ray, variables, message):
@@ -80,8 +77,3 @@ def test_a_dry_run_prints_the_workers_and_the_command(ebft, tmp_path):
     assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
     assert command == f"{sys.executable} -m ebft train {path} ray_num_workers=2"
     assert not (tmp_path / "out").exists()
-
-
-def test_training_from_python_refuses_the_key_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match="use_ray: true starts workers, which only the command ebft train does"):
-        train(config_with(use_ray=True))

@@ -115,16 +115,6 @@ def test_the_evaluation_of_an_earlier_run_is_not_that_of_a_new_one(run_file, out
     assert (out / EVALUATION).is_file()
 
 
-def test_a_run_that_starts_is_followed_in_the_folder_of_an_earlier_one(tmp_path):
-    (tmp_path / METRICS).write_text('{"step": 1}\n')
-    (tmp_path / RUN).write_text('{"state": "stopped"}')
-    files = RunFiles(tmp_path, {})
-    files.start()
-    assert read_run(tmp_path)["state"] == "running" and (tmp_path / METRICS).is_file()
-    assert not files.end("failed", "an error")
-    assert read_run(tmp_path) == {"state": "stopped"}
-
-
 def test_removing_lines_of_repeated_steps(tmp_path):
     path = tmp_path / "log.jsonl"
     remove_from_step(path, 3)  # none there
