@@ -10,7 +10,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import sys
@@ -32,7 +31,6 @@ import ebft.sft.stream
 import ebft.sft.trainer
 import ebft.strided
 import ebft.structured  # noqa: F401 (with those above: imported once, not by every process)
-import ebft.trainer
 from ebft import train
 from ebft.errors import EBFTError
 from ebft.run.callbacks import TrainingInterrupted
@@ -195,26 +193,6 @@ def before(owner: Any, name: str, count: int, act: Callable[[], None] = kill) ->
             return original(*args, **kwargs)
 
         setattr(owner, name, spy)
-
-    return inject
-
-
-def after_calls(seed: int) -> Callable[[], None]:
-    """An injection: a kill at a random moment of training or saving, by the number of calls of functions until it."""
-
-    def inject() -> None:
-        left = [random.Random(seed).randrange(20_000, 400_000)]
-
-        def count(frame: Any, event: str, argument: Any) -> None:
-            left[0] -= 1
-            if left[0] <= 0:
-                kill()
-
-        def start(*_: Any, original: Any = ebft.trainer.OverTrainer._init_training_state) -> Any:
-            sys.setprofile(count)
-            return original(*_)
-
-        ebft.trainer.OverTrainer._init_training_state = start
 
     return inject
 

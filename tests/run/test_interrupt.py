@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM in every phase of a run: it stops soon, and resumed, it ends with the bits of an unbroken one."""
 
 import json
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -103,3 +105,18 @@ def test_a_request_of_another_thread_stops_a_single_process_where_it_can():
     with pytest.raises(StopRequested):
         trainer.when_stoppable()
     assert (stop.requested, stop.signal_number, added) == (True, 15, [stop])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_process_that_user_code_forks_has_the_default_handlers(number):
+    stop = StopOnSignal()
+    stop.requested = True  # ignores a second SIGTERM
+    with stop.listening():
+        if (child := os.fork()) == 0:
+            try:
+                signal.raise_signal(number)
+            except BaseException as error:
+                os._exit(3 if type(error) is KeyboardInterrupt else 1)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == {signal.SIGINT: 3, signal.SIGTERM: -signal.SIGTERM, signal.SIGHUP: 0}[number]

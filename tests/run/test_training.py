@@ -48,14 +48,6 @@ def test_the_best_model_of_a_strided_run_is_the_one_with_the_lowest_cfm_loss(mak
     assert "strided mode" in card and "| `ebft.n_samples_per_prompt` | `2` |" in card and "2603.12248" in card
 
 
-def test_noise_of_embeddings_changes_the_loss(make, tmp_path):
-    def loss(alpha):
-        keys = {"max_steps": 1, "neftune_noise_alpha": alpha, "save_strategy": "no"}
-        return train(make(**keys, output_dir=tmp_path / str(alpha))).trainer.state.log_history[0]["loss"]
-
-    assert abs(loss(None) - loss(50.0)) > 1e-3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [LORA, {}], ids=["lora", "full"])
 def test_a_gguf_file_trains_as_the_folder_made_of_it_does(make, resumed, tiny_gguf, tmp_path, keys):
