@@ -27,7 +27,6 @@ from ebft.run.config.combinations import expert_problems
 from ebft.run.config.schema import RunConfig
 from ebft.run.optimizer import check_optimizer
 from ebft.run.output import check_own
-from ebft.run.reporting import check_trackers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +92,7 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     missing = list(config.method.missing_packages(config))
     if elsewhere and config.use_ray and find_spec("ray") is None:  # which train needs before it gets here
         missing.append("use_ray requires the package ray: pip install 'ebft[ray]'")
-    for check in (check_deepspeed, check_optimizer, check_trackers):
+    for check in (check_deepspeed, check_optimizer):
         try:
             check(config)
         except MissingPackageError as error:
@@ -156,7 +155,7 @@ def _check_not_overwritten(config: RunConfig) -> None:
             if entry.data_files is None and is_read:
                 raise ConfigError(
                     f"output_dir: {config.output_dir} is in the folder of {section}.{number}.path: {entry.path}, all "
-                    "files of which are read as data, so that this or a later run would read the files of this run. "
+                    "whose files are read as data, so that this or a later run would read the files of this run. "
                     "Set output_dir to another folder, or name the files in data_files."
                 )
     for key in ("base_model", "base_model_config", "tokenizer_config", "lora_model_dir"):

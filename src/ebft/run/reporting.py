@@ -20,7 +20,7 @@ from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, MissingPackageError, SaveError, cause, doing
+from ebft.errors import ConfigError, SaveError, cause, doing
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -247,23 +247,13 @@ def trackers(config: RunConfig) -> list[str]:
     return [name for name in names if name != "none"] or ["none"]
 
 
-def check_trackers(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker that transformers does not know, MissingPackageError for one not installed."""
-    for name in {*trackers(config)} - {"none", "all"}:
-        from transformers.integrations import integration_utils as known
-
-        if name not in known.INTEGRATION_TO_CALLBACK:
-            raise ConfigError(f"report_to: unknown tracker {name!r}. Choose from {[*known.INTEGRATION_TO_CALLBACK]}.")
-        start = f"is_{name.partition('_')[0]}"
-        checks = [
-            check for each, check in vars(known).items() if each.startswith(start) and each.endswith("_available")
-        ]
-        if not checks[0]():
-            raise MissingPackageError(f"report_to: {name} is not installed. Run `pip install {name}`, or remove it.")
-
-
 def start_trackers(names: list[str], run_name: str | None) -> None:
-    """Start what needs an account, a network or a folder, so that its error comes before the model is loaded."""
+    """Start what needs a package, an account, a network or a folder, so that its error precedes the model's loading."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    with doing(f"creating the trackers of report_to: {names}"):
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
     if "wandb" in names:
         wandb = import_module("wandb")
         with doing("starting the tracker wandb (wandb_mode: offline needs no account)"):
