@@ -103,7 +103,10 @@ class RunFiles(TrainerCallback):
             of_model = self._folder / files.EVALUATION  # which is trained further
             self._try(set_aside, self._folder, [of_model])
         elif self._path.name == files.START:
-            self._try(set_run_aside, self._folder, previous)
+            # Apart from its log.
+            names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
+            of_run = [*(self._folder / name for name in names), *files.rollout_files(self._folder)]
+            self._try(set_aside, self._folder, of_run, previous)
         self._use_run_file()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -261,12 +264,6 @@ def set_aside(folder: Path, paths: Iterable[Path], target: Path | None = None) -
     return target
 
 
-def set_run_aside(folder: Path, target: Path | None = None) -> None:
-    """Move the files that describe an earlier run in `folder`, apart from its log, to `target` as `set_aside` does."""
-    names = (files.METRICS, files.RUN, files.HEALTH, files.REPORT, files.EVALUATION)
-    set_aside(folder, [*(folder / name for name in names), *files.rollout_files(folder)], target)
-
-
 def has_records(folder: Path) -> bool:
     """Whether `folder` has files of a run that has begun to train, or was complete when it started."""
     records = (folder / name for name in (files.METRICS, files.HEALTH, files.EVALUATION))
@@ -349,7 +346,7 @@ class RolloutLog(TrainerCallback):
 
 
 class ScoredRollouts:
-    """Passes the rollouts of a trainer's training steps to `hooks`, and those that `log_rollouts` names to a file.
+    """Passes the rollouts of a trainer's training steps to `hooks`, and what `log_rollouts` names to a file.
 
     A hook is called as `hook(rollouts, rewards)`, with copies of the entries of the log, a list of dicts, and of the
     total rewards of this process's rollouts, in the shape that the trainer documents.

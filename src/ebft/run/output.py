@@ -19,26 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
+from ebft import run_files
 from ebft.errors import ConfigError, SaveError, doing, some_of
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
 from ebft.run.config.schema import RunConfig
 from ebft.run.reporting import write_model_card
-from ebft.run_files import (
-    CARD,
-    EVALUATION,
-    HEALTH,
-    METRICS,
-    PREVIOUS,
-    REPORT,
-    RUN,
-    START,
-    is_report,
-    read_object,
-    read_run,
-    rollout_files,
-    state_of,
-)
+from ebft.run_files import CARD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,8 +68,8 @@ def claim(folder: Path) -> None:
         write_mark(folder, None, {}, [])
     if not owns_card(folder):
         warnings.warn(
-            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is written "
-            "there.",
+            f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is "
+            "written there.",
             stacklevel=2,
         )
 
@@ -93,7 +80,7 @@ def write_mark(folder: Path, step: int | None, files: dict[str, int], cards: Ite
 
 
 def _mark(folder: Path) -> dict[str, Any]:
-    return read_object(folder / MARK) or {}
+    return run_files.read_object(folder / MARK) or {}
 
 
 def listed(folder: Path) -> dict[str, int]:
@@ -132,7 +119,8 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
     """The names of files that a run would replace or move, and that no run has listed or written."""
     has_mark, known = bool(_mark(folder)), listed(folder)
     names = [*_ALWAYS, "config.json"] if writes_config else _ALWAYS
-    records = (RUN, START, METRICS, HEALTH, *(path.name for path in rollout_files(folder)))
+    records = {run_files.RUN, run_files.START, run_files.METRICS, run_files.HEALTH}
+    records |= {path.name for path in run_files.rollout_files(folder)}
     found = []
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -142,12 +130,12 @@ def _foreign(folder: Path, writes_config: bool, resumes: bool) -> list[str]:
         elif name == STAGING:
             is_folder = path.is_dir() and not path.is_symlink()
             is_own = is_folder and all(_STAGED.fullmatch(each.name) for each in path.iterdir())
-        elif name == PREVIOUS:
+        elif name == run_files.PREVIOUS:
             is_own = path.is_dir()
-        elif name == EVALUATION:  # also of `ebft evaluate` before a run, as the report is
-            is_own = "models" in (read_object(path) or {})
-        elif name == REPORT:
-            is_own = is_report(path)
+        elif name == run_files.EVALUATION:  # also of `ebft evaluate` before a run, as the report is
+            is_own = "models" in (run_files.read_object(path) or {})
+        elif name == run_files.REPORT:
+            is_own = run_files.is_report(path)
         elif name in records:
             is_own = has_mark
         else:
@@ -173,8 +161,8 @@ def output_lock(output_dir: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        run = read_run(output_dir)
-        owner = f" (process {run.get('pid')} on {run.get('host')})" if state_of(run) == "running" else ""
+        run = run_files.read_run(output_dir)
+        owner = f" (process {run.get('pid')} on {run.get('host')})" if run_files.state_of(run) == "running" else ""
         raise ConfigError(
             f"output_dir: {output_dir} is used by another run{owner}. Wait until it has ended, or choose another "
             "folder."

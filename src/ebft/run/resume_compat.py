@@ -41,7 +41,7 @@ _ADAPTER_KEYS = (
     "lora_target_linear_modules",
     *("lora_modules_to_save", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_layers_pattern"),
 )
-# Settings that are restored with the state of the optimizer, and those that are read from the config on resuming.
+# Settings that are restored with the state of the optimizer, and settings that are read from the config on resuming.
 _RESTORED = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args")
 OF_OPTIMIZER = (
     *_RESTORED,
@@ -142,7 +142,7 @@ def optimizer_keys(config: RunConfig, checkpoint: Path | None) -> dict[str, Any]
 
 
 def run_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys that must be the same on resuming, without those that this run does not read."""
+    """The keys that must be the same on resuming, without keys that this run does not read."""
     keys = selecting_keys(config) | {key: getattr(config, key) for key in ("adapter", "optimizer", *_MODEL_KEYS)}
     keys |= config.model_dump(include=set(RATE_KEYS))  # the state of the optimizer fits the same groups only
     if config.adapter is None:
