@@ -122,20 +122,22 @@ def test_the_best_checkpoint_is_kept_and_found_by_a_resumed_run(inputs, out):
 
 
 AROUND_THE_FINAL_SAVE = {
-    "training ends": before(ebft.trainer.OverTrainer, "_finalize_training", 1, kill),
     "the best model is loaded": before(ebft.trainer.OverTrainer, "_load_best_model", 1, kill),
     "weights are written": before(ebft.transformers_internals, "save_final_weights", 1, kill),
-    "files are moved": before(ebft.run.output, "publish_files", 1, kill),
-    "the model is marked": before(ebft.run.output, "write_mark", 2, kill),
     "the disk is full": before(ebft.run.output, "publish_files", 1, no_space),
 }
-FAST = [("strided_full", "training ends"), ("sft", "weights are written")]
-CASES = [*(("strided_full", moment) for moment in AROUND_THE_FINAL_SAVE), ("grpo", "weights are written")]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in FAST]
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize(("method", "moment"), [*FAST, *SLOW])
+@pytest.mark.parametrize(
+    ("method", "moment"),
+    [
+        ("strided_full", "the best model is loaded"),
+        ("sft", "weights are written"),
+        pytest.param("strided_full", "the disk is full", marks=pytest.mark.slow),
+        pytest.param("grpo", "weights are written", marks=pytest.mark.slow),
+    ],
+)
 def test_the_newest_and_the_best_checkpoint_survive_the_end_of_training(method, moment, inputs, out):
     """Also with save_total_limit: 1, for which transformers would leave only the best one, before the final save."""
     config = config_of(method, inputs, out, max_steps=4, **BEST)

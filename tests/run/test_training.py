@@ -1,19 +1,15 @@
 """Whole runs on the CPU: a tiny random model, the standard library's text, a few steps."""
 
 import json
-import os
-import signal
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 from ebft import load_config, train
 from ebft.errors import ConfigError
-from ebft.processes import passed_on
-from ebft.run.callbacks import TrainingInterrupted
 from ebft.tools.fetch import convert_file
 from tests.run.conftest import LORA, assert_equal, strided, weights
 
@@ -88,32 +84,6 @@ def test_an_earlier_checkpoint_at_the_end_of_a_run_does_not_replace_later_result
     with pytest.raises(ConfigError, match="output_dir: .*checkpoint-1 is a checkpoint, whose files a run would"):
         train(strided(make, output_dir=out / "checkpoint-1"))
     assert files == contents(out / "checkpoint-1")
-
-
-@pytest.mark.filterwarnings("ignore:output_dir")
-@pytest.mark.parametrize(
-    ("name", "keys", "said"),
-    [
-        ("SIGTERM", {}, "Stopped at step 1.*resume_from_checkpoint=.*checkpoint-1$"),
-        ("SIGINT", {"save_only_model": True}, "saved in .*checkpoint-1, but training cannot be resumed from it"),
-    ],
-)
-def test_a_signal_saves_a_checkpoint(make, out, monkeypatch, name, keys, said):
-    number = getattr(signal, name)
-
-    class Press(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                os.kill(os.getpid(), number)
-
-    monkeypatch.setattr("ebft.run.trainer.ConsoleMetrics", Press)
-    (out / "checkpoint-300").mkdir(parents=True)  # of another run in the same folder
-    for file in ("trainer_state.json", "ebft_run.json"):
-        (out / "checkpoint-300" / file).touch()
-    handler = signal.getsignal(number)
-    with pytest.raises(TrainingInterrupted, match=said) as caught:
-        train(make(max_steps=50, save_strategy="no", **keys))
-    assert signal.getsignal(number) is handler and caught.value.signal_number == passed_on(number)
 
 
 # Those with tools or servers are trained in tests/structured/test_interactive.py and tests/nemo_gym.
