@@ -5,7 +5,6 @@ import shutil
 import warnings
 
 import pytest
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch.distributed import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -44,8 +43,6 @@ def test_a_model(parts, tiny_llama_dir, tmp_path):
     assert files(merged.folder) == files(tiny_llama_dir)
     again = merge_sharded(parts / "pytorch_model_fsdp_0", tmp_path / "small", shard_size="20KB").folder
     assert len(list(again.glob("model-*.safetensors"))) > 2
-    for ours, theirs in zip(*(AutoModelForCausalLM.from_pretrained(f).parameters() for f in (again, tiny_llama_dir))):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])

@@ -114,9 +114,7 @@ def test_a_process_that_starts_after_the_launch_ended(monkeypatch, tmp_path):
 
 def test_a_process_stops_when_the_command_that_started_it_is_killed(tmp_path):
     orphan = [sys.executable, "-m", STUB, "orphan", str(tmp_path)]
-    code = (
-        "import os, subprocess, sys; subprocess.run(sys.argv[1:], env=os.environ | {'EBFT_PARENT': str(os.getpid())})"
-    )
+    code = "import os, subprocess, sys; os.environ['EBFT_PARENT'] = str(os.getpid()); subprocess.run(sys.argv[1:])"
     parent = subprocess.Popen([sys.executable, "-c", code, *orphan])
     wait_until((tmp_path / "started").exists)
     assert not (tmp_path / "stopped").exists()

@@ -99,16 +99,14 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
         return result, stored, [words[0] for words in in_process]
 
     result, stored, commands = swept(1)
-    printed = plain(result.stdout)
-    assert "failed (exit status 2)" in printed and "finished" in printed and "ce_loss" in printed, result.output
+    assert "failed (exit status 2)" in plain(result.stdout), result.output
     assert [run["state"] for run in stored] == ["failed", "finished"] and commands == ["train", "train", "evaluate"]
     assert stored[0]["metrics"] == {} and stored[1]["values"] == {"learning_rate": 0.001}
     evaluated = json.loads((out / "learning_rate=0.001" / "evaluation.json").read_text())
     assert stored[1]["metrics"] == evaluated["models"][0]["metrics"]
 
     result, _, commands = swept(0, "--dry-run")
-    assert "# learning_rate=0.01\n" in result.stdout and "# learning_rate=0.001: finished\n" in result.stdout
-    assert commands == []
+    assert "# learning_rate=0.001: finished\n" in result.stdout and commands == []
     mark.touch()
     result, stored, commands = swept(0)
     assert "Already finished in" in result.stderr and commands == ["train", "evaluate"]

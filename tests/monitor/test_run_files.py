@@ -95,8 +95,7 @@ def test_a_new_run_moves_the_files_of_the_one_before_when_its_training_starts(ru
     with pytest.warns(UserWarning, match="training starts from the beginning"):  # without checkpoints
         train(quietly(run_file, [*keys[:1], "max_steps=2", AUTO]))
     assert steps_with_a_loss(out) == [1, 2] and set(steps(out / ROLLOUTS)) == {1, 2} and not (out / START).exists()
-    assert all((out / PREVIOUS / "1" / name).is_file() for name in (METRICS, RUN, ROLLOUTS, HEALTH))
-    assert "resumed_from_step" not in read(out / RUN) and steps_with_a_loss(out / PREVIOUS / "1") == [1]
+    assert {METRICS, RUN, ROLLOUTS, HEALTH} <= {path.name for path in (out / PREVIOUS / "1").iterdir()}
 
 
 @pytest.mark.filterwarnings("ignore:output_dir", "ignore:Training is already complete")

@@ -16,9 +16,8 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -113,8 +112,7 @@ def config_of(method: str, inputs: Path, out: Path, **changes: Any) -> RunConfig
         return RunConfig.from_dict(values)
 
 
-@dataclass
-class Ended:
+class Ended(NamedTuple):
     """How a run ended: its exit code, which is minus the number of a signal, and what it printed."""
 
     code: int
