@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from itertools import islice
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from ebft import run_files as files
+from ebft.errors import warn
 from ebft.files import write_text
 
 State = Literal["running", "finished", "stopped", "failed"]
@@ -47,15 +47,8 @@ class RunFiles(TrainerCallback):
 
     def __init__(self, folder: str | Path, description: dict[str, Any]) -> None:
         self._folder = Path(folder)
-        self._run = {
-            "state": "running",
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": None,
-            "updated": None,
-            "global_step": 0,
-            "max_steps": None,
-        }
+        self._run: dict[str, Any] = {"state": "running", "pid": os.getpid(), "host": socket.gethostname()}
+        self._run |= {"started": None, "updated": None, "global_step": 0, "max_steps": None}
         self.description = description
         self._path = self._folder / files.RUN
         self._last_update = 0.0
@@ -139,10 +132,9 @@ class RunFiles(TrainerCallback):
         except OSError as error:
             if not self._has_failed:
                 self._has_failed = True
-                warnings.warn(
+                warn(
                     f"The files that describe the run cannot be written to {self._folder} ({error}), so it cannot be "
-                    "followed completely.",
-                    stacklevel=2,
+                    "followed completely."
                 )
 
 
@@ -342,7 +334,7 @@ class RolloutLog(TrainerCallback):
     def _warn(self, error: OSError) -> None:
         if not self._has_failed:
             self._has_failed = True
-            warnings.warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.", stacklevel=3)
+            warn(f"{self.path} cannot be written ({error}), so it lacks rollouts.")
 
 
 class ScoredRollouts:
