@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sized
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from ebft.catalog import is_gguf, lasting_name
 from ebft.config.rules import INTERACTIVE
 from ebft.config.section import flat_settings
 from ebft.data.transforms import built_in, check_transform
-from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened
+from ebft.errors import ConfigError, MissingPackageError, ModelError, doing, shortened, warn
 from ebft.files import json_hash
 from ebft.machine import Machine
 from ebft.methods.processes import check_deepspeed
@@ -45,12 +44,9 @@ def check_machine(config: RunConfig, machine: Machine) -> None:
             "CONFIG --num-processes 2, or remove fsdp."
         )
     if config.tf32 and not machine.supports_tf32:
-        warnings.warn(
-            "tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.",
-            stacklevel=2,
-        )
+        warn("tf32: true has no effect: it requires an Ampere or newer GPU, which this machine does not have.")
     if config.activation_offloading and not machine.has_accelerator:
-        warnings.warn("activation_offloading: true has no effect on CPU: activations are in main memory.", stacklevel=2)
+        warn("activation_offloading: true has no effect on CPU: activations are in main memory.")
     for problem in config.method.problems_here(config, machine):
         raise ConfigError(problem)
     missing = list(_missing_on_gpus(config)) if machine.has_accelerator else []
@@ -105,9 +101,9 @@ def check_runnable(config: RunConfig, processes: int | None = None, *, elsewhere
     if missing and not elsewhere:
         raise MissingPackageError("\n".join(missing))
     for message in missing:
-        warnings.warn(f"Needed for training: {message}", stacklevel=2)
+        warn(f"Needed for training: {message}")
     for message in _missing_on_gpus(config) if elsewhere else ():
-        warnings.warn(f"Needed for training on a GPU: {message}", stacklevel=2)
+        warn(f"Needed for training on a GPU: {message}")
 
 
 def _missing_on_gpus(config: RunConfig) -> Iterator[str]:
@@ -238,9 +234,8 @@ def check_served(config: RunConfig) -> None:
     if text != whole:
         raise ConfigError(
             f"trl.use_vllm: vLLM would serve all of {config.base_model} ({whole}), but its text model ({text}) is "
-            "trained alone, with other names of weights, so vLLM would not sample from it. Save the text "
-            "model (ebft.models.pretrained.pretrained_model) with its tokenizer and set base_model to it, or set "
-            "trl.use_vllm: false."
+            "trained, with other names of weights. Save the text model (ebft.models.pretrained.pretrained_model) with "
+            "its tokenizer and set base_model to it, or set trl.use_vllm: false."
         )
 
 

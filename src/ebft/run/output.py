@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from ebft import run_files
-from ebft.errors import ConfigError, SaveError, doing, some_of
+from ebft.errors import ConfigError, SaveError, doing, some_of, warn
 from ebft.files import ADAPTER_CONFIG, CHECKSUMS, RUN_FILE, STAGING, STATE, checksum, publish_files, write_text
 from ebft.processes import is_main_process
 from ebft.run.config.schema import RunConfig
@@ -67,10 +66,9 @@ def claim(folder: Path) -> None:
     if not _mark(folder):
         write_mark(folder, None, {}, [])
     if not owns_card(folder):
-        warnings.warn(
+        warn(
             f"{folder / CARD} was not written by a run, or was edited, so it is kept and no model card is "
-            "written there.",
-            stacklevel=2,
+            "written there."
         )
 
 
@@ -168,10 +166,9 @@ def output_lock(output_dir: Path) -> Iterator[None]:
             "folder."
         ) from None
     except (OSError, NotImplementedError) as error:
-        warnings.warn(
+        warn(
             f"output_dir: {output_dir} cannot be locked ({error}), so another run in the same folder would not be "
-            "detected.",
-            stacklevel=3,
+            "detected."
         )
         yield
         return
@@ -269,12 +266,10 @@ def declare_end_of_turn(
         return []
     if is_taught and end != eos:
         token = tokenizer.convert_ids_to_tokens(end)
-        warnings.warn(
+        warn(
             f"special_tokens.eos_token: the chat template ends replies with {token}, which is not an end-of-sequence "
-            "token of the base model, and an adapter has no generation config of its own, so generate() does not stop "
-            f"there. Set special_tokens.eos_token: {token}, which is saved with the tokenizer, or pass eos_token_id to "
-            "generate(); models of ebft merge-lora and ebft inference stop there anyway.",
-            stacklevel=2,
+            "token of the base model, so generate() does not stop there with an adapter, except after ebft merge-lora "
+            f"and in ebft inference. Set special_tokens.eos_token: {token}, which is saved with the tokenizer."
         )
     # Not `save_pretrained`, which refuses combinations that some base models have.
     return [lambda folder: write_text(folder / GENERATION_CONFIG, settings.to_json_string())]

@@ -112,12 +112,9 @@ def write_rows(folder: Path, rows: LoadedRows, inputs: dict[str, Any]) -> None:
             for name, part in parts.items():
                 if part is not None:
                     part.save_to_disk(str(partial / name))
-            record = {
-                "key": folder.name,
-                "rows": {name: None if part is None else len(part) for name, part in parts.items()},
-                "reports": [asdict(report) for report in rows.reports],
-                "inputs": inputs,
-            }
+            counts = {name: None if part is None else len(part) for name, part in parts.items()}
+            reports = [asdict(report) for report in rows.reports]
+            record = {"key": folder.name, "rows": counts, "reports": reports, "inputs": inputs}
             (partial / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
             flush(partial)
             partial.rename(folder)

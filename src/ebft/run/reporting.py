@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shlex
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,7 +19,7 @@ from huggingface_hub import ModelCardData
 
 from ebft.catalog import looks_local, pinned_model
 from ebft.config.section import changed_keys
-from ebft.errors import ConfigError, SaveError, cause, doing
+from ebft.errors import ConfigError, SaveError, cause, doing, warn
 from ebft.files import check_writable
 from ebft.machine import installed_version
 from ebft.methods.method import selecting_keys
@@ -65,7 +64,7 @@ def _end(config: RunConfig, files: RunFiles, state: State, error: str | None = N
         if find_spec("ebft.tools") is not None:
             importlib.import_module(_REPORT).write_report(Path(config.output_dir))
     except Exception as failure:  # the report must not change how the run ends
-        warnings.warn(f"The report of the run was not written ({failure}).", stacklevel=2)
+        warn(f"The report of the run was not written ({failure}).")
 
 
 def method_of(config: RunConfig) -> str:
@@ -186,10 +185,9 @@ def check_hub(config: RunConfig) -> None:
         ) from error
     say(f"Hub: {name} ({'private' if is_private else 'public'}), {_WHEN[config.hub_strategy]}", err=True)
     if config.hub_private_repo and not is_private:
-        warnings.warn(
+        warn(
             f"hub_model_id: the repository {name} exists already and is public, so everyone can read what is pushed. "
-            "Make it private in its settings, choose another id, or set hub_private_repo: false.",
-            stacklevel=2,
+            "Make it private in its settings, choose another id, or set hub_private_repo: false."
         )
 
 
@@ -240,10 +238,7 @@ def trackers(config: RunConfig) -> list[str]:
         if find_spec("wandb") is not None:
             names.append("wandb")
         else:
-            warnings.warn(
-                "wandb_project is set, but wandb is not installed (pip install wandb). The run continues without it.",
-                stacklevel=2,
-            )
+            warn("wandb_project is set, but wandb is not installed (pip install wandb). The run continues without it.")
     return [name for name in names if name != "none"] or ["none"]
 
 
