@@ -1,8 +1,5 @@
 """Keys of training through Ray Train, how such a run is started, and what is refused; none of this needs Ray."""
 
-import json
-import sys
-
 import pytest
 
 from ebft.errors import ConfigError
@@ -57,14 +54,3 @@ def test_a_local_ray_must_have_the_resources_and_a_cluster_may_grow(monkeypatch,
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert worker_resources(config, {"GPU": 2.0}) == {"GPU": 1.0}
     assert "training waits for them: GPU: 3 (available: 2)" in capsys.readouterr().err
-
-
-def test_a_dry_run_prints_the_workers_and_the_command(ebft, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps({**ROWS, "use_ray": True, "output_dir": str(tmp_path / "out"), "val_set_size": 2}))
-    done = ebft("train", path, "ray_num_workers=2", "--dry-run")
-    note, command = done.stdout.splitlines()
-    assert done.exit_code == 0, done.stderr
-    assert note.startswith("# Starting 2 workers with Ray Train on a local Ray")
-    assert command == f"{sys.executable} -m ebft train {path} ray_num_workers=2"
-    assert not (tmp_path / "out").exists()
