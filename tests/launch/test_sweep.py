@@ -99,7 +99,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_resumed(ebft, run_file, in
         return result, stored, [words[0] for words in in_process]
 
     result, stored, commands = swept(1)
-    assert "failed (exit status 2)" in plain(result.stdout), result.output
+    assert "failed (exit status 1)" in plain(result.stdout), result.output
     assert [run["state"] for run in stored] == ["failed", "finished"] and commands == ["train", "train", "evaluate"]
     assert stored[0]["metrics"] == {} and stored[1]["values"] == {"learning_rate": 0.001}
     evaluated = json.loads((out / "learning_rate=0.001" / "evaluation.json").read_text())

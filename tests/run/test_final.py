@@ -162,7 +162,7 @@ def checkpoint(folder, step, name=None, **state):
 def test_rotation_deletes_the_lowest_steps_of_the_run_only(out):
     for step in (9, 10, 100, 8, 7):  # the order of their times, as after a copy or with a clock that was set back
         checkpoint(out, step)
-    for step, name in ((6, "checkpoint-old"), (6, "checkpoint-old-3"), (3, "checkpoint-5"), (6, "checkpoint-²")):
+    for step, name in ((6, "checkpoint-old"), (6, "checkpoint-old-6"), (3, "checkpoint-5"), (6, "checkpoint-²")):
         checkpoint(out, step, name)
     (checkpoint(out, 4) / "ebft_checksums.json").unlink()
     (out / "checkpoint-2").write_text("a file")
