@@ -158,8 +158,6 @@ STRUCTURED_ZERO = "ebft.alignment_coef: 0 with ebft.diversity_coef: 0 and ebft.c
     ({"optimizer": "galore_adamw"}, "optimizer: galore_adamw is not supported: its projections cannot be read"),
     ({"optimizer": "adamw_torch_8bit", "optim_args": {"block_size": 128}},
      "optim_args.block_size: transformers does not read 128"),
-    ({"report_to": "banana"}, "report_to: unknown tracker 'banana'. Choose from"),
-    ({"report_to": ["trackio"]}, "report_to: trackio is not installed. Run `pip install trackio`"),
     ({"datasets": [{"path": "a", "type": "alpaca:chat"}]}, "'alpaca:chat' is not supported: write the style"),
     ({"datasets": [{"path": "a", "type": "ebft_reasoning.transform_answer_only"}]},
      "SFT .* trains on rows of input_ids and labels"),
