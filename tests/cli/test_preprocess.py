@@ -66,7 +66,6 @@ def test_a_number_of_rows_implies_debug_and_html_alone_prints_no_rows(ebft, run_
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [
-    (["rl="], r"\nrow  prompt: \d+ tokens; in the cross-entropy: "),
     (["ebft.mode=structured"], r"\nreference  in the cross-entropy: "),
     (["rl=grpo", "trl.reward_funcs=[my.func]"], r"\nprompt  kind: text; tokens: \d+"),
 ])  # fmt: skip
@@ -77,7 +76,6 @@ def test_every_method_shows_its_rows(ebft, run_file, overrides, expected):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["sequence_len=6"], "No usable rows are left: a block needs"),
     (["val_set_size=9"], "leaves 0 usable documents for training"),
 ])  # fmt: skip
 def test_errors_are_one_message_and_leave_no_rows(refused, run_file, tmp_path, arguments, message):

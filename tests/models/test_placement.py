@@ -17,9 +17,7 @@ IDLE, BUSY, SMALL = (79 * GIB, 80 * GIB), (60 * GIB, 80 * GIB), (8 * GIB, 8 * GI
     [
         ([IDLE], 0, None),
         ([BUSY, IDLE], 0, "cuda:1"),
-        ([IDLE, BUSY], 0, None),
         ([IDLE, BUSY], 1, "cuda:0"),
-        ([BUSY, SMALL], 0, None),
         ([BUSY, SMALL, BUSY, IDLE], 0, "cuda:3"),
         ([BUSY, IDLE], None, None),
     ],

@@ -112,11 +112,6 @@ def test_one_of_two_layers(base, target, size, configured, tmp_path):
         load_model(config, tokenizer)
 
 
-@pytest.mark.parametrize("targets", [["lm_head"], "model.embed_tokens"])
-def test_one_layer_of_the_original_size_is_not_refused(base, targets, configured, tmp_path):
-    check_loading_and_merging(*configured(base, targets), tmp_path)
-
-
 def test_saved_adapters_without_the_other_layer_are_refused(tiny_llama_dir, configured, tmp_path):
     """An adapter of PEFT on resized layers, of which it has one."""
     target, other = "embed_tokens", "lm_head"
