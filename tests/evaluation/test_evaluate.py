@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ebft import evaluate, load_config
 from ebft.errors import ConfigError, ModelError, NonFiniteLossError
+from ebft.tools.evaluation.models import load_subject
 from ebft.tools.evaluation.run import token_nll
 from tests.export.models import save_adapter
 from tests.strided.families import tiny_model

@@ -1,5 +1,6 @@
 """Replies are those of `generate`, of the model with or without its adapter, and their rewards those of training."""
 
+import json
 import shutil
 import sys
 

@@ -64,10 +64,8 @@ def load_steps(config: DataSettings, tokenizer: PreTrainedTokenizerBase, num_lab
 def _ids(row: Mapping[str, Any], name: str, hint: str, vocabulary: int) -> list[int]:
     """The token ids of a field; of labels, IGNORE as well."""
     check_fields(row, [name], hint)
-    ids = plain(row[name])
-    unknown = next(
-        (token for token in ids if not 0 <= token < vocabulary and (name, token) != ("labels", IGNORE)), None
-    )
+    ids, known = plain(row[name]), range(vocabulary)
+    unknown = next((token for token in ids if token not in known and (name, token) != ("labels", IGNORE)), None)
     if unknown is not None:
         raise DataError(f"{name} contains {unknown}, which is not one of {vocabulary} tokens or classes (num_labels).")
     return ids
